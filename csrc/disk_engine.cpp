@@ -1,0 +1,202 @@
+// Tickets, and the rules by which an attempt's result is judged. How attempts are made: disk_uring.cpp,
+// disk_threads.cpp.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "native.hpp"
+
+namespace outsize {
+
+namespace {
+
+bool is_direct(int fd) {
+    const int flags = ::fcntl(fd, F_GETFL);
+    return flags != -1 && (flags & O_DIRECT) != 0;
+}
+
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// A direct transfer that keeps stopping inside one block has met the end of the file, or a broken device.
+constexpr int kFutileAttempts = 3;
+
+}  // namespace
+
+std::size_t Piece::attempt_nbytes() const {
+    const std::size_t left = nbytes - resume;
+    if (injected_short < 0) return left;
+    const auto wanted = static_cast<std::size_t>(injected_short);
+    return std::min(left, is_direct(fd) ? round_up(wanted, kBlockBytes) : wanted);
+}
+
+bool Piece::fail(int code) {
+    error = code;
+    return true;
+}
+
+bool Piece::advance(std::int64_t result) {
+    if (injected_error != 0) return fail(std::exchange(injected_error, 0));
+    if (injected_short >= 0) result = std::min(result, std::exchange(injected_short, -1));
+    if (result == -EINTR || result == -EAGAIN) return false;
+    if (result < 0) return fail(static_cast<int>(-result));
+    if (result == 0 && operation == Operation::kRead) return fail(EIO);  // the file ends before the range does
+
+    const std::size_t now = resume + static_cast<std::size_t>(result);
+    futile = now > reached ? 0 : futile + 1;
+    reached = std::max(reached, now);
+    if (reached == nbytes) return true;
+    if (futile == kFutileAttempts) return fail(EIO);
+    // Whole blocks only keep the alignment of the piece's start, whatever that is; redoing a part of one is harmless.
+    resume = is_direct(fd) ? reached / kBlockBytes * kBlockBytes : reached;
+    return false;
+}
+
+DiskEngine::DiskEngine(std::string backend, DiskOptions options)
+    : backend_(std::move(backend)), options_(options), process_(::getpid()) {
+    if (options.request_bytes == 0 || options.request_bytes % kBlockBytes != 0 || options.request_bytes > (1u << 30))
+        throw std::invalid_argument("request_bytes is " + std::to_string(options.request_bytes) +
+                                    "; it must be a multiple of 4096, at most 1 GiB");
+    if (options.depth < 1 || options.depth > 4096)
+        throw std::invalid_argument("depth is " + std::to_string(options.depth) + "; it must be from 1 to 4096");
+    if (options.threads < 1 || options.threads > 256)
+        throw std::invalid_argument("threads is " + std::to_string(options.threads) + "; it must be from 1 to 256");
+    if (backend_ == "uring")
+        queue_ = open_uring_queue(*this, options.depth);
+    else if (backend_ == "threads")
+        queue_ = open_threads_queue(*this, options.threads);
+    else
+        throw std::invalid_argument("backend is '" + backend_ + "'; it must be 'uring' or 'threads'");
+}
+
+DiskEngine::~DiskEngine() { close(); }
+
+void DiskEngine::expect_own_process() const {
+    if (::getpid() != process_)
+        throw std::runtime_error("this disk engine belongs to process " + std::to_string(process_) +
+                                 "; open another one after a fork");
+}
+
+void DiskEngine::expect_known(std::uint64_t ticket) const {
+    if (ticket == 0 || ticket >= next_ticket_)
+        throw std::invalid_argument("ticket " + std::to_string(ticket) + " was never issued");
+}
+
+std::uint64_t DiskEngine::start(Operation operation, int fd, std::uint64_t offset, char* address, std::size_t nbytes) {
+    expect_own_process();
+    std::vector<Piece> pieces;
+    pieces.reserve(nbytes / options_.request_bytes + 1);
+    for (std::size_t at = 0; at < nbytes; at += options_.request_bytes) {
+        Piece piece;
+        piece.fd = fd;
+        piece.operation = operation;
+        piece.offset = offset + at;
+        piece.address = address + at;
+        piece.nbytes = std::min(options_.request_bytes, nbytes - at);
+        pieces.push_back(piece);
+    }
+
+    std::uint64_t ticket;
+    std::shared_ptr<PieceQueue> queue;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!queue_) throw std::runtime_error("the disk engine is closed");
+        queue = queue_;
+        ticket = next_ticket_++;
+        for (Piece& piece : pieces) {
+            piece.ticket = ticket;
+            apply_injections(piece);
+        }
+        if (!pieces.empty()) tickets_.emplace(ticket, Ticket{pieces.size(), 0, 0});
+    }
+    // Outside the lock: completions take it.
+    if (!pieces.empty()) queue->push(std::move(pieces));
+    return ticket;
+}
+
+void DiskEngine::on_finished(const Piece& piece) {
+    (piece.operation == Operation::kRead ? bytes_read_ : bytes_written_)
+        .fetch_add(piece.reached, std::memory_order_relaxed);
+    const std::lock_guard lock(mutex_);
+    const auto entry = tickets_.find(piece.ticket);
+    Ticket& ticket = entry->second;
+    if (piece.error != 0 && (ticket.error == 0 || piece.offset < ticket.error_offset)) {
+        ticket.error = piece.error;
+        ticket.error_offset = piece.offset;
+    }
+    if (--ticket.pieces_left > 0) return;
+    if (ticket.error == 0) tickets_.erase(entry);
+    finished_->notify_all();
+}
+
+void DiskEngine::wait(std::uint64_t ticket) {
+    expect_own_process();
+    std::unique_lock lock(mutex_);
+    expect_known(ticket);
+    int error = 0;
+    finished_->wait(lock, [&] {
+        const auto entry = tickets_.find(ticket);
+        if (entry == tickets_.end()) return true;
+        if (entry->second.pieces_left > 0) return false;
+        error = entry->second.error;
+        tickets_.erase(entry);
+        return true;
+    });
+    if (error != 0) throw std::system_error(error, std::generic_category());
+}
+
+bool DiskEngine::done(std::uint64_t ticket) {
+    expect_own_process();
+    const std::lock_guard lock(mutex_);
+    expect_known(ticket);
+    const auto entry = tickets_.find(ticket);
+    return entry == tickets_.end() || entry->second.pieces_left == 0;
+}
+
+void DiskEngine::close() {
+    if (::getpid() != process_) {
+        // The engine's threads stayed in the parent, and so did whoever was waiting: destroying the queue would join
+        // nobody, destroying the condition would wait for them. Let go of both; the child's memory is its own.
+        static_cast<void>(new std::shared_ptr<PieceQueue>(std::move(queue_)));
+        static_cast<void>(finished_.release());
+        return;
+    }
+    std::shared_ptr<PieceQueue> queue;
+    {
+        const std::lock_guard lock(mutex_);
+        queue = std::move(queue_);
+        queue_.reset();
+    }
+    // The last owner destroys the queue, which finishes what is in flight. That may be a start() in another thread, so
+    // wait for the tickets too.
+    queue.reset();
+    std::unique_lock lock(mutex_);
+    finished_->wait(lock, [&] {
+        return std::all_of(tickets_.begin(), tickets_.end(),
+                           [](const auto& entry) { return entry.second.pieces_left == 0; });
+    });
+}
+
+void DiskEngine::inject(Operation operation, std::uint64_t nth, int error, std::int64_t short_bytes) {
+    if (nth == 0) throw std::invalid_argument("nth counts from 1");
+    const std::lock_guard lock(mutex_);
+    injections_.push_back({operation, nth, error, short_bytes});
+}
+
+void DiskEngine::apply_injections(Piece& piece) {
+    for (auto injection = injections_.begin(); injection != injections_.end();) {
+        if (injection->operation != piece.operation || --injection->countdown > 0) {
+            ++injection;
+            continue;
+        }
+        piece.injected_error = injection->error;
+        piece.injected_short = injection->short_bytes;
+        injection = injections_.erase(injection);
+    }
+}
+
+}  // namespace outsize

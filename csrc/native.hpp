@@ -1,0 +1,190 @@
+// The native core: moves and updates bytes. It knows neither torch nor (outside bindings.cpp) Python.
+//
+// Usage:
+//     outsize::DiskEngine engine("uring", {});
+//     auto ticket = engine.start(outsize::Operation::kRead, fd, offset, memory, nbytes);
+//     ...                                  // compute
+//     engine.wait(ticket);                 // throws std::system_error; the memory is free to reuse either way
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace outsize {
+
+// ---------------------------------------------------------------------------------------------------------- disk
+
+enum class Operation : std::uint8_t { kRead, kWrite };
+
+// Direct I/O needs file offset, address and length in multiples of the device's block; no device has larger ones.
+inline constexpr std::size_t kBlockBytes = 4096;
+
+// One piece of a ticket's range, and how far it has come. A queue performs attempts; `advance` judges their results.
+struct Piece {
+    std::uint64_t ticket = 0;
+    int fd = -1;
+    Operation operation = Operation::kRead;
+    std::uint64_t offset = 0;  // of the whole piece in the file
+    char* address = nullptr;   // of the whole piece in memory
+    std::size_t nbytes = 0;    // of the whole piece
+    std::size_t resume = 0;    // where the next attempt starts, relative to `offset`
+    std::size_t reached = 0;   // bytes known to be transferred
+    int futile = 0;            // attempts in a row that reached nothing new
+    int error = 0;             // the errno that ended the piece
+
+    // Set by tests: what happens to the next attempt.
+    int injected_error = 0;
+    std::int64_t injected_short = -1;
+
+    // The next attempt.
+    std::uint64_t attempt_offset() const { return offset + resume; }
+    char* attempt_address() const { return address + resume; }
+    std::size_t attempt_nbytes() const;
+
+    // Takes an attempt's result (bytes, or -errno). True when the piece is finished, with `error` set if it failed.
+    bool advance(std::int64_t result);
+
+  private:
+    bool fail(int code);
+};
+
+// What a queue reports to; callable from any thread.
+class PieceListener {
+  public:
+    virtual void on_attempt() = 0;
+    virtual void on_finished(const Piece& piece) = 0;
+
+  protected:
+    ~PieceListener() = default;
+};
+
+// Performs pieces, in the order given, several at a time. Unbounded; the destructor finishes what was pushed.
+class PieceQueue {
+  public:
+    virtual ~PieceQueue() = default;
+    virtual void push(std::vector<Piece> pieces) = 0;
+};
+
+std::unique_ptr<PieceQueue> open_threads_queue(PieceListener& listener, int threads);
+
+// Throws std::system_error when io_uring cannot be set up.
+std::unique_ptr<PieceQueue> open_uring_queue(PieceListener& listener, unsigned depth);
+
+// 0 if io_uring reads and writes here, else the errno.
+int probe_uring();
+
+struct DiskOptions {
+    unsigned depth = 32;                  // requests in flight (uring)
+    int threads = 8;                      // requests in flight (threads)
+    std::size_t request_bytes = 4 << 20;  // a ticket's range is cut into pieces of this size
+};
+
+// Asynchronous reads and writes, from any number of threads. Tickets count up from 1.
+class DiskEngine final : private PieceListener {
+  public:
+    DiskEngine(std::string backend, DiskOptions options);
+    ~DiskEngine();
+    DiskEngine(const DiskEngine&) = delete;
+    DiskEngine& operator=(const DiskEngine&) = delete;
+
+    // The memory belongs to the engine until the ticket is finished.
+    std::uint64_t start(Operation operation, int fd, std::uint64_t offset, char* address, std::size_t nbytes);
+
+    // Blocks until every piece of the ticket has finished, then throws its first error, once.
+    void wait(std::uint64_t ticket);
+    bool done(std::uint64_t ticket);
+
+    // Finishes what is in flight and joins the threads; safe to repeat. In a forked child it only lets go.
+    void close();
+
+    // Tests: the nth next piece of this operation fails with `error`, or at first moves `short_bytes` only.
+    void inject(Operation operation, std::uint64_t nth, int error, std::int64_t short_bytes);
+
+    const std::string& backend() const { return backend_; }
+    std::uint64_t bytes_read() const { return bytes_read_; }
+    std::uint64_t bytes_written() const { return bytes_written_; }
+    std::uint64_t requests() const { return requests_; }
+
+  private:
+    // A ticket that is not in the table has finished, and its error, if any, was reported.
+    struct Ticket {
+        std::size_t pieces_left;
+        int error;
+        std::uint64_t error_offset;  // "first" means lowest in the file: independent of completion order
+    };
+    struct Injection {
+        Operation operation;
+        std::uint64_t countdown;
+        int error;
+        std::int64_t short_bytes;
+    };
+
+    void on_attempt() override { requests_.fetch_add(1, std::memory_order_relaxed); }
+    void on_finished(const Piece& piece) override;
+    void expect_own_process() const;
+    void apply_injections(Piece& piece);
+    void expect_known(std::uint64_t ticket) const;
+
+    const std::string backend_;
+    const DiskOptions options_;
+    const int process_;
+    std::atomic<std::uint64_t> bytes_read_{0};
+    std::atomic<std::uint64_t> bytes_written_{0};
+    std::atomic<std::uint64_t> requests_{0};
+
+    std::mutex mutex_;  // guards everything below
+    std::unique_ptr<std::condition_variable> finished_ = std::make_unique<std::condition_variable>();
+    std::uint64_t next_ticket_ = 1;
+    std::unordered_map<std::uint64_t, Ticket> tickets_;
+    std::vector<Injection> injections_;
+    std::shared_ptr<PieceQueue> queue_;  // null once closed
+};
+
+// ------------------------------------------------------------------------------------------------------- kernels
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Calls body(part) for every part in [0, parts), on this thread and on pool threads, and returns when all are done.
+// The threads persist; the body must not throw.
+void run_parts(int parts, const std::function<void(int)>& body);
+
+struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay;
+    bool decoupled, maximize;
+    std::int64_t step;  // counts from 1
+    double grad_scale = 1.0;
+    double clamp_min, clamp_max;
+};
+
+// The memory an update works on; all arrays have `numel` elements and do not overlap.
+struct AdamWArrays {
+    void* param;              // fp32, or bf16 when `remainder` is given
+    std::int16_t* remainder;  // null for fp32; see Note [Split master] in kernels.hpp
+    float* exp_avg;
+    float* exp_avg_sq;
+    float* max_exp_avg_sq;  // null without amsgrad
+    const void* grad;
+    DType grad_dtype;
+    std::size_t numel;
+};
+
+void adamw(const AdamWArrays& arrays, const AdamW& options, int threads);
+
+// Sum of squares in double, in one fixed order.
+double squared_norm(const void* values, DType dtype, std::size_t numel);
+
+// destination = destination * scale + source
+void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale);
+
+void split_master(const float* master, std::uint16_t* bf16, std::int16_t* remainder, std::size_t numel);
+void join_master(const std::uint16_t* bf16, const std::int16_t* remainder, float* master, std::size_t numel);
+
+}  // namespace outsize

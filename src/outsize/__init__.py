@@ -1,0 +1,7 @@
+"""outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM."""
+
+from outsize.api.gather import gathered
+from outsize.api.public import memory, prepare
+from outsize.config import Config
+
+__all__ = ["Config", "gathered", "memory", "prepare"]

@@ -1,0 +1,1 @@
+"""The only room that composes the others: what a user calls."""

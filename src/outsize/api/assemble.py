@@ -1,0 +1,355 @@
+"""`prepare`: from a survey to a running engine, unit by unit, with the user's two objects kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.api.resources import Resources
+from outsize.api.survey import Survey, survey
+from outsize.config import Config
+from outsize.move.buffer import open_buffer
+from outsize.move.disk import DiskStore, StripedFile, allow_open_files
+from outsize.move.gradients import GradShard
+from outsize.move.shard import REMAINDER, REMAINDER_BYTES, STATE_BYTES, StateArray, UnitShard
+from outsize.move.store import DeviceStore, HostStore, Store
+from outsize.optim.adam import AdamRule
+from outsize.optim.rules import Rule, split_master
+from outsize.optim.streamed import StreamedRule
+from outsize.optim.update import ChunkUpdater, UpdateClock
+from outsize.plan.layout import Slot, UnitLayout, array_layout
+from outsize.plan.placement import UnitTiers, staging_chunk_numel
+from outsize.run import hooks
+from outsize.run.activations import can_recompute
+from outsize.run.engine import Engine
+from outsize.run.guard import GuardedParameter
+from outsize.run.keeper import GradKeeper
+from outsize.run.stepping import Stepper, store_state
+from outsize.run.streamer import Streamer
+from outsize.run.unit import Unit
+
+PIPELINE_DEPTH = 3
+"""Chunks in staging at once: one being read, one being updated, one being written."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared model, as the other functions of the API see it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    config: Config
+    survey: Survey
+    resources: Resources
+    engine: Engine
+    stepper: Stepper | None
+    clock: UpdateClock
+
+
+def prepared_of(param: torch.Tensor) -> Prepared | None:
+    """What `prepare` made of the model that this parameter belongs to; None if it is not prepared."""
+    if not isinstance(param, GuardedParameter):
+        return None
+    prepared: Prepared = type(param).prepared  # type: ignore[attr-defined]
+    return prepared
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
+    """The native kernel where there is one, else the optimizer's own step on streamed pieces."""
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+        amsgrad = any(group.get("amsgrad", False) for group in optimizer.param_groups)
+        return AdamRule(amsgrad, type(optimizer) is torch.optim.AdamW, threads=1)
+    return StreamedRule(optimizer)
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    load: Callable[[nn.Parameter], torch.Tensor],
+) -> Prepared:
+    """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
+    rule = rule_for(optimizer) if optimizer is not None else None
+    plan = survey(model, optimizer, config, rule.arrays if rule is not None else ())
+    _check_devices(plan, config)
+    clock = UpdateClock()
+    arrays = len(plan.arrays) + 3  # the remainder, the gradient, and on an accelerator the parameters
+    chunk = staging_chunk_numel(plan.budgets.staging_bytes, arrays, PIPELINE_DEPTH)
+    on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
+    resources = Resources(
+        config.directories if on_disk else (), chunk * 4, arrays * PIPELINE_DEPTH, config.compute_device.type != "cpu"
+    )
+    try:
+        return _build(model, optimizer, config, plan, rule, resources, chunk, clock, load)
+    except BaseException:
+        resources.close()
+        raise
+
+
+def _check_devices(plan: Survey, config: Config) -> None:
+    for name, param in plan.parameters.items():
+        if param.device.type == "meta":
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values; build the model under outsize.init "
+                f"instead, or materialize it first (outsize.plan works on meta models)"
+            )
+        if param.device.type not in ("cpu", config.compute_device.type):
+            raise ValueError(
+                f"parameter {name!r} is on {param.device} but device is {config.compute_device}; move the model to the "
+                f"CPU or pass device={str(param.device)!r}"
+            )
+        if type(param) is not nn.Parameter and param.layout is torch.strided and not _is_paged(param):
+            raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
+
+
+def _is_paged(param: nn.Parameter) -> bool:
+    from outsize.run.paging import PagedParameter
+
+    return isinstance(param, PagedParameter)
+
+
+def _build(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    plan: Survey,
+    rule: Rule | None,
+    resources: Resources,
+    chunk: int,
+    clock: UpdateClock,
+    load: Callable[[nn.Parameter], torch.Tensor],
+) -> Prepared:
+    lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
+    shards = [
+        _open_shard(layout, tiers, plan, config, resources, lane)
+        for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
+    ]
+    resources.shards = shards
+    updater = ChunkUpdater(rule, chunk, resources.staging.slab_bytes, clock) if rule is not None else None
+    units = [Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}) for shard in shards]
+    streamer, keepers = _open_streamer(units, resources, updater, plan)
+    scopes, framed, recompute = _modules(model, units, plan, config)
+    existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
+    states = dict(optimizer.state) if optimizer is not None else {}
+    for unit in units:
+        _adopt(unit, states, load)
+    _cast_buffers(model, config)
+    engine = Engine(units, keepers, streamer, resources.conveyor, scopes)
+    for param in plan.parameters.values():
+        param.__class__ = engine.parameter_class
+    stepper = None
+    if optimizer is not None:
+        assert updater is not None
+        stepper = Stepper(engine, optimizer, updater)
+    prepared = Prepared(model, optimizer, config, plan, resources, engine, stepper, clock)
+    engine.parameter_class.prepared = prepared  # type: ignore[attr-defined]
+    for name, grad in existing.items():
+        engine.adopt_gradient(name, grad)
+    hooks.install(engine, model, framed, recompute)
+    weakref.finalize(engine, resources.close)
+    return prepared
+
+
+def _open_shard(
+    layout: UnitLayout,
+    tiers: UnitTiers,
+    plan: Survey,
+    config: Config,
+    resources: Resources,
+    lane: torch.cuda.Stream | None,
+) -> UnitShard:
+    device, ledger = config.compute_device, resources.ledger
+    optimized = any(slot.name in plan.optimized for slot in layout.slots)
+    sizes: dict[str, Any] = {name: STATE_BYTES for name in plan.arrays} if optimized else {}
+    if optimized and any(slot.dtype in REMAINDER_BYTES for slot in layout.slots):
+        sizes[REMAINDER] = REMAINDER_BYTES
+    layouts = {name: array_layout(layout, itemsizes) for name, itemsizes in sizes.items()}
+    wide = array_layout(layout, STATE_BYTES).nbytes
+    file = _UnitFile(resources, layout, tiers, sum(each.nbytes for each in layouts.values()), wide)
+    params = file.open("params", tiers.params, layout.param_bytes, device, resources)
+    grads = None
+    if tiers.grads != "device":
+        disk = file.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
+        grads = GradShard(layout, disk, ledger)
+    if tiers.params == "device":
+        params = None
+    shard = UnitShard(layout, tiers, open_buffer(layout.param_bytes, device, ledger, lane), params, grads, device)
+    for name, each in layouts.items():
+        store = file.open("states", tiers.states, each.nbytes, device, resources)
+        assert store is not None
+        shard.arrays[name] = StateArray(name, each, store)
+    _preallocate(shard, plan)
+    return shard
+
+
+class _UnitFile:
+    """Hands out the stores of one unit; those on disk lie behind each other in the unit's file."""
+
+    def __init__(
+        self, resources: Resources, layout: UnitLayout, tiers: UnitTiers, states: int, grads: int
+    ) -> None:
+        nbytes = (
+            (layout.param_bytes if tiers.params == "disk" else 0)
+            + (grads if tiers.grads == "disk" else 0)
+            + (states if tiers.states == "disk" else 0)
+        )
+        self._file: StripedFile | None = None
+        self._position = 0
+        if nbytes:
+            self._file = resources.open_file(f"unit-{layout.index:05d}", nbytes)
+
+    def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store | None:
+        if tier == "disk":
+            assert self._file is not None
+            store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
+            self._position += nbytes
+            return store
+        if kind == "params" and tier == "device":
+            return None
+        if tier == "device" and device.type != "cpu":
+            return DeviceStore(nbytes, device, resources.ledger, kind)
+        return HostStore(nbytes, resources.ledger, kind, tier, pinned=device.type != "cpu")
+
+
+def _preallocate(shard: UnitShard, plan: Survey) -> None:
+    """Take the disk space of everything that training will write, before anything is written."""
+    if isinstance(shard.params, DiskStore):
+        shard.params.preallocate(0, shard.params.nbytes)
+    trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable]
+    for slot in trained:
+        low, high = shard.pages(slot.offset, slot.end)
+        if shard.grads is not None and isinstance(shard.grads.store, DiskStore):
+            shard.grads.store.preallocate(*shard.grads.span(low, high))
+        for array in shard.arrays.values():
+            if isinstance(array.store, DiskStore):
+                array.store.preallocate(*array.layout.span(low, high))
+
+
+def _open_streamer(
+    units: Sequence[Unit], resources: Resources, updater: ChunkUpdater | None, plan: Survey
+) -> tuple[Streamer, list[GradKeeper]]:
+    allow_open_files(len(units))
+    keepers: list[GradKeeper] = []
+    streamer = Streamer(
+        units,
+        keepers,
+        resources.conveyor,
+        updater,
+        resources.staging.slab_bytes,
+        _capacity(plan, units),
+        resources.ledger,
+    )
+    keepers += [GradKeeper(unit, resources.conveyor, streamer.make_room) for unit in units]
+    return streamer, keepers
+
+
+def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
+    """Bytes for gathered buffers and gradients in flight: the computing budget less what rests in that memory."""
+    on_cpu = plan.budgets.device is None
+    memory = ("device", "host") if on_cpu else ("device",)
+    resting = 0
+    for unit, size in zip(units, plan.unit_bytes, strict=True):
+        tiers = unit.shard.tiers
+        resting += size.params if tiers.params == "host" and on_cpu else 0
+        resting += size.grads if tiers.grads in memory else 0
+        resting += size.states if tiers.states in memory else 0
+    return plan.budgets.computing[1] - resting
+
+
+def _modules(
+    model: nn.Module, units: Sequence[Unit], plan: Survey, config: Config
+) -> tuple[list[frozenset[int]], list[nn.Module], list[nn.Module]]:
+    """(the modules within each unit, the modules whose forward gets a frame, those that are recomputed)."""
+    home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
+    scopes: list[set[int]] = [set() for _ in units]
+    framed: dict[int, nn.Module] = {id(model): model}
+    recompute: list[nn.Module] = []
+    for _, module, parent_unit, in_list in _walk(model, home):
+        inside = {home[id(param)] for param in module.parameters()}
+        if len(inside) == 1 and module is not model:
+            unit = units[next(iter(inside))]
+            scopes[unit.index].add(id(module))
+            if parent_unit != unit.index:
+                framed[id(module)] = module
+                if _recomputes(module, unit, config, in_list):
+                    recompute.append(module)
+        if any(param is not None for param in module._parameters.values()):
+            framed[id(module)] = module
+    return [frozenset(scope) for scope in scopes], list(framed.values()), recompute
+
+
+def _walk(model: nn.Module, home: dict[int, int]) -> Any:
+    """Each module once: (name, module, the only unit of its parent or -1, whether its parent is a list)."""
+    seen: set[int] = set()
+    stack: list[tuple[str, nn.Module, int, bool]] = [("", model, -1, False)]
+    while stack:
+        name, module, parent_unit, in_list = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module, parent_unit, in_list
+        inside = {home[id(param)] for param in module.parameters()}
+        own = next(iter(inside)) if len(inside) == 1 and module is not model else -1
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        children = [(f"{name}.{child}", each, own, is_list) for child, each in module.named_children()]
+        stack.extend(reversed(children))
+
+
+def _recomputes(module: nn.Module, unit: Unit, config: Config, in_list: bool) -> bool:
+    if not any(True for _ in module.children()) or not can_recompute(module):
+        return False
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    if config.activations == "recompute":
+        return True
+    return config.activations == "auto" and in_list and unit.shard.tiers.params != "device"
+
+
+def _adopt(
+    unit: Unit, states: dict[Any, dict[str, Any]], load: Callable[[nn.Parameter], torch.Tensor]
+) -> None:
+    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
+    shard = unit.shard
+    shard.buffer.materialize()
+    for name, param in unit.parameters.items():
+        slot = shard.slots[name]
+        state = states.pop(param, None)
+        with torch.no_grad():
+            value = load(param)
+            _adopt_value(shard, slot, value)
+            param.grad = None
+            param.data = shard.param(slot)
+        if state:
+            store_state(shard, name, state)
+        del value
+    unit.adopt()
+    if shard.params is not None:
+        shard.write_params()
+        unit.release()
+
+
+def _adopt_value(shard: UnitShard, slot: Slot, value: torch.Tensor) -> None:
+    target = shard.param(slot)
+    remainder = shard.arrays.get(REMAINDER)
+    if slot.dtype == "bfloat16" and value.dtype == torch.float32 and remainder is not None and slot.numel:
+        high = torch.empty(slot.numel, dtype=torch.bfloat16)
+        low = torch.empty(slot.numel, dtype=torch.int16)
+        split_master(value.detach().cpu().reshape(-1), high, low)
+        target.copy_(high.view(slot.shape))
+        shard.write_array(remainder, slot.offset, slot.end, low)
+    else:
+        target.copy_(value)
+
+
+def _cast_buffers(model: nn.Module, config: Config) -> None:
+    """As `model.to(device, compute_dtype)` does with buffers."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                dtype = config.compute_dtype if buffer.is_floating_point() else None
+                module._buffers[name] = buffer.to(device=config.compute_device, dtype=dtype)

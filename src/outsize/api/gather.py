@@ -1,0 +1,127 @@
+"""`gathered`: full values of parameters (and gradients) for a while, written back where they were modified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from outsize.api.assemble import Prepared, prepared_of
+from outsize.move.shard import REMAINDER, UnitShard
+from outsize.run.grads import RestingGrad
+from outsize.run.unit import Unit
+
+Target = nn.Module | torch.Tensor | Iterable["nn.Module | torch.Tensor"]
+
+
+@contextmanager
+def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> Iterator[None]:
+    """Hold the full values of parameters in memory inside the block.
+
+    Args:
+        target: a module (all its parameters), a parameter, or an iterable of these. Nesting is fine.
+        modify: in-place changes (`param.copy_(...)`, `nn.init.*`) are allowed and stored on leaving, on every tier.
+        grads: `param.grad` shows the gradient's values ([param.shape], the parameter's dtype) instead of the gradient
+            at rest; with `modify` changes of it are stored too.
+
+    A pending update of the parameters runs first, so the values are those after the last `optimizer.step()`. Memory:
+    the units of the target, above the budget if need be. Raises `ValueError` for parameters of a model that is not
+    prepared.
+    """
+    params = list(_parameters(target))
+    prepared = _common(params)
+    if prepared is None:
+        yield
+        return
+    engine = prepared.engine
+    units = list(dict.fromkeys(engine.unit_of(param)[0] for param in params))
+    with engine.hold(units, modify):
+        before = {unit: _exact_before(unit) for unit in units} if modify else {}
+        shown = _show_gradients(prepared, params) if grads else {}
+        try:
+            yield
+        finally:
+            for param, (resting, value) in shown.items():
+                _hide_gradient(prepared, param, resting, value, modify)
+            for unit, values in before.items():
+                _store(unit, values)
+
+
+def _parameters(target: Target) -> Iterator[torch.Tensor]:
+    if isinstance(target, nn.Module):
+        yield from target.parameters()
+    elif isinstance(target, torch.Tensor):
+        yield target
+    elif isinstance(target, Iterable):
+        for each in target:
+            yield from _parameters(each)
+    else:
+        raise TypeError(f"gathered takes a module, a parameter or a list of them, not {type(target).__name__}")
+
+
+def _common(params: list[torch.Tensor]) -> Prepared | None:
+    """The prepared model that all parameters belong to; None if there are no parameters."""
+    found: Prepared | None = None
+    for param in params:
+        prepared = prepared_of(param)
+        if prepared is None:
+            raise ValueError(
+                f"a tensor of shape {tuple(param.shape)} is not a parameter of a model that outsize.prepare prepared"
+            )
+        if found is not None and prepared is not found:
+            raise ValueError("the parameters belong to two prepared models; use one gathered block for each")
+        found = prepared
+    return found
+
+
+def _exact_before(unit: Unit) -> dict[str, torch.Tensor]:
+    """Copies of the parameters whose master holds more bits than they show."""
+    if REMAINDER not in unit.shard.arrays:
+        return {}
+    slots = unit.shard.slots.values()
+    return {slot.name: unit.shard.param(slot).clone() for slot in slots if slot.dtype == "bfloat16" and slot.numel}
+
+
+def _store(unit: Unit, before: dict[str, torch.Tensor]) -> None:
+    shard = unit.shard
+    unit.await_written()
+    for name, old in before.items():
+        _reset_remainder(shard, name, old)
+    if shard.params is not None:
+        shard.write_params()
+
+
+def _reset_remainder(shard: UnitShard, name: str, old: torch.Tensor) -> None:
+    """A value that was modified is its own master from now on; the others keep theirs bit for bit."""
+    slot = shard.slots[name]
+    changed = (shard.param(slot).view(torch.int16) != old.view(torch.int16)).view(-1).cpu()
+    if changed.any():
+        array = shard.arrays[REMAINDER]
+        remainder = shard.read_array(array, slot.offset, slot.end)
+        shard.write_array(array, slot.offset, slot.end, remainder.masked_fill_(changed, 0))
+
+
+def _show_gradients(
+    prepared: Prepared, params: list[torch.Tensor]
+) -> dict[torch.Tensor, tuple[RestingGrad, torch.Tensor]]:
+    shown = {}
+    for param in params:
+        if isinstance(param.grad, RestingGrad):
+            resting = param.grad
+            value = resting.home.value(resting)
+            param.grad = value
+            shown[param] = (resting, value)
+    return shown
+
+
+def _hide_gradient(
+    prepared: Prepared, param: torch.Tensor, resting: RestingGrad, value: torch.Tensor, modify: bool
+) -> None:
+    if param.grad is not value:
+        return  # the user replaced or removed it
+    param.grad = resting
+    if modify:
+        unit, slot = prepared.engine.unit_of(param)
+        prepared.engine.keepers[unit.index].adopt(slot.name, value)

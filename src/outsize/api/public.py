@@ -1,0 +1,49 @@
+"""The functions of the public API that work on a prepared model."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from outsize.api.assemble import Prepared, assemble, prepared_of
+from outsize.api.views import MemoryReport, memory_of
+from outsize.config import Config, make_config
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def prepare(
+    model: ModelT, optimizer: torch.optim.Optimizer | None = None, config: Config | None = None, **fields: Any
+) -> tuple[ModelT, torch.optim.Optimizer | None]:
+    made = make_config(config, fields)
+    check_arguments(model, optimizer)
+    for name, param in model.named_parameters():
+        if prepared_of(param) is not None:
+            raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
+    assemble(model, optimizer, made, lambda param: param.detach())
+    return model, optimizer
+
+
+def check_arguments(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def require(model: nn.Module) -> Prepared:
+    """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for param in model.parameters():
+        prepared = prepared_of(param)
+        if prepared is not None:
+            return prepared
+    raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")
+
+
+def memory(model: nn.Module) -> MemoryReport:
+    """Bytes per tier and kind, now and at their peak; waits, update time and disk traffic since `prepare`."""
+    return memory_of(require(model))

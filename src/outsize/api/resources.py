@@ -1,0 +1,73 @@
+"""What a prepared model holds of the system, and its orderly end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+from outsize import _native
+from outsize.move.conveyor import Conveyor
+from outsize.move.disk import RunDirectory, StripedFile, open_engine
+from outsize.move.memory import Ledger
+from outsize.move.shard import UnitShard
+from outsize.move.staging import Staging
+
+
+@final
+class Resources:
+    """Directories, files, memory and the conveyor's thread of one prepared model; closed once, by its own process."""
+
+    def __init__(self, directories: Sequence[Path], slab_bytes: int, slabs: int, pinned: bool) -> None:
+        self.ledger = Ledger()
+        self.shards: list[UnitShard] = []
+        self._pid = os.getpid()
+        self._files: list[StripedFile] = []
+        self._runs: list[RunDirectory] = []
+        self.disk: _native.DiskEngine | None = None
+        try:
+            for directory in directories:
+                self._runs.append(RunDirectory(directory))
+            if directories:
+                self.disk = open_engine()
+            self.staging = Staging(slab_bytes, slabs, self.ledger, pinned)
+        except BaseException:
+            self._close_disk()
+            raise
+        self.conveyor = Conveyor(self.staging)
+
+    def open_file(self, name: str, nbytes: int) -> StripedFile:
+        assert self.disk is not None
+        file = StripedFile(self.disk, [run.path for run in self._runs], name, nbytes)
+        self._files.append(file)
+        return file
+
+    @property
+    def bytes_read(self) -> int:
+        return 0 if self.disk is None else self.disk.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        return 0 if self.disk is None else self.disk.bytes_written
+
+    def close(self) -> None:
+        """End the thread, remove the run's files; safe to repeat; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self.conveyor.close()
+        for shard in self.shards:
+            shard.close()
+        self.shards = []
+        self.staging.close()
+        self._close_disk()
+
+    def _close_disk(self) -> None:
+        if self.disk is not None:
+            self.disk.close()
+        for file in self._files:
+            file.close()
+        self._files = []
+        for run in self._runs:
+            run.close()
+        self._runs = []

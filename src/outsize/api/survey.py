@@ -1,0 +1,189 @@
+"""What a model and an optimizer are, as arithmetic: names, shapes, units, layouts, bytes, tiers. Moves nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from outsize.config import Config
+from outsize.move.disk import free_bytes
+from outsize.move.shard import DTYPES, OWN_BYTES, REMAINDER_BYTES, STATE_BYTES
+from outsize.plan.layout import (
+    PAGE_ELEMENTS,
+    ModuleInfo,
+    ParamInfo,
+    UnitLayout,
+    cut_units,
+    lay_out,
+    round_up,
+)
+from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
+
+HOST_MARGIN = 0.8
+DEVICE_MARGIN = 0.7
+DISK_MARGIN = 0.95
+"""The share of what is free that is used when the user names no budget; the rest is for activations and others."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that `prepare` and `plan` decide before a byte moves."""
+
+    infos: dict[str, ParamInfo]
+    parameters: dict[str, nn.Parameter]
+    layouts: tuple[UnitLayout, ...]
+    unit_bytes: tuple[UnitBytes, ...]
+    tiers: tuple[UnitTiers, ...]
+    budgets: Budgets
+    arrays: tuple[str, ...]
+    optimized: frozenset[str]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(unit.total for unit in self.unit_bytes)
+
+
+def survey(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, arrays: tuple[str, ...]
+) -> Survey:
+    """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError("the model has no parameters; there is nothing to prepare")
+    names = {id(param): name for name, param in parameters.items()}
+    optimized = _optimized(optimizer, names) if optimizer is not None else frozenset(
+        name for name, param in parameters.items() if param.requires_grad
+    )
+    infos = {name: _info(name, param, config, name in optimized) for name, param in parameters.items()}
+    budgets = find_budgets(config)
+    tree = _tree("", model, names, set())
+    cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
+    layouts = lay_out(cuts, infos)
+    sizes = tuple(_bytes_of(layout, infos, len(arrays), optimized) for layout in layouts)
+    wanted = {"params": config.params, "grads": config.grads, "states": config.states}
+    tiers = place(sizes, budgets, wanted)
+    return Survey(infos, parameters, layouts, sizes, tiers, budgets, arrays, optimized)
+
+
+def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> ParamInfo:
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
+    if param.dtype not in DTYPE_NAMES:
+        raise ValueError(
+            f"parameter {name!r} is {param.dtype}; outsize trains float32, bfloat16, float16 and float64 parameters. "
+            f"Register integer or complex values as buffers"
+        )
+    dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
+    trainable = optimized and param.requires_grad
+    if dtype == "float16" and trainable:
+        raise ValueError(
+            f"parameter {name!r} is float16; training in float16 is not available in this version: use bfloat16"
+        )
+    return ParamInfo(name, tuple(param.shape), dtype, OWN_BYTES[dtype], trainable)
+
+
+def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> frozenset[str]:
+    found = set()
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"the optimizer's parameter group {index} holds a parameter of shape {tuple(param.shape)} that is "
+                    f"not in the model; make the optimizer from model.parameters() of this model"
+                )
+            found.add(names[id(param)])
+    return frozenset(found)
+
+
+def _tree(name: str, module: nn.Module, names: dict[int, str], seen: set[int]) -> ModuleInfo:
+    seen.add(id(module))
+    own = tuple(names[id(param)] for param in module._parameters.values() if param is not None)
+    children = tuple(
+        _tree(f"{name}.{child}" if name else child, each, names, seen)
+        for child, each in module.named_children()
+        if id(each) not in seen
+    )
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    return ModuleInfo(name, own, children, type(module).__name__, is_list)
+
+
+def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
+    if config.units is None:
+        return None
+    assert isinstance(config.units, tuple)
+    modules = dict(model.named_modules())
+    chosen: set[str] = set()
+    for entry in config.units:
+        if isinstance(entry, str):
+            kinds = {name for name, module in modules.items() if type(module).__name__ == entry}
+            found = {entry} if entry in modules else kinds
+        else:
+            found = {name for name, module in modules.items() if isinstance(module, entry)}
+        if not found:
+            label = entry if isinstance(entry, str) else entry.__name__
+            raise ValueError(f"units names {label!r}, but no module of the model has that name or class")
+        chosen |= found
+    return frozenset(chosen)
+
+
+def _bytes_of(
+    layout: UnitLayout, infos: dict[str, ParamInfo], arrays: int, optimized: frozenset[str]
+) -> UnitBytes:
+    trained = [slot for slot in layout.slots if infos[slot.name].trainable]
+    grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
+    states = sum(slot.numel * (arrays * STATE_BYTES[slot.dtype] + REMAINDER_BYTES.get(slot.dtype, 0)) for slot in trained)
+    grads = min(grads, layout.param_bytes) if trained else 0
+    return UnitBytes(layout.name or "model", layout.param_bytes, grads, states)
+
+
+def find_budgets(config: Config) -> Budgets:
+    """The budgets in bytes; what the user did not name follows from what is free."""
+    host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN)
+    device = config.device_memory
+    if config.compute_device.type != "cpu" and device is None:
+        free, _ = torch.cuda.mem_get_info(config.compute_device)
+        device = int(free * DEVICE_MARGIN)
+    if config.compute_device.type == "cpu":
+        host = min(int(host), int(device)) if device is not None else host
+        device = None
+    disk = None
+    if config.directories:
+        disk = int(free_bytes(config.directories) * DISK_MARGIN)
+        if config.disk_space is not None:
+            assert isinstance(config.disk_space, int)
+            disk = min(disk, config.disk_space)
+    return Budgets(int(host), None if device is None else int(device), disk)
+
+
+def available_memory() -> int:
+    """Bytes of host memory that a new process could take, within the control group's limit."""
+    free = _meminfo_available()
+    for limit, used in _control_group():
+        free = min(free, max(limit - used, 0))
+    return free
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _control_group() -> Iterator[tuple[int, int]]:
+    places = (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    )
+    for limit, used in places:
+        try:
+            yield int(Path(limit).read_text()), int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue

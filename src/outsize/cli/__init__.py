@@ -1,0 +1,49 @@
+"""The command line: `outsize train | plan | probe`. It uses the public API only, and `import outsize` leaves it out."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from outsize.cli import planning, probe, train
+
+_EXTRA = {"transformers", "tokenizers", "safetensors", "rich", "matplotlib"}  # optional dependency -> outsize[train]
+_ROOMS = {"train": train, "plan": planning, "probe": probe}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; 0 when it went well, 2 after a mistake (one line on stderr), 130 after Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = _ROOMS[args.command].run(args)
+        return code
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        return _fail(f"outsize {args.command} needs {package}: pip install 'outsize[train]'")
+    except (ValueError, TypeError, OSError) as error:
+        return _fail(str(error) or type(error).__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="outsize", description="Train PyTorch models whose training state is larger than memory."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, room in _ROOMS.items():
+        command = commands.add_parser(
+            name,
+            help=room.SUMMARY,
+            description=room.DESCRIPTION,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        room.add_arguments(command)
+    return parser
+
+
+def _fail(message: str, code: int = 2) -> int:
+    line = " ".join(message.split())
+    print(f"outsize: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,243 @@
+"""What the user of `outsize train` asked for, checked, and the folder in which the run leaves its files."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIERS = ("auto", "device", "host", "disk")
+DEFAULT_NAME = "default"
+LATEST = "latest"
+_CONFIG_FIELDS = ("device", "device_memory", "host_memory", "disk_space", "params", "grads", "states", "activations")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One field for each option of `outsize train`; the defaults are the main job."""
+
+    text: tuple[Path, ...] = ()
+    model: Path | None = None
+    device: str | None = None
+    device_memory: str | None = None
+    host_memory: str | None = "256MiB"
+    disk: tuple[Path, ...] = ()
+    disk_space: str | None = None
+    params: str = "disk"
+    grads: str = "disk"
+    states: str = "disk"
+    activations: str = "recompute"
+    dtype: str = "fp32"
+    steps: int = 150
+    minutes: float = 8.0
+    batch: int = 4
+    seq_len: int = 128
+    lr: float = 1e-3
+    warmup: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    eval_every: int = 50
+    save_every: int = 100
+    seed: int = 0
+    name: str | None = None
+    out: Path = Path("runs")
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("batch", 1), ("seq_len", 2), ("warmup", 0)):
+            self._at_least(name, least)
+        for name in ("eval_every", "save_every", "minutes", "clip", "weight_decay", "seed"):
+            self._at_least(name, 0)
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"--lr is {self.lr}; it must be a positive number")
+        if self.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.name):
+            raise ValueError(f"--name is {self.name!r}; use letters, digits and the signs . _ + -")
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not math.isfinite(value) or value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
+
+    @property
+    def seconds(self) -> float | None:
+        return self.minutes * 60 or None
+
+    def config_fields(self, folder: RunFolder) -> dict[str, Any]:
+        """The keywords of `outsize.init`, `prepare` and `plan`; the disk tier is in the run's folder unless told."""
+        given = {name: getattr(self, name) for name in _CONFIG_FIELDS if getattr(self, name) is not None}
+        disk = [str(path) for path in self.disk or (folder.disk,)]
+        return {**given, "disk": disk, "compute_dtype": DTYPES[self.dtype]}
+
+    def command(self, folder: Path, resume: Path) -> str:
+        """The command line that goes on in `folder` from a checkpoint."""
+        words = ["outsize", "train"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name in ("name", "out", "resume"):
+                continue
+            words.append("--" + field.name.replace("_", "-"))
+            words += [str(part) for part in (value if isinstance(value, tuple) else (value,))]
+        return shlex.join([*words, "--out", str(folder.parent), "--name", folder.name, "--resume", str(resume)])
+
+    @staticmethod
+    def parse(args: argparse.Namespace) -> Job:
+        return Job(**{field.name: getattr(args, field.name) for field in fields(Job)})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Job()
+    _add_task(parser, default)
+    add_memory_arguments(parser, default)
+    _add_recipe(parser, default)
+    files = parser.add_argument_group("files")
+    files.add_argument("--name", help="the run's folder in --out (default: 'default', or 'default-2' ... when taken)")
+    files.add_argument("--out", type=Path, default=default.out, help="where runs are kept")
+    files.add_argument(
+        "--resume",
+        nargs="?",
+        const=LATEST,
+        metavar="CHECKPOINT",
+        help="go on from this checkpoint, or from the latest of the run named by --name",
+    )
+    files.add_argument("--save-every", type=int, default=default.save_every, help="steps; 0: at the end only")
+    files.add_argument("--eval-every", type=int, default=default.eval_every, help="steps; 0: before and after only")
+
+
+def _add_task(parser: argparse.ArgumentParser, default: Job) -> None:
+    task = parser.add_argument_group("what to train")
+    task.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        action=_Tuple,
+        default=default.text,
+        metavar="PATH",
+        help="text files or folders (default: the source of the Python standard library)",
+    )
+    task.add_argument(
+        "--model",
+        type=Path,
+        default=default.model,
+        help="a Hugging Face config.json, or a folder with one and, if they are there, weights and tokenizer.json "
+        "(default: a Llama of 120 M parameters)",
+    )
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser, default: Job) -> None:
+    """Budgets and tiers; shared by `outsize train` and `outsize plan`."""
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--device", default=default.device, help="cpu or cuda (default: the accelerator, else cpu)")
+    memory.add_argument("--device-memory", default=default.device_memory, help="budget, such as 8GiB")
+    memory.add_argument("--host-memory", default=default.host_memory, help="budget for model states, such as 4GiB")
+    memory.add_argument(
+        "--disk",
+        type=Path,
+        nargs="+",
+        action=_Tuple,
+        default=default.disk,
+        metavar="DIR",
+        help="folders on fast drives (default: one inside the run's folder)",
+    )
+    memory.add_argument("--disk-space", default=default.disk_space, help="budget on disk")
+    for kind in ("params", "grads", "states"):
+        memory.add_argument(f"--{kind}", choices=TIERS, default=getattr(default, kind), help="tier")
+    memory.add_argument("--activations", default=default.activations, help="keep, recompute, auto")
+    memory.add_argument("--dtype", choices=tuple(DTYPES), default=default.dtype, help="dtype of the computation")
+
+
+def _add_recipe(parser: argparse.ArgumentParser, default: Job) -> None:
+    recipe = parser.add_argument_group("recipe")
+    recipe.add_argument("--steps", type=int, default=default.steps, help="the most steps to take")
+    recipe.add_argument(
+        "--minutes",
+        type=float,
+        default=default.minutes,
+        help="time from the start of the command to the last step, the learning rate falls accordingly; 0: no limit",
+    )
+    recipe.add_argument("--batch", type=int, default=default.batch, help="sequences a step")
+    recipe.add_argument("--seq-len", type=int, default=default.seq_len, help="tokens a sequence")
+    recipe.add_argument("--lr", type=float, default=default.lr, help="peak learning rate of AdamW")
+    recipe.add_argument("--warmup", type=int, default=default.warmup, help="steps of linear warm-up")
+    recipe.add_argument("--weight-decay", type=float, default=default.weight_decay, help="of matrices")
+    recipe.add_argument("--clip", type=float, default=default.clip, help="largest gradient norm; 0: no clipping")
+    recipe.add_argument("--seed", type=int, default=default.seed, help="of weights, data order and dropout")
+
+
+class _Tuple(argparse.Action):
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`runs/<name>`: every file that a run writes."""
+
+    path: Path
+
+    @staticmethod
+    def choose(job: Job) -> RunFolder:
+        """The folder of a new run, never one that holds a run already; the run's own when it is resumed."""
+        if job.resume is not None:
+            if job.name is None and job.resume != LATEST:
+                return RunFolder(Path(job.resume).parent.parent)
+            return RunFolder(job.out / (job.name or DEFAULT_NAME))
+        folder = RunFolder(job.out / (job.name or DEFAULT_NAME))
+        if not folder.metrics.exists():
+            return folder
+        if job.name is not None:
+            raise ValueError(f"{folder.path} holds a run already; add --resume to go on, or choose another --name")
+        number = 2
+        while (numbered := RunFolder(job.out / f"{DEFAULT_NAME}-{number}")).metrics.exists():
+            number += 1
+        return numbered
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.png"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def disk(self) -> Path:
+        return self.path / "disk"
+
+    @property
+    def corpus(self) -> Path:
+        return self.path / "corpus"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def checkpoints(self) -> list[Path]:
+        """Those that are there, in the order of their steps."""
+        found = [path for path in (self.path / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+    def to_resume(self, resume: str) -> Path:
+        if resume != LATEST:
+            if not Path(resume).is_dir():
+                raise FileNotFoundError(f"--resume {resume}: no such checkpoint folder")
+            return Path(resume)
+        found = self.checkpoints()
+        if not found:
+            raise FileNotFoundError(f"--resume: no checkpoint in {self.path / 'checkpoints'}")
+        return found[-1]

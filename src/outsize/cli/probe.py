@@ -1,0 +1,138 @@
+"""`outsize probe`: how fast this machine moves and multiplies, and what that means for a step."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SUMMARY = "measure the disk folder, memory and compute"
+DESCRIPTION = "Measure the bandwidth of a disk folder and of memory, and fp32 matrix products; takes a few seconds."
+BLOCK_BYTES = 8 << 20
+THREADS = 4  # requests in flight: one alone does not fill a fast drive
+# A step of exact fp32 AdamW with everything on disk. Read: weight for the backward pass; for the update, which feeds the
+# forward pass, weight, gradient and two moments. Written: gradient, weight and two moments.
+STEP_READ_BYTES = 4 * (1 + 4)
+STEP_WRITTEN_BYTES = 4 * (1 + 3)
+PARAMETERS = 1e9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second; floating-point operations a second."""
+
+    disk_read: float
+    disk_write: float
+    direct: bool
+    memory: float
+    flops: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--disk", type=Path, default=Path("."), metavar="DIR", help="folder on the drive to measure")
+    parser.add_argument("--megabytes", type=int, default=1024, help="how much to write and read back")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.disk.is_dir():
+        raise FileNotFoundError(f"--disk {args.disk}: no such folder")
+    if args.megabytes < 8:
+        raise ValueError(f"--megabytes is {args.megabytes}; it must be 8 or more")
+    print(describe(measure(args.disk, args.megabytes << 20)))
+    return 0
+
+
+def measure(folder: Path, nbytes: int) -> Rates:
+    write, read, direct = _disk(folder, max(1, nbytes // BLOCK_BYTES))
+    return Rates(read, write, direct, _memory_bandwidth(), _matrix_flops())
+
+
+def describe(rates: Rates) -> str:
+    floor = PARAMETERS * (STEP_READ_BYTES / rates.disk_read + STEP_WRITTEN_BYTES / rates.disk_write)
+    way = "direct" if rates.direct else "through the page cache: the file system has no direct I/O, figures may flatter"
+    return "\n".join(
+        (
+            f"disk read    {rates.disk_read / 1e9:8.2f} GB/s  ({way})",
+            f"disk write   {rates.disk_write / 1e9:8.2f} GB/s",
+            f"memory       {rates.memory / 1e9:8.2f} GB/s  (copy, read + write)",
+            f"fp32 product {rates.flops / 1e9:8.0f} GFLOP/s",
+            f"A step moves {STEP_READ_BYTES} B read and {STEP_WRITTEN_BYTES} B written a parameter with everything on "
+            f"disk in fp32: about {floor:.1f} s for 1 B parameters.",
+        )
+    )
+
+
+def _disk(folder: Path, blocks: int) -> tuple[float, float, bool]:
+    """(bytes/s written, bytes/s read, whether the page cache was passed by), on a file that is removed again."""
+    handle, name = tempfile.mkstemp(prefix="outsize-probe-", dir=folder)
+    os.close(handle)
+    try:
+        descriptor, direct = _open_direct(name)
+        try:
+            buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(THREADS)]
+            for buffer in buffers:
+                buffer.write(os.urandom(1 << 16) * (BLOCK_BYTES >> 16))
+            written = _run_blocks(blocks, lambda i, buffer: os.pwrite(descriptor, buffer, i * BLOCK_BYTES), buffers)
+            start = time.perf_counter()
+            os.fsync(descriptor)
+            written += time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            read = _run_blocks(blocks, lambda i, buffer: os.preadv(descriptor, [buffer], i * BLOCK_BYTES), buffers)
+        finally:
+            os.close(descriptor)
+    finally:
+        os.unlink(name)
+    return blocks * BLOCK_BYTES / written, blocks * BLOCK_BYTES / read, direct
+
+
+def _open_direct(name: str) -> tuple[int, bool]:
+    try:
+        return os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0)), hasattr(os, "O_DIRECT")
+    except OSError:  # tmpfs and some overlays refuse it
+        return os.open(name, os.O_RDWR), False
+
+
+def _run_blocks(blocks: int, move: Callable[[int, mmap.mmap], int], buffers: list[mmap.mmap]) -> float:
+    """Seconds for all blocks, each thread with its own buffer."""
+
+    def work(thread: int) -> None:
+        for block in range(thread, blocks, len(buffers)):
+            moved = move(block, buffers[thread])
+            if moved != BLOCK_BYTES:
+                raise OSError(f"the disk moved {moved} of {BLOCK_BYTES} bytes; is it full?")
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        list(pool.map(work, range(len(buffers))))
+    return time.perf_counter() - start
+
+
+def _memory_bandwidth() -> float:
+    source = torch.ones(64 << 20, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _best_seconds(lambda: target.copy_(source))
+
+
+def _matrix_flops() -> float:
+    side = 1024
+    left, right = torch.ones(side, side), torch.ones(side, side)
+    return 2 * side**3 / _best_seconds(lambda: left @ right)
+
+
+def _best_seconds(work: Callable[[], object], times: int = 5) -> float:
+    work()
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

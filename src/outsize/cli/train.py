@@ -1,0 +1,318 @@
+"""`outsize train`: train a language model whose state lives on disk, watch it, and leave a report and an export."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+import outsize
+from outsize.cli import corpus, job, metrics, models, report
+from outsize.cli.display import Display, open_display
+from outsize.cli.job import Job, RunFolder
+from outsize.cli.metrics import Counters, Record, human, process_memory
+from outsize.cli.schedule import Schedule
+
+SUMMARY = "train a language model beyond memory"
+DESCRIPTION = (
+    "Train a language model whose parameters, gradients and optimizer state rest on disk. Without options: a Llama of "
+    "120 M parameters on the source of the Python standard library, with 256 MiB for model states."
+)
+HELD_OUT_TOKENS = 4096  # held-out loss is the mean over this many tokens, spread over the held-out files
+SAMPLE_TOKENS = 40
+PROMPTS = ("def __init__(self, ", "The ")  # of source code, of other text
+KEPT_CHECKPOINTS = 2
+INTERRUPTED = 130
+add_arguments = job.add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    wanted = Job.parse(args)
+    folder = RunFolder.choose(wanted)
+    checkpoint = folder.to_resume(wanted.resume) if wanted.resume is not None else None
+    for package in ("tokenizers", "matplotlib", "rich.live", "safetensors.torch"):
+        importlib.import_module(package)  # a missing one is found now, not after the training
+    config = models.configuration(wanted.model)
+    models.model_class(config)
+    base_rss = process_memory()
+    _prepare_folder(wanted, folder)
+    _print_plan(wanted, folder, config)
+    files = _tokens(wanted, folder, config)
+    training = Training(wanted, folder, config, files, started, base_rss)
+    if checkpoint is not None:
+        training.resume(checkpoint)
+    return _train(training)
+
+
+def _prepare_folder(wanted: Job, folder: RunFolder) -> None:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if not wanted.disk:
+        folder.disk.mkdir(exist_ok=True)
+
+
+def _print_plan(wanted: Job, folder: RunFolder, config: Any) -> None:
+    model = models.on_meta(config)
+    optimizer = torch.optim.AdamW(models.parameter_groups(model, wanted.weight_decay), lr=wanted.lr)
+    print(outsize.plan(model, optimizer, **wanted.config_fields(folder)), flush=True)
+
+
+def _tokens(wanted: Job, folder: RunFolder, config: Any) -> corpus.TokenFiles:
+    documents = corpus.text_files(wanted.text) if wanted.text else corpus.standard_library()
+    parts = corpus.split(documents)
+    size = human(parts.train_bytes)
+    print(f"text: {len(parts.train)} documents, {size}; {len(parts.held_out)} more are held out", flush=True)
+    return corpus.prepare_tokens(parts, folder.corpus, models.given_tokenizer(wanted.model), config.vocab_size)
+
+
+class Training:
+    """Model, optimizer, data and clock of one run; `advance` is one step."""
+
+    def __init__(
+        self,
+        wanted: Job,
+        folder: RunFolder,
+        config: Any,
+        files: corpus.TokenFiles,
+        started: float,
+        base_rss: int,
+    ) -> None:
+        self.job, self.folder, self.files, self.base_rss = wanted, folder, files, base_rss
+        self.train_tokens = corpus.Tokens.open(files.train, wanted.seq_len)
+        self.held_out_tokens = corpus.Tokens.open(files.held_out, wanted.seq_len)
+        self.schedule = Schedule(wanted.lr, wanted.warmup, wanted.steps, wanted.seconds)
+        self.model, self.optimizer, self.device = _build(wanted, folder, config)
+        self.step, self.held_out_before = 0, float("nan")
+        self._saved: int | None = None
+        self._started, self._read_before, self._written_before = started, 0, 0
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Time from the start of the command, and of those that it resumes, until now."""
+        return time.monotonic() - self._started
+
+    @property
+    def over(self) -> bool:
+        return self.schedule.over(self.step, self.elapsed_seconds)
+
+    def advance(self) -> Record:
+        """One step of training: forward, backward, clip, update."""
+        start, before = time.monotonic(), Counters.of(outsize.memory(self.model))
+        torch.manual_seed(
+            self.job.seed * 1_000_003 + self.step
+        )  # dropout is a function of (seed, step), as the data is
+        lr = self.schedule.lr(self.step, self.elapsed_seconds)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        tokens = self.train_tokens.batch(self.job.seed, self.step, self.job.batch).to(self.device)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return self._record(float(loss.detach()), float(norm), lr, tokens.numel(), time.monotonic() - start, before)
+
+    def _record(
+        self, loss: float, norm: float, lr: float, tokens: int, step_seconds: float, before: Counters
+    ) -> Record:
+        memory = outsize.memory(self.model)
+        spent = Counters.of(memory).since(before)
+        return Record(
+            step=self.step,
+            elapsed_seconds=self.elapsed_seconds,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=tokens,
+            step_seconds=step_seconds,
+            wait_seconds=spent.wait_seconds,
+            update_seconds=spent.update_seconds,
+            bytes_read=spent.bytes_read,
+            bytes_written=spent.bytes_written,
+            total_read=self._read_before + memory.bytes_read,
+            total_written=self._written_before + memory.bytes_written,
+            rss_bytes=process_memory(),
+            base_rss_bytes=self.base_rss,
+            state_bytes=memory.state_bytes,
+            memory=dict(memory.now),
+        )
+
+    def held_out_loss(self) -> float:
+        """Mean loss over the held-out windows; leaves the model in training mode."""
+        windows = self.held_out_tokens.spread(max(1, HELD_OUT_TOKENS // self.job.seq_len))
+        total = 0.0
+        self.model.eval()
+        with torch.no_grad():
+            for rows in windows.to(self.device).split(self.job.batch):
+                total += float(self.model(input_ids=rows, labels=rows).loss) * len(rows)
+        self.model.train()
+        return total / len(windows)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless it is there, and remove all but the latest ones."""
+        if self.step == self._saved:
+            return
+        target = self.folder.checkpoint(self.step)
+        if target.exists():  # of a run that went further before it was resumed from an earlier step
+            shutil.rmtree(target)
+        memory = outsize.memory(self.model)
+        extra = {
+            "step": self.step,
+            "elapsed_seconds": self.elapsed_seconds,
+            "held_out_before": self.held_out_before,
+            "bytes_read": self._read_before + memory.bytes_read,
+            "bytes_written": self._written_before + memory.bytes_written,
+            "schedule": {"lr": self.job.lr, "warmup": self.job.warmup, "steps": self.job.steps},
+            "data": self._data_order(),
+        }
+        outsize.save(str(target), self.model, self.optimizer, extra=extra)
+        self._saved = self.step
+        for old in self.folder.checkpoints()[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Continue exactly where the checkpoint was made; the text and its order must be the same."""
+        extra = outsize.load(str(checkpoint), self.model, self.optimizer)
+        if extra["data"] != self._data_order():
+            raise ValueError(
+                f"{checkpoint} was made with {extra['data']}, now it is {self._data_order()}; "
+                "give the same text, --batch, --seq-len and --seed"
+            )
+        self.step, self.held_out_before = int(extra["step"]), float(extra["held_out_before"])
+        self._saved = self.step
+        self._started -= float(extra["elapsed_seconds"])
+        self._read_before, self._written_before = int(extra["bytes_read"]), int(extra["bytes_written"])
+        metrics.keep_until(self.folder.metrics, self.step)
+
+    def _data_order(self) -> dict[str, int]:
+        return {
+            "seed": self.job.seed,
+            "batch": self.job.batch,
+            "seq_len": self.job.seq_len,
+            "windows": self.train_tokens.windows,
+        }
+
+    def sample(self) -> str:
+        """Text that the model writes after a prompt."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.files.tokenizer))
+        prompt = torch.tensor([tokenizer.encode(PROMPTS[bool(self.job.text)]).ids], device=self.device)
+        torch.manual_seed(self.job.seed)
+        model: Any = self.model
+        model.eval()
+        with torch.no_grad():
+            tokens = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=SAMPLE_TOKENS,
+                do_sample=True,
+                temperature=0.7,
+                top_k=40,
+                use_cache=True,
+                pad_token_id=0,
+            )
+        model.train()
+        return str(tokenizer.decode(tokens[0].tolist()))
+
+    def export(self) -> None:
+        outsize.export(str(self.folder.model), self.model)
+        source = self.job.model if models.given_tokenizer(self.job.model) else None
+        models.export_companions(self.model, self.files.tokenizer, source, self.folder.model)
+
+
+def _build(wanted: Job, folder: RunFolder, config: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:
+    fields = wanted.config_fields(folder)
+    torch.manual_seed(wanted.seed)
+    with outsize.init(**fields):
+        model = models.build(config, wanted.model if models.has_weights(wanted.model) else None)
+    model.train()
+    groups = models.parameter_groups(model, wanted.weight_decay)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.95))
+    model, optimizer = outsize.prepare(model, optimizer, **fields)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return model, optimizer, torch.device(wanted.device or default)
+
+
+def _train(training: Training) -> int:
+    wanted = training.job
+    if training.step == 0:
+        training.held_out_before = training.held_out_loss()
+        print(f"held-out loss before: {training.held_out_before:.3f}", flush=True)
+    with open_display(wanted.steps, wanted.seconds) as display, Interruption() as interruption:
+        while not training.over and not interruption.asked:
+            _one_step(training, display)
+    if interruption.asked and not training.over:
+        training.save()
+        print("interrupted; go on with:")
+        print("  " + wanted.command(training.folder.path, training.folder.checkpoint(training.step)))
+        return INTERRUPTED
+    _finish(training)
+    return 0
+
+
+def _one_step(training: Training, display: Display) -> None:
+    wanted = training.job
+    record = training.advance()
+    if wanted.eval_every and training.step % wanted.eval_every == 0 and not training.over:
+        record = record.with_held_out(training.held_out_loss())
+    metrics.append(training.folder.metrics, record)
+    display.show(record)
+    if wanted.save_every and training.step % wanted.save_every == 0 and not training.over:
+        training.save()
+
+
+def _finish(training: Training) -> None:
+    """Everything after the last step: evaluation, checkpoint, sample, export, report."""
+    folder, before, after = training.folder, training.held_out_before, training.held_out_loss()
+    peak = process_memory("VmHWM")
+    training.save()
+    print(f"\nheld-out loss: {before:.3f} before, {after:.3f} after {training.step} steps ({after - before:+.3f} nats)")
+    print(f"a sample:\n{training.sample()}\n")
+    training.export()
+    state = outsize.memory(training.model).state_bytes
+    over = max(1, peak - training.base_rss)
+    print(
+        f"peak RSS: {human(over)} over the imports ({human(peak)} in all) for {human(state)} of "
+        f"parameters, gradients and optimizer state: {state / over:.1f} x"
+    )
+    print(outsize.memory(training.model))
+    held_out = [(0, before), (training.step, after)]
+    report.write(folder.report, metrics.read(folder.metrics), held_out, peak)
+    print(f"report:     {folder.report}")
+    print(f"checkpoint: {folder.checkpoint(training.step)}")
+    print(f"model:      {folder.model}  (AutoModelForCausalLM.from_pretrained opens it)")
+
+
+class Interruption:
+    """Ctrl-C and SIGTERM ask for the end of the run after the step at hand; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nfinishing this step, then saving (once more: stop at once)", flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,160 @@
+"""The user's wishes as one frozen record; every check of a value that needs no model is made here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outsize.plan.sizes import parse_bytes
+
+TIERS = ("auto", "device", "host", "disk")
+ACTIVATIONS = ("auto", "keep", "recompute", "offload", "selective")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What may be used and how; see the table in `docs/configuration.md`. All budgets are bytes (`"8GiB"` or an int).
+
+    A budget bounds model states: parameters, gradients, optimizer state and their staging; activations are not in it.
+    With `device="cpu"` the host budget bounds device and host together. Raises `ValueError` or `TypeError` that names
+    the field, the value and the accepted forms.
+    """
+
+    device: torch.device | str | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    disk_space: int | str | None = None
+    stage: int = 3
+    params: str = "auto"
+    grads: str = "auto"
+    states: str = "auto"
+    compute_dtype: torch.dtype | None = None
+    state_format: str = "exact"
+    delayed_update: bool = False
+    activations: str = "auto"
+    micro_batches: int = 1
+    units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
+    mesh: Any = None
+
+    def __post_init__(self) -> None:
+        self._check_device()
+        for name in ("device_memory", "host_memory", "disk_space"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name))
+        object.__setattr__(self, "disk", _directories(self.disk))
+        for name in ("params", "grads", "states"):
+            _one_of(name, getattr(self, name), TIERS)
+            if getattr(self, name) == "disk" and not self.disk:
+                raise ValueError(f"{name}='disk' needs a directory: pass disk='/path/on/a/fast/drive'")
+        _one_of("activations", self.activations, ACTIVATIONS)
+        _one_of("state_format", self.state_format, ("exact", "compact"))
+        if not _is_int(self.stage) or self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage is {self.stage!r}; ZeRO stages are 0, 1, 2 and 3")
+        if not _is_int(self.micro_batches) or self.micro_batches < 1:
+            raise ValueError(f"micro_batches is {self.micro_batches!r}; it must be an integer of at least 1")
+        if not isinstance(self.delayed_update, bool):
+            raise TypeError(f"delayed_update is {self.delayed_update!r}; it must be True or False")
+        object.__setattr__(self, "units", _unit_choice(self.units))
+        self._refuse_what_is_not_built()
+
+    def _check_device(self) -> None:
+        chosen = self.device
+        if chosen is None:
+            chosen = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(chosen)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device is {self.device!r}; use 'cpu', 'cuda' or 'cuda:N'") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}; outsize computes on 'cpu' or 'cuda'")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r} but torch sees no CUDA device; use device='cpu'")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        object.__setattr__(self, "device", device)
+
+    def _refuse_what_is_not_built(self) -> None:
+        """A value that outsize does not act on yet is refused, never ignored."""
+        missing = {
+            "compute_dtype=torch.float16": self.compute_dtype is torch.float16,
+            "state_format='compact'": self.state_format == "compact",
+            "delayed_update=True": self.delayed_update,
+            f"activations={self.activations!r}": self.activations in ("offload", "selective"),
+            f"micro_batches={self.micro_batches}": self.micro_batches > 1,
+            "mesh": self.mesh is not None,
+        }
+        for what, asked in missing.items():
+            if asked:
+                raise ValueError(f"{what} is not available in this version of outsize; leave it at its default")
+        if self.compute_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"compute_dtype is {self.compute_dtype!r}; use torch.float32, torch.bfloat16 or leave the model's own"
+            )
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The disk directories, one or several (striped); empty without a disk tier."""
+        assert self.disk is None or isinstance(self.disk, tuple)
+        return tuple(Path(entry) for entry in self.disk or ())
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device that runs forward and backward."""
+        assert isinstance(self.device, torch.device)
+        return self.device
+
+
+def make_config(config: Config | None, given: dict[str, Any]) -> Config:
+    """The `Config` behind `prepare(model, optimizer, config)` and `prepare(..., **fields)`; both together override."""
+    known = [field.name for field in fields(Config)]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"unknown field {name!r}{hint} The fields are: {', '.join(known)}")
+    if config is None:
+        return Config(**given)
+    if not isinstance(config, Config):
+        raise TypeError(f"config must be an outsize.Config, not {type(config).__name__}")
+    return replace(config, **given)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def _directories(disk: object) -> tuple[str, ...] | None:
+    if disk is None:
+        return None
+    entries = [disk] if isinstance(disk, (str, os.PathLike)) else disk
+    if not isinstance(entries, Sequence) or not entries:
+        raise TypeError(f"disk is {disk!r}; it must be a directory or a non-empty list of directories")
+    for entry in entries:
+        if not isinstance(entry, (str, os.PathLike)) or not os.fspath(entry):
+            raise TypeError(f"disk holds {entry!r}; each entry must be the path of a directory")
+    return tuple(os.fspath(entry) for entry in entries)
+
+
+def _unit_choice(units: object) -> tuple[type[torch.nn.Module] | str, ...] | None:
+    if units is None:
+        return None
+    entries = [units] if isinstance(units, (str, type)) else units
+    if not isinstance(entries, Sequence) or not entries:
+        raise TypeError(f"units is {units!r}; it must be module classes or names, or a non-empty list of them")
+    for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, torch.nn.Module)):
+            raise TypeError(f"units holds {entry!r}; each entry must be a module class or a module's name")
+    return tuple(entries)

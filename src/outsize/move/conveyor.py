@@ -1,0 +1,250 @@
+"""The conveyor: one thread that keeps reads, the work on what was read, and writes all going at once.
+
+A job is an ordered list of steps. For the steps of all queued jobs together the conveyor does what a chunk pipeline
+does: start the reads of step k+1 and k+2, finish step k, let the writes of step k-1 run. Jobs run strictly in the order
+in which they were submitted, so what one job writes a later one reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from outsize.move.staging import Staging
+from outsize.move.transfer import Promise, Transfer
+
+MAX_STARTED = 4
+"""Steps whose reads may be on their way at once; staging usually admits fewer."""
+
+
+class Step(ABC):
+    """One chunk's way through the conveyor."""
+
+    slabs: int = 0
+    """Staging slabs that the step needs."""
+
+    @abstractmethod
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        """Start the reads; `finish` is called when they are all in place."""
+
+    @abstractmethod
+    def finish(self) -> Sequence[Transfer]:
+        """Do the work and start the writes; the slabs stay taken until these are done."""
+
+
+@final
+class Job(Transfer):
+    """Steps that belong together. `wait` waits until the last step is finished; `written` for its writes as well."""
+
+    def __init__(self, steps: Iterable[Step], after: Sequence[Job] = ()) -> None:
+        self._steps: Iterator[Step] = iter(steps)
+        self._after = after
+        self._ready = Promise()
+        self.written = Promise()
+        self._open_steps = 0
+        self._exhausted = False
+        self._writes = 0
+
+    def wait(self) -> None:
+        self._ready.wait()
+
+    def done(self) -> bool:
+        return self._ready.done()
+
+    @property
+    def broken(self) -> bool:
+        return self._ready.broken or self.written.broken
+
+    def predecessors(self) -> Sequence[Job]:
+        """Jobs that must be written before the first step may begin; dropped once that holds."""
+        return self._after
+
+    def next_step(self) -> Step | None:
+        """The next step to begin, None when there is no more. Called by the conveyor only, as all below."""
+        self._after = ()
+        step = next(self._steps, None)
+        if step is None:
+            self._exhausted = True
+            self._settle()
+        else:
+            self._open_steps += 1
+        return step
+
+    def step_finished(self, writes: bool) -> None:
+        self._open_steps -= 1
+        self._writes += writes
+        self._settle()
+
+    def write_done(self) -> None:
+        self._writes -= 1
+        self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        self._steps = iter(())
+        self._exhausted = True
+        for promise in (self._ready, self.written):
+            if not promise.done():
+                promise.break_(error)
+
+    def _settle(self) -> None:
+        if self._exhausted and not self._open_steps:
+            if not self._ready.done():
+                self._ready.keep()
+            if not self._writes and not self.written.done():
+                self.written.keep()
+
+
+@dataclass
+class _Moving:
+    """A step that has begun, or whose writes are on their way."""
+
+    job: Job
+    step: Step
+    slabs: list[torch.Tensor]
+    transfers: Sequence[Transfer]
+
+
+@final
+class Conveyor:
+    """Runs jobs in order on its own thread. Nothing calls back up: whoever submitted a job waits on it."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._queue: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._job: Job | None = None
+        self._held: tuple[Job, Step] | None = None
+        self._started: deque[_Moving] = deque()
+        self._writing: deque[_Moving] = deque()
+        self._thread = threading.Thread(target=self._run, name="outsize-conveyor", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> Job:
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("outsize has been closed; the model cannot be used any more")
+            self._queue.append(job)
+            self._changed.notify()
+        return job
+
+    def close(self) -> None:
+        """Finish what has begun, break what has not, end the thread; safe to repeat."""
+        with self._changed:
+            self._closing = True
+            queued, self._queue = list(self._queue), deque()
+            self._changed.notify()
+        for job in queued:
+            job.fail(RuntimeError("outsize was closed before this transfer began"))
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # grad mode belongs to the thread
+        while self._await_work():
+            self._reap_finished_writes()
+            self._start_what_fits()
+            if self._started:
+                self._finish_oldest()
+            elif self._writing:
+                self._reap(self._writing.popleft())
+
+    def _await_work(self) -> bool:
+        with self._changed:
+            while not (self._queue or self._job or self._held or self._started or self._writing or self._closing):
+                self._changed.wait()
+            return bool(self._queue or self._job or self._held or self._started or self._writing)
+
+    def _start_what_fits(self) -> None:
+        while len(self._started) < MAX_STARTED:
+            held = self._held or self._next()
+            self._held = held
+            if held is None:
+                return
+            job, step = held
+            assert step.slabs <= self._staging.count, "a step never needs more than the whole staging arena"
+            if step.slabs > self._staging.free:
+                if self._started:
+                    return
+                self._reap(self._writing.popleft())
+                continue
+            self._held = None
+            self._begin(job, step, self._staging.take(step.slabs))
+
+    def _next(self) -> tuple[Job, Step] | None:
+        """The next step in order, None when there is none or when it must wait for a step that has begun."""
+        while True:
+            if self._job is None:
+                with self._changed:
+                    if not self._queue:
+                        return None
+                    self._job = self._queue.popleft()
+            job = self._job
+            for earlier in job.predecessors():
+                while not earlier.written.done():
+                    if self._started:
+                        return None
+                    self._reap(self._writing.popleft())
+            try:
+                step = job.next_step()
+            except BaseException as error:
+                job.fail(error)
+                step = None
+            if step is not None:
+                return job, step
+            self._job = None
+
+    def _begin(self, job: Job, step: Step, slabs: list[torch.Tensor]) -> None:
+        try:
+            transfers = step.begin(slabs)
+        except BaseException as error:
+            job.fail(error)
+            job.step_finished(writes=False)
+            self._staging.give(slabs)
+            return
+        self._started.append(_Moving(job, step, slabs, transfers))
+
+    def _finish_oldest(self) -> None:
+        moving = self._started.popleft()
+        error = _wait_all(moving.transfers)
+        writes: Sequence[Transfer] = ()
+        if error is None and not moving.job.broken:
+            try:
+                writes = moving.step.finish()
+            except BaseException as raised:
+                error = raised
+        if error is not None:
+            moving.job.fail(error)
+        moving.job.step_finished(writes=bool(writes))
+        if writes:
+            self._writing.append(_Moving(moving.job, moving.step, moving.slabs, writes))
+        else:
+            self._staging.give(moving.slabs)
+
+    def _reap_finished_writes(self) -> None:
+        while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
+            self._reap(self._writing.popleft())
+
+    def _reap(self, moving: _Moving) -> None:
+        error = _wait_all(moving.transfers)
+        if error is not None:
+            moving.job.fail(error)
+        moving.job.write_done()
+        self._staging.give(moving.slabs)
+
+
+def _wait_all(transfers: Sequence[Transfer]) -> BaseException | None:
+    """Wait for all, whatever happens, so that their memory is free; the first error if there was one."""
+    first: BaseException | None = None
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except BaseException as error:
+            first = first or error
+    return first

@@ -1,0 +1,287 @@
+"""The disk tier: a run's own directory, preallocated files in it, and transfers whose every result is checked."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+
+from outsize import _native
+from outsize.move.memory import PAGE_BYTES, Ledger
+from outsize.move.store import Store
+from outsize.move.transfer import Transfer
+from outsize.plan.layout import round_up
+from outsize.plan.sizes import format_bytes
+
+ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
+STRIPE_BYTES = 4 << 20
+_RUN_PREFIX = "outsize-run-"
+_NEW_SUFFIX = ".new"
+_NEW_IS_DEAD_AFTER_SECONDS = 3600
+
+# Note [Whose directory]
+# Each run works in a sub-directory of its own that holds a file named `lock`, under a POSIX lock for as long as the
+# process lives; the kernel releases it however the process ends. POSIX locks are not inherited by forked data loader
+# workers, so a worker that outlives the run does not keep the directory. A directory whose lock can be taken belongs
+# to a dead run and is removed. The lock says nothing between runs of one process, so those are told apart by their
+# process number, which is part of the name. The directory gets its final name only once its lock is held.
+
+
+class DiskDirectoryError(OSError, ValueError):
+    """The directory given as `disk` cannot be used: a user's mistake or the system's, so it is both."""
+
+
+class Engine(Protocol):
+    """The part of the native disk engine that stores use."""
+
+    def read(self, fd: int, offset: int, address: int, nbytes: int) -> int: ...
+    def write(self, fd: int, offset: int, address: int, nbytes: int) -> int: ...
+    def wait(self, ticket: int) -> None: ...
+    def done(self, ticket: int) -> bool: ...
+
+
+def open_engine() -> _native.DiskEngine:
+    """The fastest disk engine that works here, or the one that the environment variable names."""
+    wanted = os.environ.get(ENGINE_VARIABLE, "")
+    if wanted not in ("", "uring", "threads"):
+        raise ValueError(f"{ENGINE_VARIABLE} is {wanted!r}; it must be 'uring' or 'threads'")
+    backend = wanted or ("uring" if _native.probe_uring() == 0 else "threads")
+    return _native.DiskEngine(backend)
+
+
+@final
+class RunDirectory:
+    """This run's own sub-directory of one `disk` directory. See Note [Whose directory]."""
+
+    def __init__(self, parent: Path) -> None:
+        self.parent = parent
+        _check_directory(parent)
+        _remove_dead_runs(parent)
+        self._pid = os.getpid()
+        name = f"{_RUN_PREFIX}{self._pid}-{secrets.token_hex(6)}"
+        fresh = parent / (name + _NEW_SUFFIX)
+        try:
+            fresh.mkdir()
+            self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = parent / name
+            fresh.rename(self.path)
+        except OSError as error:
+            message = f"cannot write to the disk directory ({os.strerror(error.errno or 0)}); name one that is writable"
+            raise DiskDirectoryError(error.errno, message, str(parent)) from error
+        self._open = True
+
+    def close(self) -> None:
+        """Remove the directory and all in it; safe to repeat; does nothing in a forked child."""
+        if self._open and os.getpid() == self._pid:
+            self._open = False
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+
+
+def _check_directory(parent: Path) -> None:
+    if not parent.exists():
+        raise DiskDirectoryError(errno.ENOENT, "the disk directory does not exist; create it first", str(parent))
+    if not parent.is_dir():
+        raise DiskDirectoryError(errno.ENOTDIR, "disk must be a directory, this is not one", str(parent))
+
+
+def _remove_dead_runs(parent: Path) -> None:
+    for entry in parent.glob(f"{_RUN_PREFIX}*"):
+        owner = entry.name.removeprefix(_RUN_PREFIX).partition("-")[0]
+        if owner == str(os.getpid()):
+            continue
+        if entry.name.endswith(_NEW_SUFFIX):
+            _remove_if_old(entry)
+        elif _is_dead(entry):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _remove_if_old(entry: Path) -> None:
+    try:
+        age = time.time() - entry.stat().st_mtime
+    except OSError:
+        return  # its owner has just given it its name
+    if age > _NEW_IS_DEAD_AFTER_SECONDS:
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_dead(entry: Path) -> bool:
+    try:
+        lock = os.open(entry / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True  # half removed by another run
+    except OSError:
+        return False  # another user's: not ours to judge
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def free_bytes(directories: Sequence[Path]) -> int:
+    """What may be written: the sum over distinct file systems, after the checks that each directory is usable."""
+    free: dict[int, int] = {}
+    for directory in directories:
+        _check_directory(directory)
+        status = os.statvfs(directory)
+        free[directory.stat().st_dev] = status.f_bavail * status.f_frsize
+    return sum(free.values())
+
+
+@final
+class DiskTransfer(Transfer):
+    """Requests of the disk engine that belong together."""
+
+    def __init__(self, engine: Engine, parts: Sequence[tuple[int, str]]) -> None:
+        self._engine = engine
+        self._parts = list(parts)  # (ticket, path)
+        self._error: OSError | None = None
+
+    def wait(self) -> None:
+        """Wait for every part before raising, so that the memory is free to use whatever happened."""
+        while self._parts:
+            ticket, path = self._parts.pop()
+            try:
+                self._engine.wait(ticket)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                self._error = self._error or OSError(code, os.strerror(code), path)
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return all(self._engine.done(ticket) for ticket, _ in self._parts)
+
+
+@final
+class StripedFile:
+    """Preallocated space on one or several directories, striped in blocks of `STRIPE_BYTES`.
+
+    Opened with O_DIRECT where the file system has it; elsewhere (tmpfs, some overlays) through the page cache.
+    """
+
+    def __init__(self, engine: Engine, directories: Sequence[Path], name: str, nbytes: int) -> None:
+        self._engine = engine
+        self.nbytes = round_up(nbytes, PAGE_BYTES)
+        self._paths = [str(directory / name) for directory in directories]
+        self._files: list[int] = []
+        rows = -(-self.nbytes // (STRIPE_BYTES * len(directories)))
+        self._file_bytes = self.nbytes if len(directories) == 1 else rows * STRIPE_BYTES
+        try:
+            for path in self._paths:
+                self._files.append(_create(path))
+                os.ftruncate(self._files[-1], self._file_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def preallocate(self, start: int, nbytes: int) -> None:
+        """Take the blocks now, so that a full disk is an error before anything is written."""
+        for index, offset, _, length in self._pieces(start, nbytes):
+            try:
+                os.posix_fallocate(self._files[index], offset, length)
+            except OSError as error:
+                message = f"{os.strerror(error.errno or 0)} (reserving {format_bytes(length)})"
+                raise OSError(error.errno, message, self._paths[index]) from error
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        address = out.data_ptr()
+        return DiskTransfer(
+            self._engine,
+            [
+                (self._engine.read(self._files[index], offset, address + at, length), self._paths[index])
+                for index, offset, at, length in self._pieces(start, out.numel())
+            ],
+        )
+
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        address = source.data_ptr()
+        return DiskTransfer(
+            self._engine,
+            [
+                (self._engine.write(self._files[index], offset, address + at, length), self._paths[index])
+                for index, offset, at, length in self._pieces(start, source.numel())
+            ],
+        )
+
+    def _pieces(self, start: int, nbytes: int) -> list[tuple[int, int, int, int]]:
+        """The range as (file, offset in it, offset in memory, length)."""
+        assert start % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0, "the disk tier moves whole pages"
+        assert start + nbytes <= self.nbytes
+        if len(self._files) == 1:
+            return [(0, start, 0, nbytes)] if nbytes else []
+        pieces = []
+        position = start
+        while position < start + nbytes:
+            stripe, within = divmod(position, STRIPE_BYTES)
+            length = min(STRIPE_BYTES - within, start + nbytes - position)
+            row, index = divmod(stripe, len(self._files))
+            pieces.append((index, row * STRIPE_BYTES + within, position - start, length))
+            position += length
+        return pieces
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _create(path: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags & ~os.O_EXCL, 0o644)  # the failed attempt may have created the file
+
+
+@final
+class DiskStore(Store):
+    """One array at rest in a file. Never touched space is a hole and costs nothing."""
+
+    def __init__(self, file: StripedFile, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
+        super().__init__("disk", nbytes)
+        self._file = file
+        self._base = base
+        self._ledger = ledger
+        self._account = f"disk/{kind}"
+        self._open = True
+        ledger.add(self._account, nbytes)
+
+    def preallocate(self, start: int, nbytes: int) -> None:
+        self._file.preallocate(self._base + start, nbytes)
+
+    def view(self, start: int, nbytes: int) -> torch.Tensor | None:
+        return None
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        return self._file.read(self._base + start, out)
+
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        return self._file.write(self._base + start, source)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._ledger.remove(self._account, self.nbytes)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's soft limit on open files where the model has more units than it admits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + 512
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))

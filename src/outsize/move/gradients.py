@@ -1,0 +1,197 @@
+"""Gradients at rest outside the computing device: one flat buffer a unit, in memory or on disk.
+
+They rest in the dtype in which backward produced them while there is one contribution; a second one is added in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import final
+
+import torch
+
+from outsize.move.conveyor import Step
+from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.store import Store
+from outsize.move.transfer import Transfer
+from outsize.plan.layout import Slot, UnitLayout, array_layout
+
+_OWN = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_WIDE = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
+_TORCH = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class GradOps:
+    """What the user did to a gradient at rest, not yet applied to its bytes: `clamp(scale * g, low, high)`, or zero."""
+
+    scale: float = 1.0
+    low: float = -inf
+    high: float = inf
+    zero: bool = False
+
+    @property
+    def identity(self) -> bool:
+        return self == GradOps()
+
+    @property
+    def clamps(self) -> bool:
+        return self.low > -inf or self.high < inf
+
+    def scaled(self, factor: float) -> GradOps | None:
+        """These operations, then `g * factor`; None where one record cannot say it with the same rounding."""
+        if self.zero:
+            return self
+        exact = self.scale == 1.0 or _is_power_of_two(self.scale) or _is_power_of_two(factor) or factor == 1.0
+        return None if self.clamps or not exact else replace(self, scale=self.scale * factor)
+
+    def clamped(self, low: float, high: float) -> GradOps:
+        """These operations, then a clamp to [low, high]."""
+        if self.zero:
+            return self
+        return replace(self, low=min(max(self.low, low), high), high=max(min(self.high, high), low))
+
+    def apply_(self, grad: torch.Tensor) -> torch.Tensor:
+        """Apply to a gradient in place, each operation rounded once."""
+        if self.zero:
+            return grad.zero_()
+        if self.scale != 1.0:
+            grad.mul_(self.scale)
+        if self.clamps:
+            grad.clamp_(self.low, self.high)
+        return grad
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value > 0 and value != inf and value.hex().split("p")[0] == "0x1.0000000000000"
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a second contribution is added."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def add_contribution(previous: torch.Tensor, ops: GradOps, grad: torch.Tensor) -> torch.Tensor:
+    """`previous` with its operations applied, plus `grad`, in fp32 or wider; reuses `previous` where it can."""
+    total = previous.to(wide_dtype(previous.dtype))
+    return ops.apply_(total).add_(grad.to(total.dtype))
+
+
+@final
+class GradShard:
+    """The gradients of one unit at rest on host or disk.
+
+    They are collected in `flat`. On the host tier that is where they rest; on the disk tier it is written out when the
+    unit's backward is over, and dropped.
+    """
+
+    def __init__(self, layout: UnitLayout, store: Store | None, ledger: Ledger) -> None:
+        self.layout = layout
+        self.store = store  # the disk store; None on the host tier, where the flat buffer is the store
+        self.wide = False
+        self.in_memory = False
+        self.at_rest: set[str] = set()
+        self._own = array_layout(layout, _OWN)
+        self._wide = array_layout(layout, _WIDE)
+        self._ledger = ledger
+        self._flat = HostBuffer(self._wide.nbytes)
+        self._account = "host/grads" if store is None else "host/grads in flight"
+        self._counted = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the contents as they are now, padding included."""
+        return (self._wide if self.wide else self._own).nbytes
+
+    def dtype(self, slot: Slot) -> torch.dtype:
+        own = _TORCH[slot.dtype]
+        return wide_dtype(own) if self.wide else own
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """(first byte, bytes) of the elements [start, end) in the contents as they are now."""
+        return (self._wide if self.wide else self._own).span(start, end)
+
+    def view(self, start: int, end: int) -> torch.Tensor:
+        """The bytes of the elements [start, end) in memory."""
+        assert self.in_memory, "the gradients are not in memory"
+        first, nbytes = self.span(start, end)
+        return self._flat.bytes[first : first + nbytes]
+
+    def of(self, slot: Slot) -> torch.Tensor:
+        """One gradient in memory, as it rests (its operations not applied), 1-D."""
+        return self.view(slot.offset, slot.end).view(self.dtype(slot))
+
+    def open(self, live: Collection[str]) -> None:
+        """Make `flat` hold the contents. `live` names the gradients at rest that are still wanted."""
+        if self.in_memory:
+            return
+        wanted = self.at_rest & set(live)
+        self.at_rest = wanted
+        if not wanted:
+            self.wide = False
+        self.in_memory = True
+        self._count(self.nbytes)
+        if wanted and self.store is not None:
+            self.store.read(0, self._flat.bytes[: self.nbytes]).wait()
+
+    def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> torch.Tensor:
+        """Store a contribution; `previous` holds the operations on what rests there already. Returns the sum, 1-D."""
+        source = grad.reshape(-1)
+        if previous is not None and wide_dtype(grad.dtype) is not grad.dtype and not self.wide:
+            self._widen()
+        target = self.of(slot)
+        if previous is None:
+            target.copy_(source)
+        else:
+            previous.apply_(target).add_(source.to(target.dtype) if source.device == target.device else source.cpu())
+        self.at_rest.add(slot.name)
+        return target
+
+    def write(self) -> Sequence[Transfer]:
+        """Start to write the contents to disk."""
+        assert self.store is not None and self.in_memory
+        return [self.store.write(0, self._flat.bytes[: self.nbytes])]
+
+    def drop(self) -> None:
+        """Give the memory back; what was not written is lost."""
+        if self.in_memory:
+            self.in_memory = False
+            self._flat.drop()
+            self._count(0)
+
+    def close(self) -> None:
+        self.drop()
+
+    def _widen(self) -> None:
+        """Turn the contents into fp32: exact, and the same bytes serve every later contribution."""
+        contents = {name: self.of(slot) for name, slot in self._slots().items() if name in self.at_rest}
+        wide = HostBuffer(self._wide.nbytes)
+        old, self._flat = self._flat, wide
+        self.wide = True
+        for name, value in contents.items():
+            self.of(self._slots()[name]).copy_(value)
+        self._count(self.nbytes)
+        del contents, old
+
+    def _slots(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.layout.slots}
+
+    def _count(self, nbytes: int) -> None:
+        self._ledger.add(self._account, nbytes - self._counted)
+        self._counted = nbytes
+
+
+@final
+class WriteGradsStep(Step):
+    """A unit's gradients on their way to disk."""
+
+    def __init__(self, grads: GradShard) -> None:
+        self._grads = grads
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        return ()
+
+    def finish(self) -> Sequence[Transfer]:
+        return self._grads.write()

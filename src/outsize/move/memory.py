@@ -1,0 +1,84 @@
+"""Host memory that is reserved once and given back page by page, and the count of every byte in use."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from outsize.plan.layout import round_up
+
+PAGE_BYTES = 4096
+HUGE_BYTES = 2 << 20
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+# Note [Reserved memory]
+# A host buffer is an anonymous private mapping of the buffer's full size. Its address never changes: views of it that
+# autograd or the user hold stay valid while the pages behind it come and go. Pages appear when they are first touched
+# and `drop` gives them back (MADV_DONTNEED), so a buffer at rest costs address space and nothing else. It is page
+# aligned, so direct I/O reads into it without a bounce, and it has exactly the size asked for.
+
+
+class HostBuffer:
+    """Page-aligned host memory of `nbytes` bytes whose pages exist only between first touch and `drop`."""
+
+    def __init__(self, nbytes: int, pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        self._length = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if pinned else _NORESERVE)
+        self._map = mmap.mmap(-1, self._length, flags=flags)
+        if self._length >= 2 * HUGE_BYTES:
+            _advise_huge(self._map)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]  # [nbytes]
+        self._pinned = pinned and _register(self.bytes)
+
+    @property
+    def address(self) -> int:
+        return self.bytes.data_ptr()
+
+    def drop(self) -> None:
+        """Give all pages back; the contents are lost and read as zeros from now on."""
+        assert not self._pinned, "pinned memory is kept until the end"
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Unpin; the memory itself goes when the last view of it goes."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+            self._pinned = False
+
+
+def _advise_huge(mapping: mmap.mmap) -> None:
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):  # a kernel without transparent huge pages: the buffer works all the same
+        return
+
+
+def _register(memory: torch.Tensor) -> bool:
+    """Pin exactly these bytes (torch's `pin_memory` rounds up to a power of two)."""
+    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(code) != 0:
+        raise OSError(int(code), f"cudaHostRegister could not pin {memory.numel()} bytes of host memory")
+    return True
+
+
+@dataclass
+class Ledger:
+    """Bytes in use, now and at their peak, by "tier/kind"; thread-safe."""
+
+    now: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, account: str, nbytes: int) -> None:
+        with self._lock:
+            value = self.now.get(account, 0) + nbytes
+            assert value >= 0, f"{account} fell below zero"
+            self.now[account] = value
+            self.peak[account] = max(self.peak.get(account, 0), value)
+
+    def remove(self, account: str, nbytes: int) -> None:
+        self.add(account, -nbytes)

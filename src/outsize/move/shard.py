@@ -1,0 +1,238 @@
+"""One unit at rest: its gathered buffer and the stores of its parameters, gradients and optimizer arrays.
+
+Here the rooms `run`, `optim` and `checkpoint` meet: they know units by their shards and nothing of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+import torch
+
+from outsize.move.buffer import DeviceBuffer
+from outsize.move.conveyor import Step
+from outsize.move.gradients import GradOps, GradShard
+from outsize.move.memory import HostBuffer
+from outsize.move.store import Store
+from outsize.move.transfer import Transfer
+from outsize.plan.layout import (
+    PAGE_ELEMENTS,
+    ArrayLayout,
+    Segment,
+    Slot,
+    UnitLayout,
+    array_layout,
+    chunk_ranges,
+    round_up,
+)
+from outsize.plan.placement import UnitTiers
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The parameter dtypes that can be trained, by the name that layouts use."""
+
+OWN_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+STATE_DTYPE = {"float32": "float32", "float64": "float64", "bfloat16": "float32", "float16": "float32"}
+STATE_BYTES = {dtype: OWN_BYTES[state] for dtype, state in STATE_DTYPE.items()}
+REMAINDER_BYTES = {"bfloat16": 2}
+"""The 16-bit rest of the fp32 master of a bf16 parameter (DESIGN.md, "Exact state in 12 bytes")."""
+
+REMAINDER = "remainder"
+READ_NUMEL = 1 << 21
+"""Elements of one plain read step: large requests keep the drive busy, and the end of a unit comes soon."""
+
+
+@final
+class StateArray:
+    """One optimizer array of a unit (for example `exp_avg`), one value an element, at rest in a store."""
+
+    def __init__(self, name: str, layout: ArrayLayout, store: Store) -> None:
+        self.name = name
+        self.layout = layout
+        self.store = store
+
+    @property
+    def public(self) -> bool:
+        """Whether the array is part of the optimizer's state as torch names it."""
+        return self.name != REMAINDER
+
+    def dtype(self, param_dtype: str) -> torch.dtype:
+        if self.name == REMAINDER:
+            return torch.int16
+        return DTYPES[STATE_DTYPE[param_dtype]]
+
+
+@dataclass
+class SlotUpdate:
+    """What one step owes one parameter: the hyper-parameters and gradient as they were at `optimizer.step()`."""
+
+    hyper: dict[str, object]
+    ops: GradOps
+    loose: torch.Tensor | None = None
+    """The gradient itself where it lies on the computing device; None where it rests in the unit's gradient shard."""
+
+
+@dataclass
+class SlotState:
+    """The optimizer's per-parameter values that are not per element: the step count and its like."""
+
+    scalars: dict[str, object] = field(default_factory=dict)
+    initialised: bool = False
+    next_scalars: dict[str, object] | None = None
+    """The values after the step that is under way; they replace `scalars` when all chunks have run."""
+
+
+Pending = dict[str, SlotUpdate]
+"""The update that a unit owes: by parameter name."""
+
+
+@final
+class UnitShard:
+    """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store."""
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        tiers: UnitTiers,
+        buffer: DeviceBuffer,
+        params: Store | None,
+        grads: GradShard | None,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.tiers = tiers
+        self.buffer = buffer
+        self.params = params
+        self.grads = grads
+        self.device = device
+        self.arrays: dict[str, StateArray] = {}
+        self.slot_states: dict[str, SlotState] = {}
+        self.param_layout = array_layout(layout, OWN_BYTES)
+        self.slots = {slot.name: slot for slot in layout.slots}
+
+    @property
+    def on_device(self) -> bool:
+        """Whether parameters, gradients and states all lie on the computing device."""
+        return self.tiers.params == self.tiers.grads == self.tiers.states == "device"
+
+    def param(self, slot: Slot) -> torch.Tensor:
+        """The parameter as a view of the gathered buffer, in its own dtype and shape."""
+        return self.param_piece(slot, slot.offset, slot.end).view(slot.shape)
+
+    def param_piece(self, slot: Slot, low: int, high: int) -> torch.Tensor:
+        """Elements [low, high) of the unit's element space, which belong to `slot`, as a 1-D view."""
+        first, nbytes = self.param_layout.span(low, high)
+        return self.buffer.flat[first : first + nbytes].view(DTYPES[slot.dtype])
+
+    def param_bytes(self, start: int, end: int) -> torch.Tensor:
+        first, nbytes = self.param_layout.span(start, end)
+        return self.buffer.flat[first : first + nbytes]
+
+    def read_array(self, array: StateArray, start: int, end: int) -> torch.Tensor:
+        """A copy of the elements [start, end) of an array, 1-D; they lie in one segment. Blocks."""
+        segment = self.segment_at(start)
+        low, high = page_range(start, end)
+        first, nbytes = array.layout.span(low, high)
+        pages = HostBuffer(nbytes)
+        array.store.read(first, pages.bytes).wait()
+        content = pages.bytes.view(array.dtype(segment.dtype))
+        return content[start - low : end - low].clone()
+
+    def write_array(self, array: StateArray, start: int, end: int, content: torch.Tensor) -> None:
+        """Overwrite the elements [start, end) of an array; its neighbours on the same pages stay. Blocks."""
+        segment = self.segment_at(start)
+        low, high = page_range(start, end)
+        first, nbytes = array.layout.span(low, high)
+        pages = HostBuffer(nbytes)
+        array.store.read(first, pages.bytes).wait()
+        pages.bytes.view(array.dtype(segment.dtype))[start - low : end - low].copy_(content)
+        array.store.write(first, pages.bytes).wait()
+
+    def pages(self, start: int, end: int) -> tuple[int, int]:
+        """The whole pages that hold the elements [start, end), within their segment, in elements."""
+        low, high = page_range(start, end)
+        return low, min(high, self.segment_at(low).end)
+
+    def write_params(self) -> None:
+        """Store the gathered parameters. Blocks."""
+        assert self.params is not None
+        if self.device.type == "cpu":
+            self.params.write(0, self.buffer.flat).wait()
+            return
+        pages = HostBuffer(self.buffer.nbytes)
+        self.buffer.fetch(0, pages.bytes).wait()
+        self.params.write(0, pages.bytes).wait()
+
+    def segment_at(self, element: int) -> Segment:
+        return next(s for s in self.layout.segments if s.start <= element < s.end)
+
+    def stores(self) -> Iterator[Store]:
+        if self.params is not None:
+            yield self.params
+        if self.grads is not None and self.grads.store is not None:
+            yield self.grads.store
+        for array in self.arrays.values():
+            yield array.store
+
+    def close(self) -> None:
+        for store in self.stores():
+            store.close()
+        if self.grads is not None:
+            self.grads.close()
+        self.buffer.drop()
+
+
+def page_range(start: int, end: int) -> tuple[int, int]:
+    """The whole pages that hold the elements [start, end), in elements."""
+    return start // PAGE_ELEMENTS * PAGE_ELEMENTS, max(round_up(end, PAGE_ELEMENTS), start + 1)
+
+
+class Updater(Protocol):
+    """What runs the optimizer's update of one unit, chunk by chunk."""
+
+    def steps(self, shard: UnitShard, pending: Pending, fetch: bool) -> Iterator[Step]:
+        """Steps that update the unit; with `fetch` they bring its parameters into the gathered buffer as well."""
+        ...
+
+
+@final
+class ReadStep(Step):
+    """Parameters on their way from their store into the gathered buffer."""
+
+    def __init__(self, shard: UnitShard, start: int, end: int) -> None:
+        assert shard.params is not None
+        self._params: Store = shard.params
+        self._buffer = shard.buffer
+        self._first, self._nbytes = shard.param_layout.span(start, end)
+        self._on_host = shard.device.type == "cpu"
+        self._source = None if self._on_host else self._params.view(self._first, self._nbytes)
+        self.slabs = 0 if self._on_host or self._source is not None else 1
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        if self._on_host:  # straight into place
+            return [self._params.read(self._first, self._buffer.flat[self._first : self._first + self._nbytes])]
+        if self._source is None:
+            self._source = slabs[0][: self._nbytes]
+            return [self._params.read(self._first, self._source)]
+        return ()
+
+    def finish(self) -> Sequence[Transfer]:
+        if self._on_host:
+            return ()
+        assert self._source is not None
+        return [self._buffer.fill(self._first, self._source)]
+
+
+def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:
+    """The plain fetch of a unit: its store into its gathered buffer."""
+    for segment in shard.layout.segments:
+        for start, end in chunk_ranges(segment, read_numel(shard, segment.itemsize, slab_bytes)):
+            yield ReadStep(shard, start, end)
+
+
+def read_numel(shard: UnitShard, itemsize: int, slab_bytes: int) -> int:
+    """Elements of one plain read: large, but on an accelerator no more than a slab holds."""
+    if shard.device.type == "cpu":
+        return READ_NUMEL
+    return min(max(slab_bytes // itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS), READ_NUMEL)

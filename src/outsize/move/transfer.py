@@ -1,0 +1,61 @@
+"""One way to wait for everything that is on its way."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import final
+
+
+class Transfer(ABC):
+    """Something on its way: a CUDA event, a disk request, a job of the conveyor."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the bytes are in place; safe to repeat. Raises what went wrong on the way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+
+
+@final
+class Arrived(Transfer):
+    """A transfer that is over before it begins: memory that was copied at once."""
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+ARRIVED = Arrived()
+
+
+@final
+class Promise(Transfer):
+    """A transfer that another thread keeps (or breaks)."""
+
+    def __init__(self) -> None:
+        self._kept = threading.Event()
+        self._error: BaseException | None = None
+
+    def keep(self) -> None:
+        self._kept.set()
+
+    def break_(self, error: BaseException) -> None:
+        self._error = error
+        self._kept.set()
+
+    @property
+    def broken(self) -> bool:
+        return self._error is not None
+
+    def wait(self) -> None:
+        self._kept.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._kept.is_set()

@@ -1,0 +1,63 @@
+"""What a rule is: the update of one parameter's piece, given its state. Rules know nothing of tiers or chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from outsize.move.gradients import GradOps
+from outsize.move.shard import SlotState
+
+
+@dataclass
+class Piece:
+    """A run of elements of one parameter with all that the update needs; every tensor is 1-D of the same length.
+
+    `param` is in the parameter's own dtype and is updated in place; `remainder` (int16) completes a bf16 parameter to
+    its fp32 master; `states` are in fp32 (fp64 for an fp64 parameter); `grad` is as it rests, `ops` not applied.
+    """
+
+    param: torch.Tensor
+    remainder: torch.Tensor | None
+    states: dict[str, torch.Tensor]
+    grad: torch.Tensor
+    ops: GradOps
+    hyper: dict[str, object]
+    state: SlotState
+
+
+class Rule(ABC):
+    """One optimizer's arithmetic."""
+
+    arrays: tuple[str, ...]
+    """The names of the per-element arrays, as in `torch.optim`'s state."""
+
+    @abstractmethod
+    def apply(self, piece: Piece) -> None:
+        """Update the piece in place and set `piece.state.next_scalars`."""
+
+
+def number(value: object) -> float:
+    """A hyper-parameter as a float; torch admits tensors for some."""
+    return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
+
+
+# Note [The 16-bit remainder]
+# bits(master) = (bits(bf16) << 16) + remainder with remainder in [-2**15, 2**15): the bf16 value is the master rounded
+# to nearest, ties up in bits. Both directions are exact, so the fp32 master costs two bytes beside the bf16 weight.
+
+
+def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter and its remainder. See Note [The 16-bit remainder]."""
+    bits = (param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split_master(master: torch.Tensor, param: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Write the fp32 `master` into a bf16 parameter and its remainder. See Note [The 16-bit remainder]."""
+    bits = master.contiguous().view(torch.int32)
+    high = ((bits.to(torch.int64) + 0x8000) >> 16).to(torch.int32)
+    param.copy_(high.to(torch.int16).view(torch.bfloat16))
+    remainder.copy_((bits.to(torch.int64) - (high.to(torch.int64) << 16)).to(torch.int16))

@@ -1,0 +1,1 @@
+"""What goes where, and when it is needed: arithmetic only, no torch."""

@@ -1,0 +1,267 @@
+"""Where each parameter lies: the cut of a model into units and the flat layout of each unit.
+
+Pure arithmetic on names, shapes and sizes. All kinds of state of a unit (parameters, gradients, each optimizer array)
+share one element space, so a parameter has one offset whatever is stored and wherever it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+ALIGN_ELEMENTS = 64
+"""Parameters start on multiples of 64 elements: 64 bytes or more for every dtype. See Note [Alignment]."""
+
+PAGE_ELEMENTS = 4096
+"""Segments, chunks and units are multiples of 4096 elements: 4 KiB or more for every dtype, as direct I/O needs."""
+
+# Note [Alignment]
+# Some kernels give other bits when their operand starts at another alignment. A parameter therefore starts at the same
+# offset from a page boundary on every tier; else the promise of tier-independent bits would break.
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter as arithmetic sees it. `name` is the first of its names if it is tied."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One module of the tree: its own parameters (canonical names), its children, and whether it lists blocks."""
+
+    name: str
+    params: tuple[str, ...]
+    children: tuple[ModuleInfo, ...]
+    kind: str = ""
+    is_list: bool = False
+
+    def subtree_params(self) -> Iterator[str]:
+        yield from self.params
+        for child in self.children:
+            yield from child.subtree_params()
+
+
+@dataclass(frozen=True)
+class UnitCut:
+    """A unit before layout: the module that it is named after and its parameters in order of first use."""
+
+    name: str
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter in its unit: `numel` elements from `offset` (elements)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a unit's element space in which all parameters have one dtype. `start` and `numel` are elements."""
+
+    dtype: str
+    itemsize: int
+    start: int
+    numel: int
+    byte_start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The flat layout of one unit: `numel` padded elements, `param_bytes` bytes in the parameters' own dtypes."""
+
+    index: int
+    name: str
+    slots: tuple[Slot, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def param_bytes(self) -> int:
+        return sum(segment.numel * segment.itemsize for segment in self.segments)
+
+    def segment_of(self, slot: Slot) -> Segment:
+        return next(s for s in self.segments if s.dtype == slot.dtype)
+
+    def byte_offset(self, slot: Slot) -> int:
+        """Where the parameter's own bytes start in the unit's flat buffer."""
+        segment = self.segment_of(slot)
+        return segment.byte_start + (slot.offset - segment.start) * segment.itemsize
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def cut_units(
+    root: ModuleInfo, params: Mapping[str, ParamInfo], unit_bytes: int, chosen: frozenset[str] | None = None
+) -> tuple[UnitCut, ...]:
+    """Cut the module tree into units (DESIGN: a module is a unit when its bytes fit, else its children are looked at).
+
+    `chosen` holds the names of modules that must be units, where the user gave them; then nothing else is cut. The
+    modules of a list (a model's layers) are units of their own even where the whole list would fit, so that there is
+    something to overlap. Parameters left over join their parent's unit; tied parameters stay with their first user.
+    """
+    return _Cutter(params, unit_bytes, chosen).cut(root)
+
+
+class _Cutter:
+    def __init__(self, params: Mapping[str, ParamInfo], unit_bytes: int, chosen: frozenset[str] | None) -> None:
+        self._params = params
+        self._unit_bytes = unit_bytes
+        self._small_bytes = min(unit_bytes // 32, 1 << 20)
+        self._chosen = chosen
+        self._assigned: set[str] = set()
+        self._units: list[UnitCut] = []
+
+    def cut(self, root: ModuleInfo) -> tuple[UnitCut, ...]:
+        left_over = self._visit(root, inside_block=False)
+        self._emit(root.name, left_over)
+        order = {name: position for position, name in enumerate(dict.fromkeys(root.subtree_params()))}
+        return tuple(sorted(self._units, key=lambda unit: min(order[name] for name in unit.params)))
+
+    def _emit(self, name: str, params: list[str]) -> None:
+        if params:
+            self._units.append(UnitCut(name, tuple(params)))
+
+    def _take(self, names: Iterator[str] | tuple[str, ...]) -> list[str]:
+        """The names that no unit has yet, which are the caller's from now on."""
+        taken = [name for name in dict.fromkeys(names) if name not in self._assigned]
+        self._assigned.update(taken)
+        return taken
+
+    def _visit(self, module: ModuleInfo, inside_block: bool) -> list[str]:
+        """Emit the units below `module`; return the parameters that are left for its parent's unit."""
+        free = [name for name in dict.fromkeys(module.subtree_params()) if name not in self._assigned]
+        nbytes = sum(self._params[name].nbytes for name in free)
+        if self._chosen is not None:
+            if module.name in self._chosen:
+                self._emit(module.name, self._take(module.subtree_params()))
+                return []
+        elif inside_block or not _holds_blocks(module):
+            if nbytes <= self._small_bytes and not inside_block:
+                return self._take(module.subtree_params())
+            if nbytes <= self._unit_bytes or not (module.children or len(free) > 1):
+                self._emit(module.name, self._take(module.subtree_params()))
+                return []
+        left_over = self._take(module.params)
+        for child in module.children:
+            left_over += self._visit(child, inside_block=module.is_list and not inside_block)
+        if self._chosen is not None or module.is_list:
+            return left_over
+        if sum(self._params[name].nbytes for name in left_over) > self._unit_bytes:
+            left_over = self._emit_singly(module, left_over)
+        if left_over and sum(self._params[name].nbytes for name in left_over) > self._small_bytes:
+            self._emit(module.name, left_over)
+            return []
+        return left_over
+
+    def _emit_singly(self, module: ModuleInfo, names: list[str]) -> list[str]:
+        """Parameters of one module that do not fit together are units of their own; the small ones stay together."""
+        small = [name for name in names if self._params[name].nbytes <= self._small_bytes]
+        for name in names:
+            if self._params[name].nbytes > self._small_bytes:
+                self._emit(name, [name])
+        return small
+
+
+def _holds_blocks(module: ModuleInfo) -> bool:
+    """Whether a list of at least two modules with parameters lies at or below `module`."""
+    if module.is_list and sum(any(True for _ in child.subtree_params()) for child in module.children) > 1:
+        return True
+    return any(_holds_blocks(child) for child in module.children)
+
+
+def lay_out(cuts: tuple[UnitCut, ...], params: Mapping[str, ParamInfo], ranks: int = 1) -> tuple[UnitLayout, ...]:
+    """The layout of each unit; each segment is padded so that every rank's share is a whole number of pages."""
+    return tuple(_lay_out_unit(index, cut, params, ranks) for index, cut in enumerate(cuts))
+
+
+def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ranks: int) -> UnitLayout:
+    slots: list[Slot] = []
+    segments: list[Segment] = []
+    position = byte_position = 0
+    for dtype in dict.fromkeys(params[name].dtype for name in cut.params):
+        start = position
+        members = [params[name] for name in cut.params if params[name].dtype == dtype]
+        members.sort(key=lambda info: not info.trainable)  # trainable first: the update touches one compact range
+        for info in members:
+            slots.append(Slot(info.name, info.shape, dtype, position, info.numel))
+            position = round_up(position + info.numel, ALIGN_ELEMENTS)
+        position = start + max(round_up(position - start, PAGE_ELEMENTS * ranks), PAGE_ELEMENTS * ranks)
+        segments.append(Segment(dtype, members[0].itemsize, start, position - start, byte_position))
+        byte_position += (position - start) * members[0].itemsize
+    return UnitLayout(index, cut.name, tuple(slots), tuple(segments))
+
+
+def chunk_ranges(segment: Segment, chunk_numel: int) -> Iterator[tuple[int, int]]:
+    """The chunks of a segment as half-open ranges of the unit's elements; whole pages, never across a segment."""
+    assert chunk_numel % PAGE_ELEMENTS == 0
+    for start in range(segment.start, segment.end, chunk_numel):
+        yield start, min(start + chunk_numel, segment.end)
+
+
+def slots_in(layout: UnitLayout, start: int, end: int) -> Iterator[tuple[Slot, int, int]]:
+    """The slots that meet the elements [start, end), each with the part of that range that it owns."""
+    for slot in layout.slots:
+        low, high = max(slot.offset, start), min(slot.end, end)
+        if low < high:
+            yield slot, low, high
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """Where one array of a unit (one value an element, or none in some segments) lies in its own bytes."""
+
+    starts: tuple[tuple[int, int, int, int], ...]  # (first element, end element, itemsize, first byte) a segment
+    nbytes: int
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """(first byte, number of bytes) of the elements [start, end), which lie in one segment."""
+        for first, last, itemsize, byte_start in self.starts:
+            if first <= start and end <= last:
+                return byte_start + (start - first) * itemsize, (end - start) * itemsize
+        raise AssertionError("a range never crosses a segment")
+
+
+def array_layout(layout: UnitLayout, itemsizes: Mapping[str, int]) -> ArrayLayout:
+    """The layout of an array whose elements take `itemsizes[dtype]` bytes where the parameter's dtype is `dtype`."""
+    starts = []
+    position = 0
+    for segment in layout.segments:
+        itemsize = itemsizes.get(segment.dtype, 0)
+        starts.append((segment.start, segment.end, itemsize, position))
+        position += segment.numel * itemsize
+    return ArrayLayout(tuple(starts), position)

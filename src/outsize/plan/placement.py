@@ -1,0 +1,182 @@
+"""What goes where: the tier of each unit's parameters, gradients and optimizer state, from byte budgets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outsize.plan.layout import PAGE_ELEMENTS, round_up
+from outsize.plan.sizes import format_bytes
+
+KINDS = ("params", "grads", "states")
+"""In the order in which memory is given out: bytes moved per byte stored fall in this order."""
+
+MAX_STAGING_BYTES = 32 << 20
+MIN_STAGING_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """The bytes at rest of one unit, by kind. A frozen unit has no gradients and no states."""
+
+    name: str
+    params: int
+    grads: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.states
+
+    @property
+    def working(self) -> int:
+        """What must be in the computing memory at once when the unit is on no memory tier: weights and gradients."""
+        return self.params + self.grads
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used. `device` is None when the computation runs on the CPU; `disk` is None without one."""
+
+    host: int
+    device: int | None = None
+    disk: int | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        return min(max(self.host // 8, MIN_STAGING_BYTES), MAX_STAGING_BYTES)
+
+    @property
+    def computing(self) -> tuple[str, int]:
+        """The budget that the computation itself lives under, with the name of its field."""
+        if self.device is None:
+            return "host_memory", max(self.host - self.staging_bytes, 0)
+        return "device_memory", self.device
+
+    @property
+    def unit_bytes(self) -> int:
+        """How large a unit may be: weights, their gradients, and the next unit's weights fit, with room for more."""
+        return max(self.computing[1] // 4, 1)
+
+
+@dataclass(frozen=True)
+class UnitTiers:
+    """Where one unit rests, by kind, and the reason in words."""
+
+    params: str
+    grads: str
+    states: str
+    why: str
+
+
+@dataclass
+class _Ledger:
+    """What is left of each tier while placement hands it out."""
+
+    left: dict[str, int]
+    used: dict[str, int] = field(default_factory=dict)
+
+    def take(self, tier: str, nbytes: int) -> bool:
+        if nbytes > self.left.get(tier, 0):
+            return False
+        self.left[tier] -= nbytes
+        self.used[tier] = self.used.get(tier, 0) + nbytes
+        return True
+
+
+def staging_chunk_numel(staging_bytes: int, arrays: int, depth: int = 3) -> int:
+    """Elements of a chunk such that `depth` chunks of `arrays` arrays of 4 bytes each fit the staging arena."""
+    numel = staging_bytes // (4 * max(arrays, 1) * depth)
+    return max(numel // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS)
+
+
+def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets) -> None:
+    """Raise `ValueError` that names the unit whose weights and gradients do not fit the computing budget."""
+    name, room = budgets.computing
+    largest = max(units, key=lambda unit: unit.working)
+    if largest.working > room:
+        extra = f" and {format_bytes(budgets.staging_bytes)} of staging" if budgets.device is None else ""
+        needed = largest.working + (budgets.staging_bytes if budgets.device is None else 0)
+        given = budgets.host if budgets.device is None else room
+        raise ValueError(
+            f"unit {largest.name!r} needs {format_bytes(largest.working)} for its parameters and gradients{extra}, "
+            f"but {name} is {format_bytes(given)}; raise {name} to at least {format_bytes(round_up(needed, 1 << 20))} "
+            f"or cut the module smaller with units="
+        )
+
+
+def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) -> tuple[UnitTiers, ...]:
+    """Choose the tiers of each unit. `wanted` maps each kind to a tier or "auto".
+
+    Everything goes to the device if it fits. Otherwise the memory that is left after the working set of the largest
+    unit is handed out kind by kind, the most often moved bytes first, then host memory (with an accelerator), then
+    disk. Raises `ValueError` with unit, numbers and remedy where the budgets cannot hold the model.
+    """
+    if not units:
+        return ()
+    total = sum(unit.total for unit in units)
+    all_auto_or_device = all(tier in ("auto", "device") for tier in wanted.values())
+    room = budgets.device if budgets.device is not None else budgets.host
+    if all_auto_or_device and total <= room:
+        why = f"everything ({format_bytes(total)}) fits the budget"
+        return tuple(UnitTiers("device", "device", "device", why) for _ in units)
+    check_largest_unit(units, budgets)
+    return _Placer(units, budgets, wanted).run()
+
+
+class _Placer:
+    def __init__(self, units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) -> None:
+        self._units = units
+        self._budgets = budgets
+        self._wanted = wanted
+        working = max(unit.working for unit in units)
+        computing = budgets.computing[1] - working
+        if budgets.device is None:
+            self._ledger = _Ledger({"memory": computing, "disk": budgets.disk or 0})
+        else:
+            host = max(budgets.host - budgets.staging_bytes, 0)
+            self._ledger = _Ledger({"device": computing, "host": host, "disk": budgets.disk or 0})
+
+    def run(self) -> tuple[UnitTiers, ...]:
+        chosen: list[dict[str, str]] = [{} for _ in self._units]
+        for kind in sorted(KINDS, key=lambda kind: self._wanted[kind] == "auto"):
+            for unit, tiers in zip(self._units, chosen, strict=True):
+                tiers[kind] = self._tier(unit, kind)
+        return tuple(
+            UnitTiers(tiers["params"], tiers["grads"], tiers["states"], self._why(tiers)) for tiers in chosen
+        )
+
+    def _tier(self, unit: UnitBytes, kind: str) -> str:
+        nbytes = getattr(unit, kind)
+        wanted = self._wanted[kind]
+        candidates = ("device", "host", "disk") if wanted == "auto" else (wanted,)
+        if wanted == "auto" and self._budgets.device is None:
+            candidates = ("device", "disk")
+        for tier in candidates:
+            if self._ledger.take(self._account(tier), nbytes):
+                return tier
+        raise ValueError(self._shortage(unit, kind, wanted))
+
+    def _account(self, tier: str) -> str:
+        """With computation on the CPU, device and host are one memory under one budget."""
+        return "memory" if self._budgets.device is None and tier in ("device", "host") else tier
+
+    def _why(self, tiers: dict[str, str]) -> str:
+        asked = [kind for kind in KINDS if self._wanted[kind] != "auto"]
+        if len(asked) == len(KINDS):
+            return "as asked"
+        lowest = "disk" if "disk" in tiers.values() else "host" if "host" in tiers.values() else "device"
+        reason = {"device": "fits in memory", "host": "device memory is full", "disk": "memory is full"}[lowest]
+        return f"{reason}; {', '.join(asked)} as asked" if asked else reason
+
+    def _shortage(self, unit: UnitBytes, kind: str, wanted: str) -> str:
+        total = sum(getattr(each, kind) for each in self._units)
+        needs = f"unit {unit.name!r}: {kind} of {format_bytes(getattr(unit, kind))} ({format_bytes(total)} in all units)"
+        host, disk = format_bytes(self._budgets.host), self._budgets.disk
+        if wanted in ("device", "host"):
+            name = "device_memory" if wanted == "device" and self._budgets.device is not None else "host_memory"
+            given = format_bytes(self._budgets.device or 0) if name == "device_memory" else host
+            return f"{needs} do not fit {name}={given} beside the working set; raise {name} or let {kind} be 'auto'"
+        if disk is None:
+            return f"{needs} do not fit host_memory={host} and no disk is given; pass disk='/path' or raise host_memory"
+        return f"{needs} do not fit the disk: {format_bytes(disk)} may be used there; free some, or raise disk_space"

@@ -1,0 +1,252 @@
+"""The engine: decides for each operation, forward and backward what must be gathered, held and released."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, final
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from outsize.move.conveyor import Conveyor
+from outsize.plan.layout import Slot
+from outsize.run.activations import in_backward
+from outsize.run.grads import RestingGrad
+from outsize.run.guard import guarded_classes
+from outsize.run.keeper import GradKeeper
+from outsize.run.streamer import Streamer
+from outsize.run.unit import Unit
+
+logger = logging.getLogger("outsize")
+
+
+@final
+class Frame:
+    """One forward that is running, and the units that it holds until it returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.held: list[Unit] = []
+
+
+@final
+class Engine:
+    """Implements the gate of the parameters and the frames of the modules.
+
+    A unit stays gathered as long as a frame holds it: the outermost running forward of a module that lies in the unit,
+    else the innermost running forward. In the backward it stays while autograd works on it (a pin) and may go when its
+    gradients are complete.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        keepers: Sequence[GradKeeper],
+        streamer: Streamer,
+        conveyor: Conveyor,
+        scopes: Sequence[frozenset[int]],
+    ) -> None:
+        self.units = units
+        self.keepers = keepers
+        self.streamer = streamer
+        self.conveyor = conveyor
+        self.parameter_class, self.view_class = guarded_classes(self)
+        self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
+        self._by_key = {unit.shard.buffer.key: unit for unit in units}
+        self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
+        self._home = {name: unit for unit in units for name in unit.parameters}
+        self._frames: list[Frame] = []
+        self._thread = 0
+        self._task = -1
+        self._accumulators: dict[str, tuple[object, object]] = {}  # autograd's node and our hook on it
+        self._collected_by_autograd: set[str] = set()
+
+    # -- the gate ----------------------------------------------------------------------------------------------------
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        try:
+            key = int(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a tensor without storage: sparse, fake, functional
+            return None
+        return key if key in self._by_key else None
+
+    def admit(self, tensor: torch.Tensor, operation: str, writes: bool) -> None:
+        key = self.key_of(tensor)
+        assert key is not None
+        unit = self._by_key[key]
+        if writes and not unit.writable:
+            self._refuse_write(tensor, unit, operation)
+        if unit.holds and unit.current:
+            if self._frames and unit is not self.streamer.last:
+                self.streamer.acquire(unit)
+            return
+        if self._frames:
+            self._check_thread()
+            self.streamer.acquire(unit)
+            self._hold(unit)
+        elif in_backward():
+            self._watch_backward()
+            self.streamer.acquire(unit)
+        elif unit.holds or unit.always_resident:
+            self.streamer.bring(unit)
+        else:
+            raise RuntimeError(
+                f"parameter {self.name_of(tensor, unit)!r} is at rest ({unit.shard.tiers.params}) and {operation!r} "
+                f"needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
+                f"(for checkpoints use outsize.save, for weights outsize.export)"
+            )
+        if torch.is_grad_enabled():
+            self._watch_gradients(unit)
+
+    def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
+        unit = self._by_key[key]
+        self._watch_backward()
+        self.streamer.acquire(unit)
+        alias = view.detach()
+        unit.pin(alias)
+        return alias
+
+    def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"parameter {self.name_of(tensor)!r} is managed by outsize and cannot be {what}: its values may be on disk. "
+            f"Use outsize.save or outsize.export to store the model, or `with outsize.gathered(param):` and "
+            f"`param.detach().clone()` to copy values"
+        )
+
+    def name_of(self, tensor: torch.Tensor, unit: Unit | None = None) -> str:
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return name
+        names = list(unit.parameters) if unit is not None else []
+        return names[0] if len(names) == 1 else f"a view of unit {unit.name}" if unit is not None else "?"
+
+    def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
+        name = self.name_of(tensor, unit)
+        if operation == "data=":
+            raise RuntimeError(
+                f"{name}.data cannot be replaced: the parameter's memory belongs to outsize; write its values with "
+                f"`with outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
+                f"outsize.prepare(device=..., compute_dtype=...)"
+            )
+        raise RuntimeError(
+            f"parameter {name!r} is written in place by {operation!r} outside `outsize.gathered(param, modify=True)`, "
+            f"where the change would be lost; wrap it in that context"
+        )
+
+    # -- forwards ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def frame(self, module: nn.Module) -> Iterator[None]:
+        """A forward of `module` runs; what it acquires is held until it returns, however it returns."""
+        if not self._frames:
+            self._thread = threading.get_ident()
+            if not in_backward():
+                self._begin_pass()
+        else:
+            self._check_thread()
+        frame = Frame(module)
+        self._frames.append(frame)
+        try:
+            yield
+        finally:
+            self._frames.remove(frame)
+            for unit in frame.held:
+                unit.holds -= 1
+
+    def _begin_pass(self) -> None:
+        if self._task != -1:  # the last backward ended in an exception
+            self._end_backward()
+        self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "the model's forward was called from two threads at once; outsize streams one forward at a time: "
+                "use one thread, or a lock around the calls"
+            )
+
+    def _hold(self, unit: Unit) -> None:
+        scope = self._scopes[unit.index]
+        frame = next((each for each in self._frames if id(each.module) in scope), self._frames[-1])
+        frame.held.append(unit)
+        unit.holds += 1
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def _watch_gradients(self, unit: Unit) -> None:
+        """Follow each trainable parameter's gradient to its final slot; also of those unfrozen since the last time."""
+        for name, param in unit.parameters.items():
+            if param.requires_grad and name not in self._accumulators and name not in self._collected_by_autograd:
+                if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
+                    self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
+                    continue
+                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                    node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                # After the node has run, so that the user's own hooks have seen the gradient.
+                hook = node.register_hook(lambda *_, name=name: self._gradient_arrived(name))
+                self._accumulators[name] = (node, hook)
+
+    def _gradient_arrived(self, name: str) -> None:
+        self._watch_backward()
+        unit = self._home[name]
+        keeper = self.keepers[unit.index]
+        if keeper.take(name):
+            self.streamer.finished(unit)
+
+    def _watch_backward(self) -> None:
+        """See the end of this backward, whatever it uses of the model."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        self._task = -1
+        for keeper in self.keepers:
+            if keeper.collecting:
+                keeper.finish()
+
+    # -- around the loop ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hold(self, units: Sequence[Unit], modify: bool) -> Iterator[None]:
+        """Keep units gathered, in any nesting; with `modify` they may be written and are stored on leaving."""
+        held: list[Unit] = []
+        try:
+            for unit in units:
+                self.streamer.bring(unit)
+                unit.holds += 1
+                unit.writable += modify
+                held.append(unit)
+            yield
+        finally:
+            for unit in held:
+                unit.holds -= 1
+                unit.writable -= modify
+
+    def unit_of(self, param: torch.Tensor) -> tuple[Unit, Slot]:
+        name = self._names[id(param)]
+        unit = self._home[name]
+        return unit, unit.shard.slots[name]
+
+    def adopt_gradient(self, name: str, grad: torch.Tensor) -> None:
+        """Take over a gradient that the user's parameter had before `prepare`."""
+        unit = self._home[name]
+        param = unit.parameters[name]
+        if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
+            param.grad = grad.to(device=param.device, dtype=param.dtype)
+            return
+        self.keepers[unit.index].adopt(name, grad.to(device=param.device, dtype=param.dtype))
+
+    def owns(self, param: torch.Tensor) -> bool:
+        return id(param) in self._names
+
+    def resting_grads(self) -> Iterator[tuple[Unit, str, RestingGrad]]:
+        for unit in self.units:
+            for name, param in unit.parameters.items():
+                if isinstance(param.grad, RestingGrad):
+                    yield unit, name, param.grad

@@ -1,0 +1,233 @@
+"""`param.grad` at rest: a tensor without bytes that knows its norm and remembers what was done to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from math import inf
+from typing import Any, Protocol, final
+
+import torch
+
+from outsize.move.gradients import GradOps
+
+aten = torch.ops.aten
+
+
+class GradHome(Protocol):
+    """Where resting gradients live: the keeper of their unit."""
+
+    def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
+        """Add a contribution to the gradient, in place."""
+        ...
+
+    def value(self, grad: RestingGrad) -> torch.Tensor:
+        """The gradient's values in the parameter's dtype and shape, operations applied; a copy."""
+        ...
+
+    def fold(self, grad: RestingGrad) -> None:
+        """Apply the remembered operations to the bytes, so that others can follow."""
+        ...
+
+
+@final
+class RestingGrad(torch.Tensor):
+    """A gradient at rest: shape, dtype and device of its parameter, and no storage.
+
+    It answers norms, scaling, clamping and zeroing, which is what `clip_grad_norm_`, `clip_grad_value_`,
+    `get_total_norm` and `zero_grad` do; they are remembered and applied inside the update. Everything else raises,
+    except inside `outsize.gathered(..., grads=True)`, which shows the values.
+    """
+
+    label: str
+    home: GradHome
+    ops: GradOps
+    norms: dict[float, torch.Tensor]
+    loose: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, param: torch.Tensor, name: str, home: GradHome, norm: torch.Tensor, loose: torch.Tensor | None
+    ) -> RestingGrad:
+        self: RestingGrad = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        self.label = name
+        self.home = home
+        self.ops = GradOps()
+        self.norms = {2.0: norm}
+        self.loose = loose
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = _ANSWERS.get(func)
+        if answer is None:
+            grad = next(each for each in _flat(args) if isinstance(each, RestingGrad))
+            raise RuntimeError(
+                f"the gradient of {grad.label!r} is at rest and {func} needs its values; read it inside "
+                f"`with outsize.gathered(param, grads=True)`"
+            )
+        return answer(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"RestingGrad({self.label!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> RestingGrad:
+        raise RuntimeError(f"the gradient of {self.label!r} is at rest and cannot be copied; see outsize.gathered")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise RuntimeError(f"the gradient of {self.label!r} is at rest and cannot be pickled; use outsize.save")
+
+    def become(self, norm: torch.Tensor, loose: torch.Tensor | None) -> None:
+        """The bytes are others now: nothing is remembered but their norm."""
+        self.ops = GradOps()
+        self.norms = {2.0: norm}
+        self.loose = loose
+
+    def norm_of(self, order: float) -> torch.Tensor:
+        """The vector norm of the gradient as it is now, fp32, 0-d."""
+        if self.ops.zero:
+            return torch.zeros((), device=self.device)
+        if self.ops.clamps or order not in self.norms:
+            self.home.fold(self)
+            value = self.home.value(self).reshape(-1)
+            self.norms[order] = vector_norm(value, order)
+        norm = self.norms[order]
+        return norm if self.ops.scale == 1.0 or order == 0 else norm * abs(self.ops.scale)
+
+    def scale(self, factor: float) -> None:
+        ops = self.ops.scaled(factor)
+        if ops is None:
+            self.home.fold(self)
+            ops = self.ops.scaled(factor)
+            assert ops is not None
+        self.ops = ops
+
+
+def vector_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm that torch's clipping computes, in fp32 or wider. [] from any shape."""
+    wide = grad.dtype if grad.dtype is torch.float64 else torch.float32
+    return torch.linalg.vector_norm(grad, order, dtype=wide)
+
+
+class _Factors:
+    """Turns 0-d factors into floats; the clip factor is one tensor for all gradients and is read once."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[torch.Tensor] | None = None
+        self._value = 1.0
+
+    def read(self, factor: object) -> float:
+        if not isinstance(factor, torch.Tensor):
+            return float(factor)  # type: ignore[arg-type]
+        if factor.numel() != 1:
+            raise RuntimeError("a gradient at rest can be multiplied by one number only")
+        if self._last is None or self._last() is not factor:
+            self._last = weakref.ref(factor)
+            self._value = float(factor.item())
+        return self._value
+
+
+_factors = _Factors()
+
+
+def _flat(values: Any) -> list[Any]:
+    return [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def _norm(grad: RestingGrad, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if dim not in (None, []) or keepdim:
+        raise RuntimeError(f"the gradient of {grad.label!r} is at rest: only the norm over all its elements is known")
+    norm = grad.norm_of(float(ord))
+    return norm.to(dtype or (grad.dtype if grad.dtype is torch.float64 else torch.float32))
+
+
+def _norms(grads: list[RestingGrad], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [grad.norm_of(float(ord)) if isinstance(grad, RestingGrad) else vector_norm(grad, ord) for grad in grads]
+
+
+def _mul_(grad: RestingGrad, factor: Any) -> RestingGrad:
+    grad.scale(_factors.read(factor))
+    return grad
+
+
+def _div_(grad: RestingGrad, divisor: Any) -> RestingGrad:
+    grad.scale(1.0 / _factors.read(divisor))
+    return grad
+
+
+def _foreach_mul_(grads: list[Any], factor: Any) -> None:
+    factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(grads)
+    for grad, each in zip(grads, factors, strict=True):
+        grad.mul_(each)
+
+
+def _zero_(grad: RestingGrad) -> RestingGrad:
+    grad.ops = GradOps(zero=True)
+    return grad
+
+
+def _foreach_zero_(grads: list[Any]) -> None:
+    for grad in grads:
+        grad.zero_()
+
+
+def _clamp_(grad: RestingGrad, min: Any = None, max: Any = None) -> RestingGrad:
+    low = -inf if min is None else _factors.read(min)
+    high = inf if max is None else _factors.read(max)
+    grad.ops = grad.ops.clamped(low, high)
+    return grad
+
+
+def _foreach_clamp(lower: bool) -> Callable[[list[Any], Any], None]:
+    def clamp(grads: list[Any], bound: Any) -> None:
+        for grad in grads:
+            grad.clamp_(min=bound) if lower else grad.clamp_(max=bound)
+
+    return clamp
+
+
+def _same(grad: RestingGrad) -> RestingGrad:
+    return grad
+
+
+def _add(left: Any, right: Any, *, alpha: Any = 1) -> RestingGrad:
+    """What autograd does with a further contribution."""
+    grad, more = (left, right) if isinstance(left, RestingGrad) else (right, left)
+    if alpha != 1 or isinstance(more, RestingGrad) or not isinstance(more, torch.Tensor):
+        raise RuntimeError(f"the gradient of {grad.label!r} is at rest; only backward adds to it")
+    grad.home.add(grad, more)
+    return grad
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten.div_.Tensor: _div_,
+    aten.div_.Scalar: _div_,
+    aten._foreach_mul_.Tensor: _foreach_mul_,
+    aten._foreach_mul_.Scalar: _foreach_mul_,
+    aten._foreach_mul_.ScalarList: _foreach_mul_,
+    aten.zero_.default: _zero_,
+    aten._foreach_zero_.default: _foreach_zero_,
+    aten.clamp_.default: _clamp_,
+    aten.clamp_min_.default: lambda grad, low: _clamp_(grad, min=low),
+    aten.clamp_max_.default: lambda grad, high: _clamp_(grad, max=high),
+    aten._foreach_clamp_min_.Scalar: _foreach_clamp(lower=True),
+    aten._foreach_clamp_max_.Scalar: _foreach_clamp(lower=False),
+    aten._foreach_maximum_.Scalar: _foreach_clamp(lower=True),
+    aten._foreach_minimum_.Scalar: _foreach_clamp(lower=False),
+    aten.detach.default: _same,
+    aten.detach_.default: _same,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add,
+}

@@ -1,0 +1,235 @@
+"""Parameters that fetch themselves: the class that every prepared parameter takes on.
+
+A prepared parameter keeps its identity, shape, dtype and `numel()`. Each operation that touches its values passes the
+gate, which brings its unit in, or raises a clear error where the values may not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+# Note [Every operation passes the gate]
+# Hooks on modules miss parameters that are used functionally (`x @ self.embed.weight.T`), through custom methods, or by
+# a fused layer that reads its children's weights; hooks on outputs are lost when an output is a view that is modified.
+# An operation on a parameter cannot be missed: the parameter's class has `__torch_function__`. For the same reason the
+# backward needs no hooks on outputs: while the operation runs, saved-tensor hooks replace each view of a gathered
+# buffer that autograd saves by a reference which brings the unit back when the backward asks for it. Everything that
+# is no view of a gathered buffer goes to whatever saved-tensor hooks the user has in place (a checkpoint's, say).
+
+
+class Gate(Protocol):
+    """What the parameter class asks of the engine."""
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        """The key of the unit whose buffer the tensor views, None for any other tensor."""
+        ...
+
+    def admit(self, tensor: torch.Tensor, operation: str, writes: bool) -> None:
+        """Bring the tensor's unit in for an operation, or raise because its values may not be touched here."""
+        ...
+
+    def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
+        """For the backward: bring the unit in and keep it while the returned alias of `view` lives."""
+        ...
+
+    def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
+        """Raise the error for deep copies and pickles of parameters."""
+        ...
+
+
+def _functions(names: Iterable[str]) -> set[Any]:
+    found = set()
+    for name in names:
+        entry = getattr(torch.Tensor, name, None)
+        if entry is None:
+            continue
+        getter, setter = getattr(entry, "__get__", None), getattr(entry, "__set__", None)
+        if callable(entry) and setter is None:
+            found.add(entry)
+        else:
+            found.update(each for each in (getter, setter) if each is not None)
+    return found
+
+
+_METADATA = _functions(
+    "shape dtype device layout requires_grad grad is_leaf names ndim itemsize nbytes grad_fn _version is_cuda is_cpu "
+    "is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_hpu "
+    "is_maia is_mtia output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks _base _grad name "
+    "size stride dim numel nelement element_size is_contiguous storage_offset is_floating_point is_complex get_device "
+    "is_signed is_inference is_shared is_pinned is_conj is_neg _is_view _is_zerotensor dim_order ndimension "
+    "retain_grad register_hook register_post_accumulate_grad_hook requires_grad_ __len__ __hash__ __dir__ "
+    "is_same_size new_empty new_zeros new_ones new_full new_empty_strided _is_param has_names".split()
+) | {
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_same_size,
+}
+
+_TO_NUMPY = _functions(["numpy", "__array__"])
+_PICKLE = _functions(["__reduce_ex__"])
+_SET_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
+_COMPUTE = {torch.nn.functional.linear, torch.nn.functional.embedding, torch.nn.functional.layer_norm}
+"""The most frequent operations whose result is never a view of a parameter."""
+
+_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class GuardedView(torch.Tensor):
+    """A tensor that views a gathered buffer: as careful as the parameter it came from."""
+
+    gate: Gate
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return pass_gate(cls.gate, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class GuardedParameter(nn.Parameter):
+    """A prepared parameter. See Note [Every operation passes the gate]."""
+
+    gate: Gate
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return pass_gate(cls.gate, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.gate.refuse_copy(self, "copied with copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.gate.refuse_copy(self, "pickled")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, managed by outsize)"
+
+
+def guarded_classes(gate: Gate) -> tuple[type[GuardedParameter], type[GuardedView]]:
+    """The two classes of one engine; the engine is theirs, so nothing hangs on a parameter."""
+    parameter = type("GuardedParameter", (GuardedParameter,), {"gate": gate})
+    view = type("GuardedView", (GuardedView,), {"gate": gate, "parameter_class": parameter})
+    parameter.view_class = view  # type: ignore[attr-defined]
+    return parameter, view
+
+
+def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func`, which has a guarded tensor among its arguments."""
+    writes = _written(func, args, kwargs)
+    name = getattr(func, "__name__", str(func))
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in _guarded(args, kwargs):
+            gate.admit(tensor, name if func not in _SET_DATA else "data=", any(tensor is each for each in writes))
+        if func in _PICKLE:
+            return args[0].clone().__reduce_ex__(*args[1:])
+        result = _run(gate, func, args, kwargs)
+        if func in _COMPUTE:
+            return result
+        if func in _TO_NUMPY:
+            return result.copy()
+        return _wrap(gate, result, args)
+
+
+def _run(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return func(*args, **kwargs)
+    outer = _top_hooks(True) if _top_hooks is not None else None
+
+    def pack(tensor: torch.Tensor) -> Any:
+        key = gate.key_of(tensor)
+        if key is not None:
+            return key, tensor
+        return (None, tensor) if outer is None else (None, outer[0](tensor))
+
+    def unpack(packed: tuple[int | None, Any]) -> torch.Tensor:
+        key, content = packed
+        if key is not None:
+            return gate.bring_back(key, content)
+        restored: torch.Tensor = content if outer is None else outer[1](content)
+        return restored
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return func(*args, **kwargs)
+
+
+def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, (GuardedView, GuardedParameter)):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+
+
+_AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__", "__iand__", "__ior__"}
+_AUGMENTED |= {"__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__"}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The guarded tensors that the operation modifies."""
+    found: list[torch.Tensor] = []
+    if "out" in kwargs:
+        _collect([kwargs["out"]], found)
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or func in _SET_DATA
+    if in_place and args:
+        _collect([args[0]], found)
+    return found
+
+
+def _wrap(gate: Gate, result: Any, args: tuple[Any, ...]) -> Any:
+    """Views of a gathered buffer leave the gate guarded; every other result as it is."""
+    view = _view_class(args)
+
+    def guard(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, (GuardedView, GuardedParameter)) or gate.key_of(tensor) is None:
+            return tensor
+        return tensor.as_subclass(view)
+
+    if isinstance(result, torch.Tensor):
+        return guard(result)
+    if type(result) in (tuple, list):
+        return tree_map_only(torch.Tensor, guard, result)
+    return result
+
+
+def _view_class(args: tuple[Any, ...]) -> type[GuardedView]:
+    first = _guarded(args, {})
+    kind: Any = type(first[0]) if first else GuardedView
+    chosen: type[GuardedView] = kind if issubclass(kind, GuardedView) else kind.view_class
+    return chosen

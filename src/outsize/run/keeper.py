@@ -1,0 +1,169 @@
+"""The keeper of a unit's gradients: takes each from autograd as soon as it exists and lays it to rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import final
+
+import torch
+
+from outsize.move.conveyor import Conveyor, Job
+from outsize.move.gradients import GradShard, WriteGradsStep, add_contribution
+from outsize.plan.layout import Slot
+from outsize.run.grads import RestingGrad, vector_norm
+from outsize.run.unit import Unit
+
+
+@final
+class GradKeeper:
+    """Owns the gradients of one unit between backward and update.
+
+    On the device tier the gradient stays the tensor that autograd produced, held by its `RestingGrad`. On host and disk
+    it is copied into the unit's `GradShard`; on disk the shard is written once all of the unit's gradients are in.
+    """
+
+    def __init__(self, unit: Unit, conveyor: Conveyor, make_room: Callable[[int], None]) -> None:
+        self._unit = unit
+        self._conveyor = conveyor
+        self._make_room = make_room
+        self._shard: GradShard | None = unit.shard.grads
+        self._slots = unit.shard.slots
+        self._arrived: set[str] = set()
+        self._writing: Job | None = None
+        self._dirty = False
+
+    @property
+    def collecting(self) -> bool:
+        """Whether some gradients of a backward are in and others are not."""
+        return bool(self._arrived)
+
+    def take(self, name: str) -> bool:
+        """Lay the gradient that autograd has just left in `param.grad` to rest; whether the unit is complete."""
+        param = self._unit.parameters[name]
+        grad = param.grad
+        if grad is not None and not isinstance(grad, RestingGrad):
+            param.grad = self._rest(name, grad)
+        self._arrived.add(name)
+        trainable = {each for each, other in self._unit.parameters.items() if other.requires_grad}
+        if trainable <= self._arrived:
+            self.finish()
+            return True
+        return False
+
+    def finish(self) -> None:
+        """The unit's backward is over: what came together goes to where it rests."""
+        self._arrived.clear()
+        shard = self._shard
+        if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
+            self._dirty = False
+            self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
+
+    def drop_if_written(self) -> None:
+        """Give back the memory of gradients that are on disk by now. Raises what went wrong with the writing."""
+        if self._writing is not None and self._writing.written.done():
+            self._writing.written.wait()
+            self._writing = None
+            if self._shard is not None and not self._dirty:
+                self._shard.drop()
+
+    def flush_and_drop(self) -> bool:
+        """Write the gradients out now and give their memory back; whether there were any."""
+        shard = self._shard
+        if shard is None or shard.store is None or not shard.in_memory:
+            return False
+        if self._dirty:
+            self._dirty = False
+            self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
+        if self._writing is not None:
+            self._writing.written.wait()
+            self._writing = None
+        shard.drop()
+        return True
+
+    def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
+        """A further contribution to a gradient at rest."""
+        norm, loose = self._lay_down(grad.label, more, grad)
+        grad.become(norm, loose)
+
+    def value(self, grad: RestingGrad) -> torch.Tensor:
+        """A copy of the values in the parameter's dtype and shape, operations applied."""
+        content = self._content(grad)
+        wide = content.to(torch.float32 if content.dtype.itemsize < 4 else content.dtype, copy=True)
+        return grad.ops.apply_(wide).to(device=grad.device, dtype=grad.dtype).view(grad.shape)
+
+    def fold(self, grad: RestingGrad) -> None:
+        """Apply the remembered operations to the bytes."""
+        if grad.ops.identity:
+            return
+        if grad.loose is not None:
+            grad.loose = add_contribution(grad.loose, grad.ops, torch.zeros_like(grad.loose))
+        else:
+            assert self._shard is not None
+            self._open()
+            zeros = torch.zeros(self._slots[grad.label].numel, dtype=grad.dtype)
+            self._shard.put(self._slots[grad.label], zeros, grad.ops)
+            self._dirty = True
+            self.finish()
+        grad.become(vector_norm(self._content(grad), 2.0), grad.loose)
+
+    def adopt(self, name: str, value: torch.Tensor) -> None:
+        """Make `value` the parameter's gradient at rest, whatever there was."""
+        self._unit.parameters[name].grad = self._rest(name, value)
+        self.finish()
+
+    def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
+        norm, loose = self._lay_down(name, grad, None)
+        return RestingGrad(self._unit.parameters[name], name, self, norm, loose)
+
+    def _lay_down(
+        self, name: str, grad: torch.Tensor, previous: RestingGrad | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Store a contribution; returns the norm of the sum, and the sum itself where it stays on the device."""
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients (Embedding(sparse=False))"
+            )
+        grad = grad.detach()
+        ops = None if previous is None or previous.ops.zero else previous.ops
+        if self._shard is None:
+            loose = grad if ops is None or previous is None else self._add_loose(previous, grad)
+            return vector_norm(loose, 2.0), loose
+        self._open()
+        content = self._shard.put(self._slots[name], grad, ops)
+        self._dirty = True
+        return vector_norm(content, 2.0).to(grad.device), None
+
+    def _add_loose(self, previous: RestingGrad, grad: torch.Tensor) -> torch.Tensor:
+        assert previous.loose is not None
+        return add_contribution(previous.loose, previous.ops, grad)
+
+    def _open(self) -> None:
+        """Bring the gradients at rest that are still wanted into memory."""
+        shard = self._shard
+        assert shard is not None
+        if shard.in_memory:
+            if self._writing is not None:  # what is being written must not change under the write
+                self._writing.written.wait()
+                self._writing = None
+            return
+        if shard.store is not None:
+            self._make_room(shard.nbytes)
+            self._unit.await_written()
+        shard.open(self._live())
+
+    def _live(self) -> Collection[str]:
+        return [name for name, param in self._unit.parameters.items() if isinstance(param.grad, RestingGrad)]
+
+    def _content(self, grad: RestingGrad) -> torch.Tensor:
+        """The gradient's values as they rest, 1-D."""
+        if grad.loose is not None:
+            return grad.loose.reshape(-1)
+        assert self._shard is not None
+        slot: Slot = self._slots[grad.label]
+        was_open = self._shard.in_memory
+        self._open()
+        content = self._shard.of(slot)
+        if not was_open and self._shard.store is not None:
+            content = content.clone()
+            self._shard.drop()
+        return content

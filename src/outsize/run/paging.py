@@ -1,0 +1,6 @@
+"""placeholder"""
+from torch import nn
+
+
+class PagedParameter(nn.Parameter):
+    """placeholder"""

@@ -1,0 +1,220 @@
+"""`optimizer.step()` on streamed state: it marks the update of each unit, which the unit's next fetch runs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, MutableMapping
+from itertools import chain
+from typing import Any, Protocol, final
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from outsize.move.gradients import GradOps
+from outsize.move.shard import Pending, SlotState, SlotUpdate, UnitShard
+from outsize.run.engine import Engine
+from outsize.run.grads import RestingGrad, vector_norm
+from outsize.run.unit import Unit
+
+# Note [The update happens at the fetch]
+# `step()` takes a snapshot of everything the update depends on: learning rates and the like, the factors that clipping
+# put on each gradient, and which parameters have gradients at all. It then returns; `scheduler.step()` and
+# `zero_grad()` may follow, and the next fetch of each unit runs its update in the order in which the next forward
+# needs the units. A unit that still owes an update when the next step comes runs it before that step is marked.
+
+
+class InPlaceUpdater(Protocol):
+    """Runs the update of a unit that lies on the computing device altogether."""
+
+    def update_in_place(self, shard: UnitShard, pending: Pending) -> None: ...
+
+
+@final
+class Stepper:
+    """Stands behind the user's optimizer object: its `step`, its `state`, its `load_state_dict`."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, updater: InPlaceUpdater) -> None:
+        self.steps = 0
+        self._engine = engine
+        self._optimizer = optimizer
+        self._updater = updater
+        self._attach()
+
+    def _attach(self) -> None:
+        """Replace the methods on the instance; schedulers made before or after find what they look for."""
+        optimizer: Any = self._optimizer
+        stepper = self
+
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            optimizer._opt_called = True  # what a scheduler's own wrapper would record
+            return stepper.step(closure, kwargs)
+
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if scheduled:
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = types.MethodType(step, optimizer)
+        optimizer.load_state_dict = self.load_state_dict
+        optimizer.add_param_group = _refuse_add_param_group
+        optimizer.state = StreamedState(self._engine)
+
+    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if
+        one is not finite."""
+        optimizer: Any = self._optimizer
+        hooks = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+        for hook in list(chain(*(each.values() for each in hooks))):
+            hook(optimizer, (closure,) if closure is not None else (), kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._mark()
+        hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
+        for hook in list(chain(*(each.values() for each in hooks))):
+            hook(optimizer, (closure,) if closure is not None else (), kwargs)
+        return loss
+
+    def _mark(self) -> None:
+        pendings = self._collect()
+        if not any(pendings.values()):
+            raise RuntimeError(
+                "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
+                "zero_grad() after it)"
+            )
+        self._check_finite()
+        for unit, pending in pendings.items():
+            if not pending:
+                continue
+            if unit.shard.on_device:
+                self._engine.streamer.settle(unit)
+                self._updater.update_in_place(unit.shard, pending)
+            else:
+                self._engine.streamer.owe(unit, pending)
+        self.steps += 1
+        self._engine.streamer.schedule.step()
+        self._engine.streamer.prefetch()
+
+    def _collect(self) -> dict[Unit, Pending]:
+        pendings: dict[Unit, Pending] = {unit: {} for unit in self._engine.units}
+        for group in self._optimizer.param_groups:
+            hyper = {key: _snapshot(value) for key, value in group.items() if key != "params"}
+            for param in group["params"]:
+                if param.grad is not None:
+                    unit, slot = self._engine.unit_of(param)
+                    pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper)
+        return pendings
+
+    def _check_finite(self) -> None:
+        names, norms = [], []
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.numel():
+                    grad = param.grad
+                    norm = grad.norm_of(2.0) if isinstance(grad, RestingGrad) else vector_norm(grad, 2.0)
+                    names.append(self._engine.name_of(param))
+                    norms.append(norm.to(dtype=torch.float64))
+        if norms and not torch.isfinite(torch.stack(norms)).all():
+            bad = [name for name, norm in zip(names, norms, strict=True) if not torch.isfinite(norm)]
+            raise FloatingPointError(
+                f"optimizer.step(): the gradient of {bad[0]!r} is not finite ({len(bad)} of {len(names)} parameters; "
+                f"the loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and "
+                f"go on with another batch, or lower the learning rate"
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts."""
+        groups, saved = self._optimizer.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+            raise ValueError(
+                f"the state dict has parameter groups of {[len(g['params']) for g in saved]} parameters, the optimizer "
+                f"of {[len(g['params']) for g in groups]}; load the state of the same optimizer"
+            )
+        for group, other in zip(groups, saved, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+            for param, index in zip(group["params"], other["params"], strict=True):
+                if index in state_dict["state"]:
+                    unit, slot = self._engine.unit_of(param)
+                    self._engine.streamer.settle(unit)
+                    unit.await_written()
+                    store_state(unit.shard, slot.name, state_dict["state"][index])
+
+
+def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
+    if isinstance(grad, RestingGrad):
+        return SlotUpdate(hyper, grad.ops, grad.loose)
+    if grad.layout is not torch.strided:
+        raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
+    if unit.shard.on_device:
+        return SlotUpdate(hyper, GradOps(), grad.detach())
+    return SlotUpdate(hyper, GradOps(), grad.detach().clone())  # the user's own tensor, which may change
+
+
+def _snapshot(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_add_param_group(group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "add_param_group after outsize.prepare is not available in this version; give the optimizer all parameters "
+        "before prepare (frozen ones too: they cost nothing until they are unfrozen)"
+    )
+
+
+def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
+    """Write one parameter's optimizer state, as torch keeps it, into the unit's stores."""
+    slot = shard.slots[name]
+    scalars = {}
+    for key, value in state.items():
+        if key in shard.arrays and isinstance(value, torch.Tensor):
+            array = shard.arrays[key]
+            content = value.detach().to("cpu", array.dtype(slot.dtype)).contiguous().view(-1)
+            shard.write_array(array, slot.offset, slot.end, content)
+        else:
+            scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    shard.slot_states[name] = SlotState(scalars, initialised=bool(state))
+
+
+@final
+class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        if not self._engine.owns(param):
+            raise KeyError(param)
+        unit, slot = self._engine.unit_of(param)
+        self._engine.streamer.settle(unit)
+        unit.await_written()
+        state = unit.shard.slot_states.get(slot.name)
+        if state is None or not state.initialised:
+            return {}
+        entry: dict[str, Any] = {key: _snapshot(value) for key, value in state.scalars.items()}
+        for name, array in unit.shard.arrays.items():
+            if array.public:
+                entry[name] = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+        return entry
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for unit in self._engine.units:
+            for name, param in unit.parameters.items():
+                state = unit.shard.slot_states.get(name)
+                if name in unit.pending or (state is not None and state.initialised):
+                    yield param
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is each for each in self)
+
+    def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        unit, slot = self._engine.unit_of(param)
+        self._engine.streamer.settle(unit)
+        unit.await_written()
+        store_state(unit.shard, slot.name, state)
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        raise RuntimeError("optimizer state cannot be deleted after outsize.prepare; build a new optimizer")

@@ -1,0 +1,238 @@
+"""Which units are gathered, and when: acquire, prefetch in the learnt order, and room made by what is used last."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import final
+
+from outsize.move.conveyor import Conveyor
+from outsize.move.memory import Ledger
+from outsize.move.shard import Pending, Updater
+from outsize.plan.schedule import Schedule
+from outsize.plan.sizes import format_bytes
+from outsize.run.keeper import GradKeeper
+from outsize.run.unit import Residency, Unit
+
+PREFETCH_UNITS = 8
+"""How far ahead the streamer looks; memory usually allows less."""
+
+logger = logging.getLogger("outsize")
+
+
+@final
+class Streamer:
+    """Keeps gathered units within `capacity` bytes. See Note [Room]."""
+
+    # Note [Room]
+    # The gathered buffers and the gradients on their way to disk share one budget. A unit that must be there now takes
+    # what it needs: first from gradients already written, then from the idle unit whose next use is furthest away
+    # (Belady's rule; the learnt order tells the future), then by waiting for writes. A prefetch takes only free room
+    # or the room of a unit that is needed later than itself. Units in use are never touched; if they alone exceed the
+    # budget (a `gathered` over everything, say), the budget is exceeded and that is logged once.
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        keepers: Sequence[GradKeeper],
+        conveyor: Conveyor,
+        updater: Updater | None,
+        slab_bytes: int,
+        capacity: int,
+        ledger: Ledger,
+    ) -> None:
+        self.schedule = Schedule()
+        self.wait_seconds = 0.0
+        self._units = units
+        self._keepers = keepers
+        self._conveyor = conveyor
+        self._updater = updater
+        self._slab_bytes = slab_bytes
+        self._capacity = capacity
+        self._ledger = ledger
+        self._lock = threading.RLock()
+        self.last: Unit | None = None
+        self._stopped: BaseException | None = None
+        self._warned = False
+
+    def acquire(self, unit: Unit) -> None:
+        """Block until the unit's current values are gathered, its owed update included; then look ahead."""
+        if unit is self.last and unit.current:
+            return
+        with self._lock:
+            self._check_running()
+            self.schedule.use(unit.index)
+            self.last = unit
+            self._bring(unit)
+            self.prefetch()
+
+    def bring(self, unit: Unit) -> None:
+        """As `acquire`, for uses outside the model's own order (`gathered`, save, export): nothing is learnt."""
+        with self._lock:
+            self._check_running()
+            self._bring(unit)
+
+    def finished(self, unit: Unit) -> None:
+        """The unit's gradients are complete: it is not needed before the next forward."""
+        if self.last is unit:
+            self.last = None
+
+    def prefetch(self) -> None:
+        """Start to fetch the units that the learnt order expects next, as far as room allows."""
+        with self._lock:
+            for index in self.schedule.upcoming(PREFETCH_UNITS):
+                unit = self._units[index]
+                if unit.state is Residency.FETCHING or unit.current:
+                    continue
+                if unit.state is Residency.AT_REST and not self._room_for(unit):
+                    return
+                unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+
+    def owe(self, unit: Unit, pending: Pending) -> None:
+        """Mark an update that the unit's next fetch runs; one that it still owes is run first."""
+        with self._lock:
+            self._check_running()
+            self.settle(unit)
+            unit.pending = pending
+
+    def settle(self, unit: Unit) -> None:
+        """Run the update that the unit still owes."""
+        with self._lock:
+            if unit.pending:
+                self._bring(unit)
+            elif unit.state is Residency.FETCHING:
+                self._arrive(unit)
+
+    def settle_all(self) -> None:
+        for unit in self._units:
+            self.settle(unit)
+
+    def make_room(self, nbytes: int) -> None:
+        """Make room for `nbytes` of gradients, waiting for writes if need be."""
+        with self._lock:
+            self._make_room(nbytes, None)
+
+    def drop_idle(self) -> None:
+        """Release every unit that nothing uses; for tests and for memory that is wanted elsewhere."""
+        with self._lock:
+            for unit in self._units:
+                if unit.state is Residency.FETCHING:
+                    self._arrive(unit)
+                if self._evictable(unit):
+                    unit.await_written()
+                    unit.release()
+
+    def _bring(self, unit: Unit) -> None:
+        if unit.state is Residency.FETCHING:
+            self._arrive(unit)
+        if unit.current:
+            return
+        if unit.state is Residency.AT_REST:
+            self._make_room(unit.nbytes, unit)
+        unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+        self._arrive(unit)
+
+    def _arrive(self, unit: Unit) -> None:
+        began = time.perf_counter()
+        try:
+            unit.arrive()
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _stop(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self._stopped = self._stopped or error
+
+    def _check_running(self) -> None:
+        if self._stopped is not None:
+            raise RuntimeError(
+                f"training stopped after an error ({self._stopped}); the state in memory is no longer whole: restart "
+                f"and load the last checkpoint with outsize.load"
+            ) from self._stopped
+
+    @property
+    def _in_use(self) -> int:
+        now = self._ledger.now
+        return now.get("device/resident", 0) + now.get("host/grads in flight", 0)
+
+    def _room_for(self, unit: Unit) -> bool:
+        """Whether `unit` fits now, after releasing idle units that are needed later than it."""
+        self._drop_written_grads()
+        when = self.schedule.next_use(unit.index)
+        while self._in_use + unit.nbytes > self._capacity:
+            victim = self._victim(written=True)
+            if victim is None or self.schedule.next_use(victim.index) <= when:
+                return False
+            victim.release()
+        return True
+
+    def _make_room(self, nbytes: int, keep: Unit | None) -> None:
+        self._drop_written_grads()
+        while self._in_use + nbytes > self._capacity:
+            victim = self._victim(written=True) or self._victim(written=False)
+            if victim is not None and victim is not keep:
+                self._await_written(victim)
+                victim.release()
+            elif not self._flush_grads() and not self._await_prefetch(keep):
+                self._warn(nbytes)
+                return
+
+    def _await_prefetch(self, keep: Unit | None) -> bool:
+        """Let a unit that was prefetched arrive, so that it can be released; whether there was one."""
+        for unit in self._units:
+            if unit.state is Residency.FETCHING and unit is not keep and not unit.always_resident and not unit.holds:
+                self._arrive(unit)
+                return True
+        return False
+
+    def _await_written(self, unit: Unit) -> None:
+        began = time.perf_counter()
+        try:
+            unit.await_written()
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _victim(self, written: bool) -> Unit | None:
+        candidates = [unit for unit in self._units if self._evictable(unit) and (unit.written or not written)]
+        return max(candidates, key=lambda unit: self.schedule.next_use(unit.index), default=None)
+
+    def _evictable(self, unit: Unit) -> bool:
+        idle = unit.state is Residency.RESIDENT and not unit.always_resident and not unit.holds
+        return idle and unit is not self.last and not unit.pinned
+
+    def _drop_written_grads(self) -> None:
+        for keeper in self._keepers:
+            try:
+                keeper.drop_if_written()
+            except OSError as error:
+                self._stop(error)
+                raise
+
+    def _flush_grads(self) -> bool:
+        """Write out and drop the gradients of one unit; whether there was one."""
+        began = time.perf_counter()
+        try:
+            return any(keeper.flush_and_drop() for keeper in self._keepers)
+        except OSError as error:
+            self._stop(error)
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _warn(self, nbytes: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the units in use and %s more exceed the budget of %s for gathered parameters and gradients; "
+                "going on, above the budget",
+                format_bytes(nbytes),
+                format_bytes(self._capacity),
+            )

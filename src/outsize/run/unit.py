@@ -1,0 +1,124 @@
+"""One unit's life: AT_REST -> FETCHING -> RESIDENT and back. Each transition is one method with one check."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from typing import final
+
+import torch
+
+from outsize.move.conveyor import Conveyor, Job, Step
+from outsize.move.shard import Pending, Updater, UnitShard, read_steps
+
+MAX_PINS = 64
+
+
+class Residency(Enum):
+    AT_REST = "at rest"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+@final
+class Unit:
+    """The parameters that are fetched, released, reduced, updated and saved as a whole.
+
+    `holds` counts the forwards and `gathered` blocks that use the unit; `writable` those that may modify it. `pending`
+    is the update that it owes: the next fetch pays it.
+    """
+
+    def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self.shard = shard
+        self.parameters = parameters
+        self.index = shard.layout.index
+        self.name = shard.layout.name
+        self.always_resident = shard.params is None
+        self.state = Residency.AT_REST
+        self.pending: Pending = {}
+        self.holds = 0
+        self.writable = 0
+        self._pins: list[weakref.ref[torch.Tensor]] = []
+        self._job: Job | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.shard.buffer.nbytes
+
+    @property
+    def current(self) -> bool:
+        """Whether the gathered values are in place and owe no update."""
+        return self.state is Residency.RESIDENT and not self.pending
+
+    @property
+    def written(self) -> bool:
+        """Whether nothing of this unit is on its way to a store any more."""
+        return self._job is None or self._job.written.done()
+
+    def adopt(self) -> None:
+        """The buffer has just been filled by `prepare`: AT_REST -> RESIDENT."""
+        self._expect(Residency.AT_REST)
+        self.state = Residency.RESIDENT
+
+    def fetch(self, conveyor: Conveyor, updater: Updater | None, slab_bytes: int) -> None:
+        """Start to bring the unit in, and to run the update that it owes; AT_REST or RESIDENT -> FETCHING."""
+        assert self.state is not Residency.FETCHING and not self.current, "nothing to fetch"
+        fetch = self.state is Residency.AT_REST
+        self.shard.buffer.materialize()
+        pending, self.pending = self.pending, {}
+        steps: Iterator[Step]
+        if pending:
+            assert updater is not None
+            steps = updater.steps(self.shard, pending, fetch)
+        else:
+            steps = read_steps(self.shard, slab_bytes)
+        self._job = conveyor.submit(Job(steps, after=self._unwritten()))
+        self.state = Residency.FETCHING
+
+    def arrive(self) -> None:
+        """Block until the values are in place; FETCHING -> RESIDENT."""
+        self._expect(Residency.FETCHING)
+        assert self._job is not None
+        self._job.wait()
+        self.shard.buffer.await_filled()
+        self.state = Residency.RESIDENT
+
+    @property
+    def fetched(self) -> bool:
+        """Whether `arrive` would return at once."""
+        return self._job is None or self._job.done()
+
+    def submit(self, conveyor: Conveyor, steps: Iterator[Step]) -> Job:
+        """Run other steps of this unit (gradients to disk, modified values back) in order with its fetches."""
+        self._job = conveyor.submit(Job(steps, after=self._unwritten()))
+        return self._job
+
+    def await_written(self) -> None:
+        """Block until all that was on its way to the stores has arrived there."""
+        if self._job is not None:
+            self._job.written.wait()
+
+    def release(self) -> None:
+        """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""
+        self._expect(Residency.RESIDENT)
+        assert not self.always_resident and not self.holds and not self.pinned and self.written
+        self.shard.buffer.drop()
+        self.state = Residency.AT_REST
+
+    def pin(self, view: torch.Tensor) -> None:
+        """Keep the values as long as `view`, which autograd works on, lives."""
+        if len(self._pins) >= MAX_PINS:
+            self._pins = [pin for pin in self._pins if pin() is not None]
+        self._pins.append(weakref.ref(view))
+
+    @property
+    def pinned(self) -> bool:
+        self._pins = [pin for pin in self._pins if pin() is not None]
+        return bool(self._pins)
+
+    def _unwritten(self) -> tuple[Job, ...]:
+        return () if self._job is None or self._job.written.done() and not self._job.broken else (self._job,)
+
+    def _expect(self, state: Residency) -> None:
+        assert self.state is state, f"unit {self.name!r} is {self.state.value}, not {state.value}"
