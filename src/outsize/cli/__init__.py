@@ -1,6 +1,7 @@
 """The command line: `outsize train | plan | probe`. It uses the public API only, and `import outsize` leaves it out."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"outsize {args.command} needs {package}: pip install 'outsize[train]'")
     except (ValueError, TypeError, OSError) as error:
+        logging.getLogger("outsize").debug("outsize %s failed", args.command, exc_info=True)
         return _fail(str(error) or type(error).__name__)
 
 

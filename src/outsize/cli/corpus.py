@@ -6,6 +6,7 @@ Everything here is a pure function of its arguments, so a run that is resumed se
 import hashlib
 import json
 import multiprocessing
+import os
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,18 +65,25 @@ def standard_library(root: Path | None = None, limit_bytes: int = DEFAULT_TEXT_B
     """Source files of the Python standard library that runs this, in the order of their names, up to `limit_bytes`."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     documents, total = [], 0
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        parts = path.relative_to(root).parts
+    for name, path in sorted(_sources(root)):
         size = path.stat().st_size
-        if size == 0 or _NOT_STDLIB.intersection(parts):
-            continue
         if total + size > limit_bytes:
             break
-        documents.append(Document("/".join(parts), path, 0, size))
+        if size:
+            documents.append(Document(name, path, 0, size))
         total += size
     if not documents:
         raise ValueError(f"no Python source under {root}; give text files with --text")
     return documents
+
+
+def _sources(root: Path) -> Iterator[tuple[str, Path]]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]
+        for file in files:
+            path = Path(folder, file)
+            if path.suffix == ".py":
+                yield path.relative_to(root).as_posix(), path
 
 
 def text_files(paths: Sequence[Path]) -> list[Document]:

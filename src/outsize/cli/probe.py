@@ -18,8 +18,8 @@ SUMMARY = "measure the disk folder, memory and compute"
 DESCRIPTION = "Measure the bandwidth of a disk folder and of memory, and fp32 matrix products; takes a few seconds."
 BLOCK_BYTES = 8 << 20
 THREADS = 4  # requests in flight: one alone does not fill a fast drive
-# A step of exact fp32 AdamW with everything on disk. Read: weight for the backward pass; for the update, which feeds the
-# forward pass, weight, gradient and two moments. Written: gradient, weight and two moments.
+# A step of exact fp32 AdamW with everything on disk. Read: weight for the backward pass; for the update, which feeds
+# the forward pass, weight, gradient and two moments. Written: gradient, weight and two moments.
 STEP_READ_BYTES = 4 * (1 + 4)
 STEP_WRITTEN_BYTES = 4 * (1 + 3)
 PARAMETERS = 1e9

@@ -1,0 +1,132 @@
+"""`outsize train` from the first line to the export: once on a plain-torch engine, once on the real one."""
+
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outsize
+from outsize.cli import main, metrics
+
+FEW = ["--batch", "2", "--seq-len", "16", "--minutes", "0", "--warmup", "2", "--eval-every", "2", "--lr", "0.01"]
+
+
+def arguments(text: Path, model: Path, out: Path, *more: str) -> list[str]:
+    return ["train", "--text", str(text), "--model", str(model), "--out", str(out), *FEW, *more]
+
+
+def losses(run: Path) -> list[float]:
+    return [record.loss for record in metrics.read(run / "metrics.jsonl")]
+
+
+def check_files(run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokens = tokenizer("def function", return_tensors="pt").input_ids
+    assert torch.isfinite(model(input_ids=tokens).logits).all()
+    assert tokenizer.decode(tokens[0]) == "def function"
+    assert model.config.use_cache
+
+
+def resume_is_exact(text: Path, model: Path, out: Path) -> None:
+    """Steps 4 and 5, taken again from the checkpoint of step 3, see the same losses bit for bit."""
+    words = arguments(text, model, out, "--name", "run", "--steps", "5", "--save-every", "3")
+    assert main(words) == 0
+    whole = losses(out / "run")
+    assert main([*words, "--resume", str(out / "run" / "checkpoints" / "step-3")]) == 0
+    assert losses(out / "run") == whole
+    assert len(whole) == 5
+
+
+@pytest.mark.slow
+def test_run_shows_and_leaves_everything(
+    fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "default"
+    assert main(arguments(text, tiny_model, tmp_path / "runs", "--steps", "6", "--save-every", "2")) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a plan\n")
+    for part in (
+        "held-out loss before:",
+        " held-out ",
+        "after 6 steps",
+        "a sample:",
+        "peak RSS:",
+        "a table of memory",
+    ):
+        assert part in out
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record.step for record in records] == list(range(1, 7))
+    assert [record.held_out_loss is not None for record in records] == [False, True, False, True, False, False]
+    assert records[-1].bytes_read == 3_000_000
+    assert records[-1].total_read == 18_000_000
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
+    check_files(run)
+
+
+@pytest.mark.slow
+def test_resume_is_exact_on_plain_torch(fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path) -> None:
+    resume_is_exact(text, tiny_model, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_interruption_saves_and_says_how_to_go_on(
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    append = metrics.append
+
+    def append_and_interrupt(path: Path, record: metrics.Record) -> None:
+        append(path, record)
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    words = arguments(text, tiny_model, tmp_path / "runs", "--steps", "4")
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(metrics, "append", append_and_interrupt)
+    assert main(words) == 130
+    monkeypatch.setattr(metrics, "append", append)
+    assert signal.getsignal(signal.SIGINT) is before
+    command = capsys.readouterr().out.strip().splitlines()[-1]
+    assert main(shlex.split(command)[1:]) == 0
+    assert [record.step for record in metrics.read(tmp_path / "runs" / "default" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_resume_with_other_data_is_refused(
+    fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = arguments(text, tiny_model, tmp_path / "runs", "--name", "run", "--steps", "2")
+    assert main(words) == 0
+    assert main([*words, "--seed", "5", "--resume"]) == 2
+    assert "give the same text, --batch, --seq-len and --seed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(outsize, "prepare"), reason="the engine is not in this tree yet")
+def test_run_on_disk_is_exactly_resumed_and_opens_in_transformers(text: Path, tiny_model: Path, tmp_path: Path) -> None:
+    resume_is_exact(text, tiny_model, tmp_path / "runs")
+    check_files(tmp_path / "runs" / "run")
+    first, *_, last = losses(tmp_path / "runs" / "run")
+    assert last < first
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(outsize, "prepare"), reason="the engine is not in this tree yet")
+def test_plan_of_70_b_allocates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = metrics.process_memory("VmHWM")
+    words = ["plan", "--shape", "70b", "--device", "cpu", "--host-memory", "64GiB", "--disk", str(tmp_path)]
+    assert main([*words, "--disk-space", "2TiB"]) == 0
+    assert "disk" in capsys.readouterr().out
+    assert metrics.process_memory("VmHWM") - before < 500e6
