@@ -1,7 +1,9 @@
 """outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM."""
 
 from outsize.api.gather import gathered
+from outsize.api.planning import plan
 from outsize.api.public import memory, prepare
 from outsize.config import Config
+from outsize.presets import presets
 
-__all__ = ["Config", "gathered", "memory", "prepare"]
+__all__ = ["Config", "gathered", "memory", "plan", "prepare", "presets"]

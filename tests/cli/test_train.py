@@ -104,6 +104,14 @@ def test_interruption_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.slow
+def test_time_that_is_over_before_the_first_step_is_refused(
+    fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments(text, tiny_model, tmp_path / "runs"), "--minutes", "0.0001"]) == 2
+    assert "--minutes 0.0001 were over before the first step" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_resume_with_other_data_is_refused(
     fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +122,7 @@ def test_resume_with_other_data_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(outsize, "prepare"), reason="the engine is not in this tree yet")
+@pytest.mark.skipif("export" not in outsize.__all__, reason="the engine is not in this tree yet")
 def test_run_on_disk_is_exactly_resumed_and_opens_in_transformers(text: Path, tiny_model: Path, tmp_path: Path) -> None:
     resume_is_exact(text, tiny_model, tmp_path / "runs")
     check_files(tmp_path / "runs" / "run")
@@ -123,7 +131,7 @@ def test_run_on_disk_is_exactly_resumed_and_opens_in_transformers(text: Path, ti
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(outsize, "prepare"), reason="the engine is not in this tree yet")
+@pytest.mark.skipif("export" not in outsize.__all__, reason="the engine is not in this tree yet")
 def test_plan_of_70_b_allocates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = metrics.process_memory("VmHWM")
     words = ["plan", "--shape", "70b", "--device", "cpu", "--host-memory", "64GiB", "--disk", str(tmp_path)]

@@ -249,7 +249,8 @@ def _open_streamer(
 
 
 def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
-    """Bytes for gathered buffers and gradients in flight: the computing budget less what rests in that memory."""
+    """Bytes for gathered buffers and gradients on their way to disk: the computing budget less what rests in that
+    memory, and less the gradient that autograd is making."""
     on_cpu = plan.budgets.device is None
     memory = ("device", "host") if on_cpu else ("device",)
     resting = 0
@@ -258,7 +259,8 @@ def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
         resting += size.params if tiers.params == "host" and on_cpu else 0
         resting += size.grads if tiers.grads in memory else 0
         resting += size.states if tiers.states in memory else 0
-    return plan.budgets.computing[1] - resting
+    in_flight = max((info.nbytes for info in plan.infos.values() if info.trainable), default=0)
+    return plan.budgets.computing[1] - resting - in_flight
 
 
 def _modules(

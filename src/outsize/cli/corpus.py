@@ -22,7 +22,15 @@ END_OF_TEXT = "<|endoftext|>"
 DEFAULT_TEXT_BYTES = 10_000_000
 TOKEN_BYTES = 4  # token files hold int32
 _ENCODE_BYTES = 1 << 20  # text encoded at once: bounds the memory of the encoder on large files
-_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+}  # tests and tables
 _TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".text"}
 
 
@@ -34,6 +42,10 @@ class Document:
     path: Path
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
     def read(self) -> str:
         """Text of the span; bytes that are not UTF-8 become the replacement character."""
@@ -49,7 +61,7 @@ class Corpus:
 
     @property
     def train_bytes(self) -> int:
-        return sum(document.stop - document.start for document in self.train)
+        return sum(document.size for document in self.train)
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ def standard_library(root: Path | None = None, limit_bytes: int = DEFAULT_TEXT_B
 
 def _sources(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_STDLIB]
+        folders[:] = [name for name in folders if name not in _SKIPPED]
         for file in files:
             path = Path(folder, file)
             if path.suffix == ".py":
@@ -115,12 +127,18 @@ def _spans(document: Document, count: int) -> list[Document]:
 
 
 def split(documents: Sequence[Document], held_out_fraction: float = 0.05) -> Corpus:
-    """Hold out whole documents, those whose names hash lowest: the same files are held out on every machine."""
+    """Hold out whole documents, up to a part of all bytes: those whose names hash lowest, the same on every machine."""
     if len(documents) < 2:
         raise ValueError(f"a held-out split needs at least 2 documents, but there is {len(documents)}; give more text")
-    count = min(max(1, round(len(documents) * held_out_fraction)), len(documents) - 1)
+    left = held_out_fraction * sum(document.size for document in documents)
     ranked = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
-    chosen = {document.name for document in ranked[:count]}
+    chosen: set[str] = set()
+    for document in ranked:
+        if document.size <= left:
+            chosen.add(document.name)
+            left -= document.size
+    if not chosen:
+        chosen.add(min(ranked, key=lambda document: document.size).name)
     return Corpus(
         tuple(document for document in documents if document.name not in chosen),
         tuple(document for document in documents if document.name in chosen),

@@ -238,7 +238,7 @@ def _build(wanted: Job, folder: RunFolder, config: Any) -> tuple[nn.Module, torc
     model.train()
     groups = models.parameter_groups(model, wanted.weight_decay)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.95))
-    model, optimizer = outsize.prepare(model, optimizer, **fields)
+    outsize.prepare(model, optimizer, **fields)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     return model, optimizer, torch.device(wanted.device or default)
 
@@ -248,6 +248,8 @@ def _train(training: Training) -> int:
     if training.step == 0:
         training.held_out_before = training.held_out_loss()
         print(f"held-out loss before: {training.held_out_before:.3f}", flush=True)
+        if training.over:
+            raise ValueError(f"--minutes {wanted.minutes} were over before the first step; give more")
     with open_display(wanted.steps, wanted.seconds) as display, Interruption() as interruption:
         while not training.over and not interruption.asked:
             _one_step(training, display)

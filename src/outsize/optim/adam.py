@@ -80,22 +80,23 @@ def adam_formula(
     amsgrad: bool,
     step: int,
 ) -> None:
-    """The kernel's formula in separate torch operations: each rounds once, so the bits are the kernel's."""
+    """torch's own sequence of operations (`torch.optim.adam`), for devices and dtypes that the kernel does not serve."""
     master = piece.param if piece.remainder is None else join_master(piece.param, piece.remainder)
     exact = torch.float64 if master.dtype is torch.float64 else torch.float32
     grad = piece.ops.apply_(piece.grad.to(device=master.device, dtype=exact, copy=True))
     grad = -grad if maximize else grad
     exp_avg, exp_avg_sq = piece.states["exp_avg"], piece.states["exp_avg_sq"]
-    if decoupled:
-        master.mul_(1 - lr * weight_decay)
-    elif weight_decay != 0:
-        grad = grad + master * weight_decay
-    exp_avg.add_((grad - exp_avg).mul_(1 - beta1))
-    exp_avg_sq.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))
+    if weight_decay != 0:
+        if decoupled:
+            master.mul_(1 - lr * weight_decay)
+        else:
+            grad = grad.add(master, alpha=weight_decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     second = exp_avg_sq
     if amsgrad:
         second = torch.maximum(piece.states["max_exp_avg_sq"], exp_avg_sq, out=piece.states["max_exp_avg_sq"])
-    denominator = second.sqrt().div_(sqrt(1 - beta2**step)).add_(eps)
-    master.add_((exp_avg * (-lr / (1 - beta1**step))).div_(denominator))
+    denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(eps)
+    master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
     if piece.remainder is not None:
         split_master(master, piece.param, piece.remainder)

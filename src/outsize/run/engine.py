@@ -194,8 +194,9 @@ class Engine:
         self._watch_backward()
         unit = self._home[name]
         keeper = self.keepers[unit.index]
-        if keeper.take(name):
-            self.streamer.finished(unit)
+        if keeper.completed_by(name):
+            self.streamer.finished(unit)  # before the gradient is copied: the weights may make room for it
+        keeper.take(name)
 
     def _watch_backward(self) -> None:
         """See the end of this backward, whatever it uses of the model."""

@@ -37,18 +37,24 @@ class GradKeeper:
         """Whether some gradients of a backward are in and others are not."""
         return bool(self._arrived)
 
-    def take(self, name: str) -> bool:
-        """Lay the gradient that autograd has just left in `param.grad` to rest; whether the unit is complete."""
+    def completed_by(self, name: str) -> bool:
+        """Whether this gradient is the last that the unit waits for."""
+        return all(
+            each == name or each in self._arrived
+            for each, param in self._unit.parameters.items()
+            if param.requires_grad
+        )
+
+    def take(self, name: str) -> None:
+        """Lay the gradient that autograd has just left in `param.grad` to rest."""
+        complete = self.completed_by(name)
         param = self._unit.parameters[name]
         grad = param.grad
         if grad is not None and not isinstance(grad, RestingGrad):
             param.grad = self._rest(name, grad)
         self._arrived.add(name)
-        trainable = {each for each, other in self._unit.parameters.items() if other.requires_grad}
-        if trainable <= self._arrived:
+        if complete:
             self.finish()
-            return True
-        return False
 
     def finish(self) -> None:
         """The unit's backward is over: what came together goes to where it rests."""

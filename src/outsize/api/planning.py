@@ -1,0 +1,64 @@
+"""`plan`: what `prepare` would decide, as a table. Moves nothing, so it works on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.api.assemble import prepared_of, rule_for
+from outsize.api.public import check_arguments
+from outsize.api.survey import Survey, survey
+from outsize.config import Config, make_config
+from outsize.plan.memory import DiskTraffic, OnDisk, StateBytes, disk_traffic
+from outsize.plan.placement import UnitBytes, UnitTiers
+from outsize.plan.tables import Plan, PlannedUnit
+
+ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
+
+
+def plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, config: Config | None = None, **fields: Any
+) -> Plan:
+    """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
+
+    The same fields and the same errors as `prepare`: a `ValueError` for a budget that does not hold the model names the
+    unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed.
+    """
+    made = make_config(config, fields)
+    check_arguments(model, optimizer)
+    for param in model.parameters():
+        prepared = prepared_of(param)
+        if prepared is not None:
+            return plan_of(prepared.survey)
+    arrays = rule_for(optimizer).arrays if optimizer is not None else ADAMW_ARRAYS
+    return plan_of(survey(model, optimizer, made, arrays))
+
+
+def plan_of(found: Survey) -> Plan:
+    """The table behind a survey."""
+    units = tuple(
+        PlannedUnit(size.name, size, tiers, _traffic(size, tiers))
+        for size, tiers in zip(found.unit_bytes, found.tiers, strict=True)
+    )
+    trained = [unit for unit in units if unit.size.states]
+    moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + sum(unit.size.grads for unit in trained)
+    on_cpu = found.budgets.device is None
+    link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
+    parameters = sum(info.numel for info in found.infos.values())
+    return Plan(units, parameters, found.budgets, moved, link)
+
+
+def _traffic(size: UnitBytes, tiers: UnitTiers) -> DiskTraffic:
+    """The engine's rule for one unit, in bytes: see `disk_traffic`, here with the unit as the thing that is moved."""
+    on_disk = OnDisk(params=tiers.params == "disk", grads=tiers.grads == "disk", states=tiers.states == "disk")
+    state = StateBytes(weight=size.params, remainder=0, moments=size.states)
+    return disk_traffic(state, on_disk, gradient_bytes=size.grads, trainable=size.states > 0)
+
+
+def _link_bytes(unit: PlannedUnit) -> int:
+    """Bytes that cross between host and device in one direction or the other."""
+    fetched = 0 if unit.tiers.params == "device" else 2 * unit.size.params
+    updated = 2 * unit.size.params if unit.tiers.params == "device" and unit.tiers.states != "device" else 0
+    return fetched + updated + (0 if unit.tiers.grads == "device" else unit.size.grads)

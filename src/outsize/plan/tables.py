@@ -1,0 +1,148 @@
+"""The plan as a table that a person reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from outsize.plan.memory import BytesPerSecond, DiskTraffic
+from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers
+from outsize.plan.sizes import format_bytes
+
+TYPICAL = BytesPerSecond(
+    host_to_device=20e9, device_to_host=20e9, dram=20e9, disk_read=1.5e9, disk_write=1.5e9
+)
+"""Rates assumed where none were measured; `outsize probe` measures them."""
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit: its bytes at rest by kind, where each rests, and what a step moves from and to disk."""
+
+    name: str
+    size: UnitBytes
+    tiers: UnitTiers
+    traffic: DiskTraffic
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for units that differ in their number only."""
+        pattern = re.sub(r"\d+", "#", self.name)
+        return pattern, self.size.params, self.size.grads, self.size.states, self.tiers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes where, and why. `str(plan)` is a table; the fields are for programs. All sizes are bytes."""
+
+    units: tuple[PlannedUnit, ...]
+    parameters: int
+    budgets: Budgets
+    update_bytes: int
+    link_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state at rest, all tiers together."""
+        return sum(unit.size.total for unit in self.units)
+
+    def bytes_on(self, tier: str) -> int:
+        """Bytes at rest on a tier."""
+        return sum(
+            getattr(unit.size, kind) for unit in self.units for kind in KINDS if getattr(unit.tiers, kind) == tier
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from disk in one training step."""
+        return sum(unit.traffic.read_bytes for unit in self.units)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to disk in one training step."""
+        return sum(unit.traffic.written_bytes for unit in self.units)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the budget must hold while computing: what rests there, the largest unit, staging."""
+        resting = self.bytes_on("host") + (self.bytes_on("device") if self.budgets.device is None else 0)
+        if all(unit.tiers.params == "device" for unit in self.units):
+            return resting + self.budgets.staging_bytes
+        return resting + max(unit.size.working for unit in self.units) + self.budgets.staging_bytes
+
+    def seconds(self, rates: BytesPerSecond = TYPICAL) -> dict[str, float]:
+        """Seconds a step that each resource is busy moving bytes, computation not counted."""
+        return {
+            "disk": self.read_bytes / rates.disk_read + self.written_bytes / rates.disk_write,
+            "host memory": self.update_bytes / rates.dram,
+            "device link": self.link_bytes / rates.host_to_device,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The resource that bounds the step at typical rates, unless the computation takes longer."""
+        seconds = self.seconds()
+        busiest = max(seconds, key=lambda name: seconds[name])
+        return busiest if seconds[busiest] > 0 else "computation"
+
+    def __str__(self) -> str:
+        lines = [*_table(_rows(self.units)), "", *self._totals(), *self._movement()]
+        return "\n".join(lines)
+
+    def _totals(self) -> list[str]:
+        budgets = self.budgets
+        lines = [f"{self.parameters / 1e6:,.1f} M parameters; model states {format_bytes(self.state_bytes)}"]
+        if budgets.device is not None:
+            lines.append(f"device  {format_bytes(self.bytes_on('device'))} of {format_bytes(budgets.device)}")
+            lines.append(f"host    {format_bytes(self.bytes_on('host'))} of {format_bytes(budgets.host)}")
+        else:
+            largest = max(self.units, key=lambda unit: unit.size.working)
+            lines.append(
+                f"memory  {format_bytes(self.memory_bytes)} of {format_bytes(budgets.host)} (what rests there, staging "
+                f"{format_bytes(budgets.staging_bytes)}, and the largest unit at work: {largest.name!r} "
+                f"{format_bytes(largest.size.working)}; what is left holds units fetched ahead)"
+            )
+        if budgets.disk is not None:
+            lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
+        return lines
+
+    def _movement(self) -> list[str]:
+        if self.bound == "computation":
+            return ["nothing moves in a step; the computation bounds it"]
+        seconds = self.seconds()
+        return [
+            f"a step reads {format_bytes(self.read_bytes)} and writes {format_bytes(self.written_bytes)} on disk, and "
+            f"updates {format_bytes(self.update_bytes)} in memory",
+            f"the step is bound by {self.bound}: {seconds[self.bound]:.3g} s at typical rates (measure yours with "
+            f"`outsize probe`), or by the computation where that takes longer",
+        ]
+
+
+def _rows(units: Sequence[PlannedUnit]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("unit", "parameters", "gradients", "states", "tiers", "why")]
+    for _, run in groupby(units, key=lambda unit: unit.likeness):
+        same = list(run)
+        first = same[0]
+        name = first.name if len(same) == 1 else f"{first.name} ... {same[-1].name} ({len(same)})"
+        size, tiers = first.size, first.tiers
+        where = "/".join((tiers.params, tiers.grads, tiers.states))
+        where = tiers.params if tiers.params == tiers.grads == tiers.states else where
+        rows.append(
+            (name, format_bytes(size.params), format_bytes(size.grads), format_bytes(size.states), where, tiers.why)
+        )
+    return rows
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 1 <= column <= 3 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * min(sum(widths) + 2 * len(widths) - 2, 110))
+    return lines
