@@ -3,7 +3,6 @@
 from outsize.api.gather import gathered
 from outsize.api.planning import plan
 from outsize.api.public import memory, prepare
-from outsize.config import Config
-from outsize.presets import presets
+from outsize.config import Config, presets
 
 __all__ = ["Config", "gathered", "memory", "plan", "prepare", "presets"]

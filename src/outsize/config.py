@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -158,3 +159,20 @@ def _unit_choice(units: object) -> tuple[type[torch.nn.Module] | str, ...] | Non
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, torch.nn.Module)):
             raise TypeError(f"units holds {entry!r}; each entry must be a module class or a module's name")
     return tuple(entries)
+
+
+presets: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        name: MappingProxyType({"stage": stage, "params": params, "grads": grads, "states": states})
+        for name, stage, params, grads, states in (
+            ("ddp", 0, "device", "device", "device"),
+            ("zero-2", 2, "device", "device", "device"),
+            ("zero-offload", 2, "device", "host", "host"),
+            ("zero-3", 3, "device", "device", "device"),
+            ("zero-infinity-cpu", 3, "host", "host", "host"),
+            ("zero-infinity-nvme", 3, "disk", "disk", "disk"),
+        )
+    }
+)
+"""`outsize.prepare(model, optimizer, **outsize.presets["zero-offload"])`: the placements of ZeRO (Rajbhandari et al.
+2020), ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021, table 2)."""

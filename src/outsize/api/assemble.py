@@ -165,7 +165,7 @@ def _open_shard(
 ) -> UnitShard:
     device, ledger = config.compute_device, resources.ledger
     optimized = any(slot.name in plan.optimized for slot in layout.slots)
-    sizes: dict[str, Any] = {name: STATE_BYTES for name in plan.arrays} if optimized else {}
+    sizes: dict[str, Any] = dict.fromkeys(plan.arrays, STATE_BYTES) if optimized else {}
     if optimized and any(slot.dtype in REMAINDER_BYTES for slot in layout.slots):
         sizes[REMAINDER] = REMAINDER_BYTES
     layouts = {name: array_layout(layout, itemsizes) for name, itemsizes in sizes.items()}
@@ -190,9 +190,7 @@ def _open_shard(
 class _UnitFile:
     """Hands out the stores of one unit; those on disk lie behind each other in the unit's file."""
 
-    def __init__(
-        self, resources: Resources, layout: UnitLayout, tiers: UnitTiers, states: int, grads: int
-    ) -> None:
+    def __init__(self, resources: Resources, layout: UnitLayout, tiers: UnitTiers, states: int, grads: int) -> None:
         nbytes = (
             (layout.param_bytes if tiers.params == "disk" else 0)
             + (grads if tiers.grads == "disk" else 0)
@@ -312,9 +310,7 @@ def _recomputes(module: nn.Module, unit: Unit, config: Config, in_list: bool) ->
     return config.activations == "auto" and in_list and unit.shard.tiers.params != "device"
 
 
-def _adopt(
-    unit: Unit, states: dict[Any, dict[str, Any]], load: Callable[[nn.Parameter], torch.Tensor]
-) -> None:
+def _adopt(unit: Unit, states: dict[Any, dict[str, Any]], load: Callable[[nn.Parameter], torch.Tensor]) -> None:
     """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
     shard.buffer.materialize()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from outsize import _native
 from outsize.move.conveyor import Conveyor
-from outsize.move.disk import RunDirectory, StripedFile, open_engine
+from outsize.move.disk import DiskEngine, RunDirectory, StripedFile, open_engine
 from outsize.move.memory import Ledger
 from outsize.move.shard import UnitShard
 from outsize.move.staging import Staging
@@ -25,7 +24,7 @@ class Resources:
         self._pid = os.getpid()
         self._files: list[StripedFile] = []
         self._runs: list[RunDirectory] = []
-        self.disk: _native.DiskEngine | None = None
+        self.disk: DiskEngine | None = None
         try:
             for directory in directories:
                 self._runs.append(RunDirectory(directory))

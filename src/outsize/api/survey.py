@@ -58,8 +58,10 @@ def survey(
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to prepare")
     names = {id(param): name for name, param in parameters.items()}
-    optimized = _optimized(optimizer, names) if optimizer is not None else frozenset(
-        name for name, param in parameters.items() if param.requires_grad
+    optimized = (
+        _optimized(optimizer, names)
+        if optimizer is not None
+        else frozenset(name for name, param in parameters.items() if param.requires_grad)
     )
     infos = {name: _info(name, param, config, name in optimized) for name, param in parameters.items()}
     budgets = find_budgets(config)
@@ -73,7 +75,7 @@ def survey(
 
 
 def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> ParamInfo:
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
     if param.dtype not in DTYPE_NAMES:
         raise ValueError(
@@ -133,12 +135,12 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
     return frozenset(chosen)
 
 
-def _bytes_of(
-    layout: UnitLayout, infos: dict[str, ParamInfo], arrays: int, optimized: frozenset[str]
-) -> UnitBytes:
+def _bytes_of(layout: UnitLayout, infos: dict[str, ParamInfo], arrays: int, optimized: frozenset[str]) -> UnitBytes:
     trained = [slot for slot in layout.slots if infos[slot.name].trainable]
     grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
-    states = sum(slot.numel * (arrays * STATE_BYTES[slot.dtype] + REMAINDER_BYTES.get(slot.dtype, 0)) for slot in trained)
+    states = sum(
+        slot.numel * (arrays * STATE_BYTES[slot.dtype] + REMAINDER_BYTES.get(slot.dtype, 0)) for slot in trained
+    )
     grads = min(grads, layout.param_bytes) if trained else 0
     return UnitBytes(layout.name or "model", layout.param_bytes, grads, states)
 

@@ -39,10 +39,19 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=room.SUMMARY,
             description=room.DESCRIPTION,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Help,
         )
         room.add_arguments(command)
     return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Adds the default to the help of an option, where there is one and the text does not tell it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        told = "(default" in text or action.default in (None, (), argparse.SUPPRESS)
+        return text if told else f"{text} (default: %(default)s)"
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -16,6 +16,7 @@ from typing import Protocol, final
 import torch
 
 from outsize import _native
+from outsize._native import DiskEngine
 from outsize.move.memory import PAGE_BYTES, Ledger
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
@@ -49,13 +50,14 @@ class Engine(Protocol):
     def done(self, ticket: int) -> bool: ...
 
 
-def open_engine() -> _native.DiskEngine:
+def open_engine() -> DiskEngine:
     """The fastest disk engine that works here, or the one that the environment variable names."""
     wanted = os.environ.get(ENGINE_VARIABLE, "")
     if wanted not in ("", "uring", "threads"):
         raise ValueError(f"{ENGINE_VARIABLE} is {wanted!r}; it must be 'uring' or 'threads'")
-    backend = wanted or ("uring" if _native.probe_uring() == 0 else "threads")
-    return _native.DiskEngine(backend)
+    if wanted == "uring" or (not wanted and _native.probe_uring() == 0):
+        return DiskEngine("uring")
+    return DiskEngine("threads")
 
 
 @final

@@ -1,4 +1,4 @@
-"""Adam and AdamW: the native one-pass kernel, and the same formula in torch operations where the kernel does not run."""
+"""Adam and AdamW: the native one-pass kernel, and torch's own operations where the kernel does not run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def adam_formula(
     amsgrad: bool,
     step: int,
 ) -> None:
-    """torch's own sequence of operations (`torch.optim.adam`), for devices and dtypes that the kernel does not serve."""
+    """torch's own sequence of operations (`torch.optim.adam`), for what the kernel does not serve."""
     master = piece.param if piece.remainder is None else join_master(piece.param, piece.remainder)
     exact = torch.float64 if master.dtype is torch.float64 else torch.float32
     grad = piece.ops.apply_(piece.grad.to(device=master.device, dtype=exact, copy=True))

@@ -129,8 +129,8 @@ class _Placer:
         self._units = units
         self._budgets = budgets
         self._wanted = wanted
-        working = max(unit.working for unit in units)
-        computing = budgets.computing[1] - working
+        working = max(unit.working for unit in units) + max(unit.params for unit in units)  # and one fetched ahead
+        computing = max(budgets.computing[1] - working, 0)
         if budgets.device is None:
             self._ledger = _Ledger({"memory": computing, "disk": budgets.disk or 0})
         else:
@@ -142,14 +142,12 @@ class _Placer:
         for kind in sorted(KINDS, key=lambda kind: self._wanted[kind] == "auto"):
             for unit, tiers in zip(self._units, chosen, strict=True):
                 tiers[kind] = self._tier(unit, kind)
-        return tuple(
-            UnitTiers(tiers["params"], tiers["grads"], tiers["states"], self._why(tiers)) for tiers in chosen
-        )
+        return tuple(UnitTiers(tiers["params"], tiers["grads"], tiers["states"], self._why(tiers)) for tiers in chosen)
 
     def _tier(self, unit: UnitBytes, kind: str) -> str:
         nbytes = getattr(unit, kind)
         wanted = self._wanted[kind]
-        candidates = ("device", "host", "disk") if wanted == "auto" else (wanted,)
+        candidates: tuple[str, ...] = ("device", "host", "disk") if wanted == "auto" else (wanted,)
         if wanted == "auto" and self._budgets.device is None:
             candidates = ("device", "disk")
         for tier in candidates:
@@ -171,7 +169,9 @@ class _Placer:
 
     def _shortage(self, unit: UnitBytes, kind: str, wanted: str) -> str:
         total = sum(getattr(each, kind) for each in self._units)
-        needs = f"unit {unit.name!r}: {kind} of {format_bytes(getattr(unit, kind))} ({format_bytes(total)} in all units)"
+        needs = (
+            f"unit {unit.name!r}: {kind} of {format_bytes(getattr(unit, kind))} ({format_bytes(total)} in all units)"
+        )
         host, disk = format_bytes(self._budgets.host), self._budgets.disk
         if wanted in ("device", "host"):
             name = "device_memory" if wanted == "device" and self._budgets.device is not None else "host_memory"

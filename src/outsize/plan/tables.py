@@ -11,9 +11,7 @@ from outsize.plan.memory import BytesPerSecond, DiskTraffic
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers
 from outsize.plan.sizes import format_bytes
 
-TYPICAL = BytesPerSecond(
-    host_to_device=20e9, device_to_host=20e9, dram=20e9, disk_read=1.5e9, disk_write=1.5e9
-)
+TYPICAL = BytesPerSecond(host_to_device=20e9, device_to_host=20e9, dram=20e9, disk_read=1.5e9, disk_write=1.5e9)
 """Rates assumed where none were measured; `outsize probe` measures them."""
 
 

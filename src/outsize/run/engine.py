@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -112,8 +112,8 @@ class Engine:
 
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
         raise RuntimeError(
-            f"parameter {self.name_of(tensor)!r} is managed by outsize and cannot be {what}: its values may be on disk. "
-            f"Use outsize.save or outsize.export to store the model, or `with outsize.gathered(param):` and "
+            f"parameter {self.name_of(tensor)!r} is managed by outsize and cannot be {what}: its values may be on disk; "
+            f"use outsize.save or outsize.export to store the model, or `with outsize.gathered(param):` and "
             f"`param.detach().clone()` to copy values"
         )
 
@@ -185,7 +185,7 @@ class Engine:
                     self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
                     continue
                 with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                    node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                    node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 # After the node has run, so that the user's own hooks have seen the gradient.
                 hook = node.register_hook(lambda *_, name=name: self._gradient_arrived(name))
                 self._accumulators[name] = (node, hook)
@@ -203,7 +203,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task = task
-            Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._task = -1

@@ -49,7 +49,7 @@ class RestingGrad(torch.Tensor):
     def __new__(
         cls, param: torch.Tensor, name: str, home: GradHome, norm: torch.Tensor, loose: torch.Tensor | None
     ) -> RestingGrad:
-        self: RestingGrad = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: RestingGrad = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
         self.label = name
@@ -62,7 +62,7 @@ class RestingGrad(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         answer = _ANSWERS.get(func)
@@ -74,7 +74,7 @@ class RestingGrad(torch.Tensor):
             )
         return answer(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"RestingGrad({self.label!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: object) -> RestingGrad:
@@ -112,7 +112,8 @@ class RestingGrad(torch.Tensor):
 def vector_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     """The norm that torch's clipping computes, in fp32 or wider. [] from any shape."""
     wide = grad.dtype if grad.dtype is torch.float64 else torch.float32
-    return torch.linalg.vector_norm(grad, order, dtype=wide)
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, order, dtype=wide)
+    return norm
 
 
 class _Factors:

@@ -56,15 +56,17 @@ def _functions(names: Iterable[str]) -> set[Any]:
     return found
 
 
-_METADATA = _functions(
-    "shape dtype device layout requires_grad grad is_leaf names ndim itemsize nbytes grad_fn _version is_cuda is_cpu "
-    "is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_hpu "
-    "is_maia is_mtia output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks _base _grad name "
-    "size stride dim numel nelement element_size is_contiguous storage_offset is_floating_point is_complex get_device "
-    "is_signed is_inference is_shared is_pinned is_conj is_neg _is_view _is_zerotensor dim_order ndimension "
-    "retain_grad register_hook register_post_accumulate_grad_hook requires_grad_ __len__ __hash__ __dir__ "
-    "is_same_size new_empty new_zeros new_ones new_full new_empty_strided _is_param has_names".split()
-) | {
+_METADATA_NAMES = """
+    shape dtype device layout requires_grad grad is_leaf names ndim itemsize nbytes grad_fn _version is_cuda
+    is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu is_xla is_ipu
+    is_vulkan is_hpu is_maia is_mtia output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks _base
+    _grad name size stride dim numel nelement element_size is_contiguous storage_offset is_floating_point
+    is_complex get_device is_signed is_inference is_shared is_pinned is_conj is_neg _is_view _is_zerotensor
+    dim_order ndimension retain_grad register_hook register_post_accumulate_grad_hook requires_grad_ __len__
+    __hash__ __dir__ is_same_size new_empty new_zeros new_ones new_full new_empty_strided _is_param has_names
+"""
+
+_METADATA = _functions(_METADATA_NAMES.split()) | {
     torch.empty_like,
     torch.zeros_like,
     torch.ones_like,
@@ -103,7 +105,7 @@ class GuardedView(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -127,7 +129,7 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.gate.refuse_copy(self, "pickled")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, managed by outsize)"
 
 

@@ -53,5 +53,5 @@ def _refuse_moves(model: nn.Module) -> None:
             return model
         return refuse()
 
-    model.to = checked_to  # type: ignore[assignment,method-assign]
-    model._apply = refuse  # type: ignore[assignment,method-assign]
+    model.to = checked_to  # type: ignore[method-assign]
+    model._apply = refuse  # type: ignore[method-assign]

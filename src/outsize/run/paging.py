@@ -1,4 +1,5 @@
 """placeholder"""
+
 from torch import nn
 
 

@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Conveyor, Job, Step
-from outsize.move.shard import Pending, Updater, UnitShard, read_steps
+from outsize.move.shard import Pending, UnitShard, Updater, read_steps
 
 MAX_PINS = 64
 
@@ -118,7 +118,7 @@ class Unit:
         return bool(self._pins)
 
     def _unwritten(self) -> tuple[Job, ...]:
-        return () if self._job is None or self._job.written.done() and not self._job.broken else (self._job,)
+        return () if self._job is None or (self._job.written.done() and not self._job.broken) else (self._job,)
 
     def _expect(self, state: Residency) -> None:
         assert self.state is state, f"unit {self.name!r} is {self.state.value}, not {state.value}"

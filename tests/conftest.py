@@ -1,0 +1,272 @@
+"""Side by side: a plain model that torch trains and its copy that outsize trains, on every tier.
+
+A tier is a name: "device", "host" and "disk" put everything there; "squeezed" is the disk with room for two gathered
+units only, so that units come and go all the time. Every engine of a test is closed by the garbage collector when the
+test is over, and must leave nothing behind.
+"""
+
+import copy
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.api.assemble import Prepared, prepared_of
+
+TIERS = ("device", "host", "disk", "squeezed")
+KINDS = ("params", "grads", "states")
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    torch.set_num_threads(1)  # tiny tensors: more threads only cost
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    """Each tier in turn."""
+    return str(request.param)
+
+
+class Block(nn.Module):
+    """A residual block of three layers."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks and a head: a unit each."""
+
+    def __init__(self, width: int = 16, hidden: int = 40, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width, hidden) for _ in range(depth)])
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def squared_error(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of most tests: `batch` is (inputs, targets)."""
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+def batches(count: int, width: int = 16, out: int = 4, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """The same random batches every time."""
+    generator = torch.Generator().manual_seed(count)
+    return [
+        (torch.randn(rows, width, generator=generator), torch.randn(rows, out, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def prepared(model: nn.Module) -> Prepared:
+    """What `outsize.prepare` made of the model."""
+    found = prepared_of(next(model.parameters()))
+    assert found is not None
+    return found
+
+
+def squeeze(model: nn.Module, units: int = 2) -> None:
+    """Leave room for so many gathered units, as the smallest budget would."""
+    streamer = prepared(model).engine.streamer
+    streamer._capacity = units * max(unit.nbytes for unit in prepared(model).engine.units)
+    streamer._warned = True
+    streamer.drop_idle()
+
+
+@dataclass
+class Trace:
+    """What a run showed: one entry a step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def close_to(self, other: "Trace", rel: float = 1e-6) -> None:
+        assert self.losses == pytest.approx(other.losses, rel=rel, abs=1e-12)
+        assert self.norms == pytest.approx(other.norms, rel=rel, abs=1e-12)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterable[Any],
+    loss_of: Loss = squared_error,
+    clip: float | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    norm_type: float = 2.0,
+) -> Trace:
+    """The user's loop."""
+    trace = Trace()
+    for batch in data:
+        loss = loss_of(model, batch)
+        loss.backward()
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type)
+            trace.norms.append(norm.item())
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        trace.losses.append(loss.item())
+    return trace
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all values, whether the model is prepared or not."""
+    if prepared_of(next(model.parameters())) is None:
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+    with outsize.gathered(model):
+        return {name: param.detach().clone().as_subclass(Tensor) for name, param in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of all gradients, whether the model is prepared or not."""
+    if prepared_of(next(model.parameters())) is None:
+        return {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+    with outsize.gathered(model, grads=True):
+        return {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+
+
+def assert_same_weights(model: nn.Module, plain: nn.Module, atol: float = 1e-5) -> None:
+    ours, theirs = weights(model), weights(plain)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module, atol: float = 1e-7, rtol: float = 1e-6) -> None:
+    ours, theirs = gradients(model), gradients(plain)
+    for name, value in theirs.items():
+        mine = ours[name]
+        if value is None or mine is None:
+            assert mine is value, f"{name}: one gradient is None"
+        else:
+            torch.testing.assert_close(mine, value, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@dataclass
+class Pair:
+    """A plain model with its optimizer, and their prepared copies."""
+
+    plain: nn.Module
+    plain_optimizer: torch.optim.Optimizer
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def both(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]:
+        """Plain first."""
+        return (self.plain, self.plain_optimizer), (self.model, self.optimizer)
+
+    def train(self, data: Iterable[Any], rel: float = 1e-6, atol: float = 1e-5, seed: int = 0, **how: Any) -> Trace:
+        """Train both, compare every loss, every norm and all weights; returns the trace of the prepared copy."""
+        data = list(data)
+        torch.manual_seed(seed)
+        expected = train(self.plain, self.plain_optimizer, data, **how)
+        torch.manual_seed(seed)
+        trace = train(self.model, self.optimizer, data, **how)
+        trace.close_to(expected, rel)
+        self.check(atol)
+        return trace
+
+    def check(self, atol: float = 1e-5) -> None:
+        assert_same_weights(self.model, self.plain, atol)
+
+
+class Workshop:
+    """Prepares models on a tier, in a directory of its own."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+        self._resources: list[weakref.ref[Any]] = []
+
+    def fields(self, tier: str, **fields: Any) -> dict[str, Any]:
+        """The keywords of `prepare` for a tier."""
+        place = "disk" if tier == "squeezed" else tier
+        chosen: dict[str, Any] = {"host_memory": "64MiB", "device": "cpu", **dict.fromkeys(KINDS, place)}
+        if "disk" in {**chosen, **fields}.values() or any(fields.get(kind) == "disk" for kind in KINDS):
+            chosen["disk"] = self.disk
+        return {**chosen, **fields}
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, tier: str = "disk", **fields: Any
+    ) -> None:
+        outsize.prepare(model, optimizer, **self.fields(tier, **fields))
+        self.watch(model)
+        if tier == "squeezed":
+            squeeze(model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Check after the test that the engine of this model is gone."""
+        self._resources.append(weakref.ref(prepared(model).resources))
+
+    def pair(
+        self,
+        build: Callable[[], nn.Module] = Stack,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        tier: str = "disk",
+        **fields: Any,
+    ) -> Pair:
+        """A plain model and its prepared copy, each with its own optimizer."""
+        torch.manual_seed(0)
+        plain = build()
+        model = copy.deepcopy(plain)
+        pair = Pair(plain, optimizer(plain), model, optimizer(model))
+        self.prepare(model, pair.optimizer, tier, **fields)
+        return pair
+
+    def leftovers(self) -> list[Any]:
+        return [ref() for ref in self._resources if ref() is not None]
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workshop]:
+    """Prepares models; afterwards every engine must be gone, with its thread and its files."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    before = threads()
+    workshop = Workshop(disk)
+    yield workshop
+    gc.collect()
+    left, files = workshop.leftovers(), os.listdir(disk)
+    for resources in left:
+        resources.close()
+    if not getattr(request.node, "failed", False):  # a failure's traceback keeps the test's objects
+        assert not left, "an engine outlives its model"
+        assert not files, "files are left in the disk directory"
+        assert threads() <= before, "threads are left"
+
+
+def threads() -> set[str]:
+    return {f"{thread.name}-{thread.ident}" for thread in threading.enumerate() if "outsize" in thread.name}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = (yield).get_result()
+    item.failed = getattr(item, "failed", False) or report.failed or hasattr(report, "wasxfail")  # type: ignore[attr-defined]

@@ -1,0 +1,45 @@
+"""Hugging Face models through the API unchanged: the plain model beside it is the oracle."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Make = Callable[..., Any]
+
+MODELS = [
+    "gpt2",
+    "gpt2 with dropout",
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "bert",
+    "bert classifier",
+    "distilbert",
+    "t5",
+    "vit",
+    "clip",
+    "whisper",
+]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_like_torch_with_everything_on_disk(twins: Make, name: str, activations: str) -> None:
+    pair = twins(name, activations=activations)
+    pair.train()
+    pair.check_weights()
+    pair.check_streamed()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_composes_with_gradient_checkpointing(twins: Make, name: str, use_reentrant: bool) -> None:
+    pair = twins(name)
+    for model in (pair.model, pair.plain):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.train()
+    pair.train()
+    pair.check_weights()
