@@ -34,6 +34,7 @@ def test_trains_like_torch_with_everything_on_disk(twins: Make, name: str, activ
     pair.check_streamed()
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_composes_with_gradient_checkpointing(twins: Make, name: str, use_reentrant: bool) -> None:

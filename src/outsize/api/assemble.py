@@ -218,7 +218,7 @@ def _preallocate(shard: UnitShard, plan: Survey) -> None:
     """Take the disk space of everything that training will write, before anything is written."""
     if isinstance(shard.params, DiskStore):
         shard.params.preallocate(0, shard.params.nbytes)
-    trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable]
+    trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
     for slot in trained:
         low, high = shard.pages(slot.offset, slot.end)
         if shard.grads is not None and isinstance(shard.grads.store, DiskStore):

@@ -59,6 +59,10 @@ class DeviceBuffer(ABC):
         """Let the computation that is launched next see all that was filled; never blocks the whole device."""
 
     @abstractmethod
+    def mark_written(self) -> None:
+        """The computation has just written into the buffer: transfers that start from now on see it."""
+
+    @abstractmethod
     def _grow(self) -> None: ...
 
     @abstractmethod
@@ -86,6 +90,9 @@ class HostDeviceBuffer(DeviceBuffer):
         return ARRIVED
 
     def await_filled(self) -> None:
+        return
+
+    def mark_written(self) -> None:
         return
 
     def _grow(self) -> None:
@@ -144,11 +151,14 @@ class AcceleratorBuffer(DeviceBuffer):
         if self._filled is not None:
             torch.cuda.current_stream(self._flat.device).wait_event(self._filled)
 
+    def mark_written(self) -> None:
+        self._usable = torch.cuda.current_stream(self._flat.device).record_event()
+
     def _grow(self) -> None:
         # Resize, don't reallocate: autograd saved views. See Note [Resized storage].
         self._flat.untyped_storage().resize_(self.nbytes)
         # The block may still be read by kernels queued before its last owner freed it: the lane waits for those.
-        self._usable = torch.cuda.current_stream(self._flat.device).record_event()
+        self.mark_written()
 
     def _shrink(self) -> None:
         self._flat.untyped_storage().resize_(0)

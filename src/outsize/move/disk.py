@@ -16,7 +16,7 @@ from typing import Protocol, final
 import torch
 
 from outsize import _native
-from outsize._native import DiskEngine
+from outsize._native import DiskEngine as DiskEngine
 from outsize.move.memory import PAGE_BYTES, Ledger
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer

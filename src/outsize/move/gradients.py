@@ -16,7 +16,7 @@ from outsize.move.conveyor import Step
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import Slot, UnitLayout, array_layout
+from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
 
 _OWN = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _WIDE = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
@@ -105,6 +105,19 @@ class GradShard:
         """Bytes of the contents as they are now, padding included."""
         return (self._wide if self.wide else self._own).nbytes
 
+    @property
+    def contents(self) -> ArrayLayout:
+        """Where each gradient lies in the contents as they are now."""
+        return self._wide if self.wide else self._own
+
+    def read(self, first: int, out: torch.Tensor) -> None:
+        """Fill `out` (uint8, whole pages) with the contents from byte `first`, in memory or not. Blocks."""
+        if self.in_memory:
+            out.copy_(self._flat.bytes[first : first + out.numel()])
+        else:
+            assert self.store is not None, "no gradient rests here"
+            self.store.read(first, out).wait()
+
     def dtype(self, slot: Slot) -> torch.dtype:
         own = _TORCH[slot.dtype]
         return wide_dtype(own) if self.wide else own
@@ -139,7 +152,9 @@ class GradShard:
     def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> torch.Tensor:
         """Store a contribution; `previous` holds the operations on what rests there already. Returns the sum, 1-D."""
         source = grad.reshape(-1)
-        if previous is not None and wide_dtype(grad.dtype) is not grad.dtype and not self.wide:
+        second = previous is not None and wide_dtype(grad.dtype) is not grad.dtype
+        restored = grad.dtype.itemsize > self.dtype(slot).itemsize  # a sum of several, from a checkpoint
+        if (second or restored) and not self.wide:
             self._widen()
         target = self.of(slot)
         if previous is None:

@@ -131,6 +131,8 @@ class UnitShard:
 
     def read_array(self, array: StateArray, start: int, end: int) -> torch.Tensor:
         """A copy of the elements [start, end) of an array, 1-D; they lie in one segment. Blocks."""
+        if start == end:  # an empty parameter may lie behind the last segment
+            return torch.empty(0, dtype=array.dtype("float32"))
         segment = self.segment_at(start)
         low, high = page_range(start, end)
         first, nbytes = array.layout.span(low, high)
@@ -141,6 +143,8 @@ class UnitShard:
 
     def write_array(self, array: StateArray, start: int, end: int, content: torch.Tensor) -> None:
         """Overwrite the elements [start, end) of an array; its neighbours on the same pages stay. Blocks."""
+        if start == end:
+            return
         segment = self.segment_at(start)
         low, high = page_range(start, end)
         first, nbytes = array.layout.span(low, high)
@@ -160,6 +164,7 @@ class UnitShard:
         if self.device.type == "cpu":
             self.params.write(0, self.buffer.flat).wait()
             return
+        self.buffer.mark_written()
         pages = HostBuffer(self.buffer.nbytes)
         self.buffer.fetch(0, pages.bytes).wait()
         self.params.write(0, pages.bytes).wait()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -62,7 +64,9 @@ class Engine:
         self._frames: list[Frame] = []
         self._thread = 0
         self._task = -1
-        self._accumulators: dict[str, tuple[object, object]] = {}  # autograd's node and our hook on it
+        self._nodes: dict[str, object] = {}  # autograd's nodes of the running forward. See Note [Borrowed nodes].
+        self._hooks: dict[str, weakref.ref[object]] = {}
+        self._watched: set[int] = set()
         self._collected_by_autograd: set[str] = set()
 
     # -- the gate ----------------------------------------------------------------------------------------------------
@@ -83,8 +87,7 @@ class Engine:
         if unit.holds and unit.current:
             if self._frames and unit is not self.streamer.last:
                 self.streamer.acquire(unit)
-            return
-        if self._frames:
+        elif self._frames:
             self._check_thread()
             self.streamer.acquire(unit)
             self._hold(unit)
@@ -99,7 +102,7 @@ class Engine:
                 f"needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
                 f"(for checkpoints use outsize.save, for weights outsize.export)"
             )
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and unit.index not in self._watched:
             self._watch_gradients(unit)
 
     def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
@@ -112,8 +115,8 @@ class Engine:
 
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
         raise RuntimeError(
-            f"parameter {self.name_of(tensor)!r} is managed by outsize and cannot be {what}: its values may be on disk; "
-            f"use outsize.save or outsize.export to store the model, or `with outsize.gathered(param):` and "
+            f"parameter {self.name_of(tensor)!r} is managed by outsize: it cannot be {what}, its values may be on disk; "
+            f"use outsize.save or outsize.export, or `with outsize.gathered(param):` and "
             f"`param.detach().clone()` to copy values"
         )
 
@@ -156,6 +159,8 @@ class Engine:
             self._frames.remove(frame)
             for unit in frame.held:
                 unit.holds -= 1
+            if not self._frames:
+                self._return_nodes()
 
     def _begin_pass(self) -> None:
         if self._task != -1:  # the last backward ended in an exception
@@ -177,20 +182,35 @@ class Engine:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
+    # Note [Borrowed nodes]
+    # A parameter's gradient is seen by a hook on the node of autograd that accumulates it. The node lives as long as a
+    # graph uses it, and it owns the parameter in a way that the garbage collector cannot see: kept here for good, it
+    # would keep the model, this engine, its thread and its files until the end of the process. So nodes are kept only
+    # while a forward builds its graph, and each graph's nodes get their hook anew.
+
     def _watch_gradients(self, unit: Unit) -> None:
         """Follow each trainable parameter's gradient to its final slot; also of those unfrozen since the last time."""
         for name, param in unit.parameters.items():
-            if param.requires_grad and name not in self._accumulators and name not in self._collected_by_autograd:
+            if param.requires_grad and name not in self._nodes and name not in self._collected_by_autograd:
                 if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
                     self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
                     continue
                 with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                     node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                # After the node has run, so that the user's own hooks have seen the gradient.
-                hook = node.register_hook(lambda *_, name=name: self._gradient_arrived(name))
-                self._accumulators[name] = (node, hook)
+                self._nodes[name] = node
+                known = self._hooks.get(name)
+                if known is None or known() is None:
+                    # After the node has run, so that the user's own hooks have seen the gradient.
+                    hook = partial(self._gradient_arrived, name)
+                    node.register_hook(hook)
+                    self._hooks[name] = weakref.ref(hook)
+        self._watched.add(unit.index)
 
-    def _gradient_arrived(self, name: str) -> None:
+    def _return_nodes(self) -> None:
+        self._nodes.clear()
+        self._watched.clear()
+
+    def _gradient_arrived(self, name: str, *_: object) -> None:
         self._watch_backward()
         unit = self._home[name]
         keeper = self.keepers[unit.index]
@@ -207,6 +227,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._task = -1
+        self._return_nodes()
         for keeper in self.keepers:
             if keeper.collecting:
                 keeper.finish()
@@ -228,6 +249,8 @@ class Engine:
             for unit in held:
                 unit.holds -= 1
                 unit.writable -= modify
+            if not self._frames:
+                self._return_nodes()
 
     def unit_of(self, param: torch.Tensor) -> tuple[Unit, Slot]:
         name = self._names[id(param)]

@@ -40,7 +40,6 @@ class RestingGrad(torch.Tensor):
     """
 
     label: str
-    home: GradHome
     ops: GradOps
     norms: dict[float, torch.Tensor]
     loose: torch.Tensor | None
@@ -53,11 +52,17 @@ class RestingGrad(torch.Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
         self.label = name
-        self.home = home
+        self._home = weakref.ref(home)  # a parameter's gradient is its own: autograd hides it from the collector
         self.ops = GradOps()
         self.norms = {2.0: norm}
         self.loose = loose
         return self
+
+    @property
+    def home(self) -> GradHome:
+        home = self._home()
+        assert home is not None, "the model of this gradient is gone"
+        return home
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -74,7 +79,7 @@ class RestingGrad(torch.Tensor):
             )
         return answer(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RestingGrad({self.label!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: object) -> RestingGrad:

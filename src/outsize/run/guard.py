@@ -105,7 +105,7 @@ class GuardedView(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -129,7 +129,7 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.gate.refuse_copy(self, "pickled")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, managed by outsize)"
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import final
 
 import torch
 
 from outsize.move.conveyor import Conveyor, Job
-from outsize.move.gradients import GradShard, WriteGradsStep, add_contribution
+from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.unit import Unit
@@ -116,6 +116,16 @@ class GradKeeper:
         """Make `value` the parameter's gradient at rest, whatever there was."""
         self._unit.parameters[name].grad = self._rest(name, value)
         self.finish()
+
+    def restore(self, name: str, content: torch.Tensor, ops: GradOps, norms: Mapping[float, float]) -> None:
+        """Lay a gradient to rest as a checkpoint holds it: bytes as they rested, operations not yet applied, norms.
+
+        `finish` must follow when all gradients of the unit are in.
+        """
+        grad = self._rest(name, content)
+        grad.ops = ops
+        grad.norms.update({order: torch.full_like(grad.norms[2.0], norm) for order, norm in norms.items()})
+        self._unit.parameters[name].grad = grad
 
     def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
         norm, loose = self._lay_down(name, grad, None)

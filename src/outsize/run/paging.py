@@ -1,7 +1,291 @@
-"""placeholder"""
+"""Parameters under construction: the class that they take on, and the memory and disk space behind them."""
 
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from outsize.move.disk import RunDirectory, StripedFile, open_engine
+from outsize.move.memory import PAGE_BYTES
+from outsize.move.transfer import Transfer
+from outsize.plan.layout import round_up
+from outsize.plan.sizes import format_bytes
+from outsize.run.guard import _METADATA, _TO_NUMPY
+
+MIN_PAGED_BYTES = 64 << 10
+"""Smaller parameters stay in memory: they would cost more requests than they free bytes."""
+
+FILE_BYTES = 1 << 30
+"""The disk space for parameters grows by sparse files of this size."""
+
+# Note [Paged in place]
+# A parameter on disk keeps its memory's address: the values are written from where they are, then the pages that lie
+# wholly inside go back to the system (MADV_DONTNEED). So nothing is copied, direct I/O finds aligned memory, addresses
+# that code compares stay what they were, and an access that slips past the guard meets zeros instead of a fault.
+# The pages go only while nothing but guarded parameters can reach them: not while a plain alias (`p.data`, a view, a
+# NumPy array, a storage object) lives or autograd has saved the parameter. The use counts of the tensor and of its
+# storage tell; what they are for an unshared parameter differs between versions of torch and is measured.
+
+_OVERWRITES = {
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+    torch.Tensor.zero_,
+    torch.Tensor.fill_,
+    torch.Tensor.copy_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.constant_,
+    nn.init.kaiming_uniform_,
+}
+"""Operations that replace every value of their first argument (or raise): the old values need not be read."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_DONTNEED = 4
+
+
+class PageKeeper(Protocol):
+    """What a paged parameter asks of its pager."""
+
+    def hold(self, param: nn.Parameter, operation: str, overwrites: bool) -> Page:
+        """Bring the values in and keep them until `release`; raises if the model is built already."""
+        ...
+
+    def release(self, param: nn.Parameter, page: Page, failed: bool) -> None:
+        """End a `hold`; `failed`: the operation raised."""
+        ...
+
+    def hand_over(self, param: nn.Parameter) -> None:
+        """Bring the values in for good and make the parameter a plain one."""
+        ...
+
+
+class Place(Enum):
+    MEMORY = "in memory"
+    LEAVING = "in memory, being written"
+    DISK = "on disk"
+
+
+@final
+@dataclass(eq=False)
+class Page:
+    """The storage of one parameter, or of several that share it. `[first, first + length)` can go to disk."""
+
+    key: int
+    address: int
+    nbytes: int
+    first: int
+    length: int
+    place: Place = Place.MEMORY
+    holds: int = 0
+    unread: bool = False  # the operation under way replaces all values; those on disk were not read
+    slot: Slot | None = None
+    transfer: Transfer | None = None
+    bytes: torch.Tensor | None = None  # uint8 [length]; keeps the storage alive while it is written
+    owners: list[Owner] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> Page:
+        storage = param.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        first, length = 0, 0
+        if nbytes >= MIN_PAGED_BYTES and storage.resizable():  # else the memory is not torch's own
+            first = round_up(address, PAGE_BYTES)
+            length = (address + nbytes) // PAGE_BYTES * PAGE_BYTES - first
+        return cls(storage._cdata, address, nbytes, first, length)
+
+    def holds_values_of(self, param: nn.Parameter) -> bool:
+        storage = param.untyped_storage()
+        return (storage._cdata, storage.data_ptr(), storage.nbytes()) == (self.key, self.address, self.nbytes)
+
+    def inside(self, param: nn.Parameter) -> torch.Tensor:
+        """The bytes that can go to disk, as uint8 [length]."""
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return empty.set_(param.untyped_storage(), self.first - self.address, (self.length,), (1,))  # type: ignore[call-overload,no-any-return]
+
+    def give_back(self) -> None:
+        """The memory's pages go; its address stays. See Note [Paged in place]."""
+        give_back(self.first, self.length)
+
+
+@final
+@dataclass(eq=False)
+class Owner:
+    """One paged parameter."""
+
+    ref: weakref.ref[nn.Parameter]
+    page: Page
+    name: str
+
+
+@final
+@dataclass(frozen=True)
+class Slot:
+    file: StripedFile
+    start: int
+    nbytes: int
+
+
+@final
+class PageFile:
+    """Disk space for parameters under construction, in a run directory of its own; none before the first `take`."""
+
+    def __init__(self, directories: Sequence[Path], limit_bytes: int) -> None:
+        self._directories = directories
+        self._limit_bytes = limit_bytes
+        self._free: dict[int, list[Slot]] = {}
+        self._used_bytes = 0
+        self._position = 0
+        self._files: list[StripedFile] = []
+        self._runs: list[RunDirectory] = []
+        self._engine: list[Any] = []
+        self._close = weakref.finalize(self, _close_all, self._engine, self._files, self._runs)
+
+    @property
+    def used_bytes(self) -> int:
+        """What it takes of the disk: the high-water mark, for slots are used again."""
+        return self._used_bytes
+
+    def take(self, nbytes: int) -> Slot:
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        if self._used_bytes + nbytes > self._limit_bytes:
+            raise ValueError(
+                f"the parameters need more than the {format_bytes(self._limit_bytes)} that may be used on disk; raise "
+                f"disk_space, or name a directory with more free space"
+            )
+        if not self._engine:
+            self._runs += [RunDirectory(directory) for directory in self._directories]
+            self._engine.append(open_engine())
+        if not self._files or self._position + nbytes > self._files[-1].nbytes:
+            paths = [run.path for run in self._runs]
+            name = f"parameters-{len(self._files):05d}"
+            self._files.append(StripedFile(self._engine[0], paths, name, max(nbytes, FILE_BYTES)))
+            self._position = 0
+        self._files[-1].preallocate(self._position, nbytes)
+        slot = Slot(self._files[-1], self._position, nbytes)
+        self._position += nbytes
+        self._used_bytes += nbytes
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        self._free.setdefault(slot.nbytes, []).append(slot)
+
+    def close(self) -> None:
+        """Remove the files; safe to repeat."""
+        self._close()
+
+
+def _close_all(engine: list[Any], files: list[StripedFile], runs: list[RunDirectory]) -> None:
+    while engine:
+        engine.pop().close()
+    while files:
+        files.pop().close()
+    while runs:
+        runs.pop().close()
+
+
+def give_back(first: int, nbytes: int) -> None:
+    if _libc.madvise(first, nbytes, _MADV_DONTNEED):
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot give back {nbytes} bytes of memory: {os.strerror(code)}")
+
+
+def use_counts(param: nn.Parameter) -> tuple[int, int, int]:
+    """Who refers to the parameter's tensor, to its storage's Python object, and to its storage."""
+    storage = param.untyped_storage()
+    return param._use_count(), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
 
 
 class PagedParameter(nn.Parameter):
-    """placeholder"""
+    """A parameter that was built under `outsize.init`. See Note [Paged in place]."""
+
+    pager: PageKeeper
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _run(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with _held([self], "copy.deepcopy", None), torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, built under outsize.init)"
+
+
+def page_in(param: nn.Parameter) -> torch.Tensor:
+    """The parameter's values, without gradient; one that was paged is a plain parameter from now on."""
+    if isinstance(param, PagedParameter):
+        param.pager.hand_over(param)
+    return param.detach()
+
+
+def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` with its paged arguments in memory."""
+    if not all(issubclass(kind, PagedParameter) for kind in types):
+        return _run_beside_others(func, args, kwargs)
+    found: list[PagedParameter] = []
+    _collect((args, kwargs), found)
+    params = {id(param): param for param in found}
+    target = args[0] if args else kwargs.get("tensor")
+    overwrites = func in _OVERWRITES and sum(param is target for param in found) == 1
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = f".{func.__self__.__name__}"
+    with torch._C.DisableTorchFunctionSubclass(), _held(params.values(), name, target if overwrites else None):
+        if func in _TO_NUMPY and not args[0].requires_grad:
+            args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
+        return func(*args, **kwargs)
+
+
+def _run_beside_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another guarded class takes part (a prepared model, say): show it plain aliases, so that its own guard runs."""
+    args, kwargs = tree_map_only(PagedParameter, lambda param: param.data, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _collect(value: Any, found: list[PagedParameter]) -> None:
+    if isinstance(value, PagedParameter):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), found)
+
+
+@contextmanager
+def _held(params: Iterable[PagedParameter], operation: str, overwritten: Any) -> Iterator[None]:
+    """Keep the parameters in memory; the values of `overwritten` are needed only if the operation fails."""
+    held: list[tuple[PageKeeper, PagedParameter, Page]] = []
+    failed = True
+    try:
+        for param in params:
+            held.append((param.pager, param, param.pager.hold(param, operation, param is overwritten)))
+        yield
+        failed = False
+    finally:
+        for pager, param, page in held:
+            pager.release(param, page, failed)

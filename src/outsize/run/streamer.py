@@ -100,6 +100,7 @@ class Streamer:
     def settle(self, unit: Unit) -> None:
         """Run the update that the unit still owes."""
         with self._lock:
+            self._check_running()
             if unit.pending:
                 self._bring(unit)
             elif unit.state is Residency.FETCHING:
@@ -139,12 +140,13 @@ class Streamer:
         try:
             unit.arrive()
         except BaseException as error:
-            self._stop(error)
+            self.stop(error)
             raise
         finally:
             self.wait_seconds += time.perf_counter() - began
 
-    def _stop(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
+        """The live state is no longer whole: refuse every further use of it."""
         if isinstance(error, Exception):
             self._stopped = self._stopped or error
 
@@ -195,7 +197,7 @@ class Streamer:
         try:
             unit.await_written()
         except BaseException as error:
-            self._stop(error)
+            self.stop(error)
             raise
         finally:
             self.wait_seconds += time.perf_counter() - began
@@ -213,7 +215,7 @@ class Streamer:
             try:
                 keeper.drop_if_written()
             except OSError as error:
-                self._stop(error)
+                self.stop(error)
                 raise
 
     def _flush_grads(self) -> bool:
@@ -222,7 +224,7 @@ class Streamer:
         try:
             return any(keeper.flush_and_drop() for keeper in self._keepers)
         except OSError as error:
-            self._stop(error)
+            self.stop(error)
             raise
         finally:
             self.wait_seconds += time.perf_counter() - began

@@ -1,0 +1,1 @@
+"""Commands that print the figures in `RESULTS.md`."""

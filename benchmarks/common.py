@@ -1,0 +1,108 @@
+"""What the benchmarks share: the machine in words, memory in use, plain direct I/O to compare with, and rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+
+IO_BYTES = 4 << 20
+IO_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: what was measured, the number, what it must reach, and whether it does."""
+
+    what: str
+    measured: str
+    target: str
+    reached: bool
+
+    def __str__(self) -> str:
+        return f"| {self.what} | {self.measured} | {self.target} | {'yes' if self.reached else 'NO'} |"
+
+
+def print_rows(rows: list[Row]) -> None:
+    print("| what | measured | must reach | reached |\n|---|---|---|---|")
+    for row in rows:
+        print(row)
+
+
+def machine() -> str:
+    """CPU, cores, memory and versions in one line."""
+    import torch
+
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    return f"{model}, {cores} cores, {memory:.0f} GiB, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakRss:
+    """`peak` is the kernel's own high-water mark of resident memory between entering and leaving."""
+
+    peak = 0
+
+    def __enter__(self) -> PeakRss:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        self.peak = int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def run_child(module: str, *arguments: str, timeout: int = 3600) -> dict[str, object]:
+    """Run a part of a benchmark in a process of its own; its last line of output is its result as JSON."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    result: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def plain_disk_bandwidth(path: Path, nbytes: int, mode: str, repeats: int = 3) -> float:
+    """Bytes a second of plain O_DIRECT preads and pwrites from threads: mode "read", "write" or "mixed" (half each)."""
+    count = nbytes // IO_BYTES
+    pages = [mmap(-1, IO_BYTES) for _ in range(IO_THREADS)]
+    for page in pages:
+        page.write(os.urandom(IO_BYTES))
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+
+    def one(index: int) -> None:
+        page = pages[index % IO_THREADS]
+        if mode == "write" or (mode == "mixed" and index % 2):
+            os.pwrite(fd, page, index * IO_BYTES)
+        else:
+            os.preadv(fd, [page], index * IO_BYTES)
+
+    rates = []
+    with ThreadPoolExecutor(IO_THREADS) as pool:
+        for _ in range(repeats):
+            began = time.perf_counter()
+            list(pool.map(one, range(count)))
+            rates.append(count * IO_BYTES / (time.perf_counter() - began))
+    os.close(fd)
+    return statistics.median(rates)

@@ -1,0 +1,148 @@
+"""The arrays of a unit at rest, read and written slab by slab whatever tier they are on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import final
+
+import torch
+
+from outsize.move.gradients import GradShard
+from outsize.move.memory import HostBuffer
+from outsize.move.shard import DTYPES, StateArray, UnitShard, page_range
+from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, chunk_ranges, slots_in
+
+SLAB_NUMEL = 1 << 20
+SLAB_BYTES = SLAB_NUMEL * 8
+"""Saving and loading hold one slab, whatever the size of the model."""
+
+
+class RestingArray(ABC):
+    """One array of a unit, settled: nothing of it is on its way."""
+
+    def __init__(self, unit: UnitLayout, layout: ArrayLayout) -> None:
+        self.unit = unit
+        self.layout = layout
+
+    @abstractmethod
+    def dtype(self, slot: Slot) -> torch.dtype:
+        """The dtype of the elements that belong to `slot`."""
+
+    @abstractmethod
+    def read(self, first: int, out: torch.Tensor) -> None:
+        """Fill `out` (uint8, whole pages) with the bytes from `first`. Blocks."""
+
+    @abstractmethod
+    def write(self, first: int, source: torch.Tensor) -> None:
+        """Store `source` (uint8, whole pages) at byte `first`. Blocks."""
+
+
+@final
+class Weights(RestingArray):
+    """The parameters. A gathered buffer is kept equal to the store behind it."""
+
+    def __init__(self, shard: UnitShard) -> None:
+        super().__init__(shard.layout, shard.param_layout)
+        self._params, self._buffer = shard.params, shard.buffer
+
+    def dtype(self, slot: Slot) -> torch.dtype:
+        return DTYPES[slot.dtype]
+
+    def read(self, first: int, out: torch.Tensor) -> None:
+        transfer = self._buffer.fetch(first, out) if self._params is None else self._params.read(first, out)
+        transfer.wait()
+
+    def write(self, first: int, source: torch.Tensor) -> None:
+        if self._params is not None:
+            self._params.write(first, source).wait()
+        if self._buffer.resident:
+            self._buffer.fill(first, source).wait()
+
+
+@final
+class States(RestingArray):
+    """One optimizer array, or the remainder."""
+
+    def __init__(self, shard: UnitShard, array: StateArray) -> None:
+        super().__init__(shard.layout, array.layout)
+        self._array = array
+
+    def dtype(self, slot: Slot) -> torch.dtype:
+        return self._array.dtype(slot.dtype)
+
+    def read(self, first: int, out: torch.Tensor) -> None:
+        self._array.store.read(first, out).wait()
+
+    def write(self, first: int, source: torch.Tensor) -> None:
+        self._array.store.write(first, source).wait()
+
+
+@final
+class Gradients(RestingArray):
+    """The gradients of a unit that rest on host or disk; read only, they are laid to rest by their keeper."""
+
+    def __init__(self, unit: UnitLayout, grads: GradShard) -> None:
+        super().__init__(unit, grads.contents)
+        self._grads = grads
+
+    def dtype(self, slot: Slot) -> torch.dtype:
+        return self._grads.dtype(slot)
+
+    def read(self, first: int, out: torch.Tensor) -> None:
+        self._grads.read(first, out)
+
+    def write(self, first: int, source: torch.Tensor) -> None:
+        raise NotImplementedError("gradients are laid to rest by their keeper")
+
+
+Sink = Callable[[Slot, int, torch.Tensor], None]
+"""Takes elements of a parameter: (slot, position of the first one, the elements, 1-D, valid until it returns)."""
+
+Source = Callable[[Slot, int, int], torch.Tensor]
+"""Gives the elements [start, end) of a parameter, 1-D, in the array's dtype."""
+
+
+def copy_out(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer, sink: Sink) -> None:
+    """Read the parts of an array that belong to the wanted parameters, in order of address."""
+    for start, end, parts in _chunks(array.unit, wanted):
+        first, nbytes = array.layout.span(start, end)
+        content = slab.bytes[:nbytes]
+        array.read(first, content)
+        for slot, low, high in parts:
+            sink(slot, low - slot.offset, _part(array, content, slot, start, low, high))
+
+
+def copy_in(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer, source: Source) -> None:
+    """Write the parts of an array that belong to the wanted parameters; others between them become zero."""
+    for start, end, parts in _chunks(array.unit, wanted):
+        first, nbytes = array.layout.span(start, end)
+        content = slab.bytes[:nbytes]
+        content.zero_()
+        for slot, low, high in parts:
+            piece = source(slot, low - slot.offset, high - slot.offset)
+            _part(array, content, slot, start, low, high).copy_(piece)
+        array.write(first, content)
+
+
+def _chunks(unit: UnitLayout, wanted: Mapping[str, object]) -> Iterator[tuple[int, int, list[tuple[Slot, int, int]]]]:
+    """(first element, end, parts of wanted parameters) of whole pages that hold any, a slab at a time."""
+    for segment in unit.segments:
+        for start, end in chunk_ranges(segment, SLAB_NUMEL):
+            parts = sorted(_parts(unit, wanted, segment, start, end), key=lambda part: part[1])
+            if parts:
+                low, high = page_range(parts[0][1], parts[-1][2])
+                yield low, high, parts
+
+
+def _parts(
+    unit: UnitLayout, wanted: Mapping[str, object], segment: Segment, start: int, end: int
+) -> Iterator[tuple[Slot, int, int]]:
+    for slot, low, high in slots_in(unit, start, end):
+        if slot.name in wanted and slot.dtype == segment.dtype:
+            yield slot, low, high
+
+
+def _part(array: RestingArray, content: torch.Tensor, slot: Slot, start: int, low: int, high: int) -> torch.Tensor:
+    offset, nbytes = array.layout.span(start, low)[1], array.layout.span(low, high)[1]
+    return content[offset : offset + nbytes].view(array.dtype(slot))

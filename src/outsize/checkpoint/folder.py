@@ -1,0 +1,153 @@
+"""A folder that appears at once: written beside its place under another name, synced, then renamed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import glob
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from outsize.checkpoint.files import naming
+from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+# Note [One instant]
+# The new folder is complete and on the disk before the rename. Where a checkpoint is replaced, old and new exchange
+# names in one system call, so at every instant the path holds a complete checkpoint, the old or the new. File systems
+# that cannot exchange (some network ones) get two renames: between them the old checkpoint lies beside its place under
+# a name that `locate` knows. A folder that a killed save left is removed by the next save: it is known by its name and
+# by a lock on it that the kernel released with the process.
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A fresh folder for the block to fill, which is then at `target`; on any error nothing is left of it."""
+    parent, name = target.parent, target.name
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(parent, name)
+    fresh = parent / f".{name}.new-{secrets.token_hex(6)}"
+    fresh.mkdir()
+    lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: its leftovers are the user's to remove
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield fresh
+        sync(fresh)
+        _publish(fresh, target)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and bring it to the disk."""
+    with naming(path, "writing"), open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a folder's list of names to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with naming(path, "syncing"):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise `FileExistsError` where a save would destroy anything but a checkpoint of ours."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(errno.EEXIST, "a file is in the way of the checkpoint; choose another path", str(target))
+    entries = {entry.name for entry in target.iterdir()}
+    ours = _files_of(target / MANIFEST_NAME)
+    if entries and ours is None:
+        raise FileExistsError(
+            errno.EEXIST,
+            "the directory is not an outsize checkpoint and is not overwritten; choose another",
+            str(target),
+        )
+    foreign = sorted(entries - (ours or set()))
+    if foreign:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"the checkpoint's directory also holds {', '.join(foreign[:10])}, which would be lost; move it away",
+            str(target),
+        )
+
+
+def locate(path: Path) -> Path:
+    """The folder to load: `path`, or what was there if a save was killed between its two renames."""
+    if path.exists():
+        return path
+    asides = sorted(path.parent.glob(f".{glob.escape(path.name)}.old-*"))
+    return asides[-1] if asides else path
+
+
+def _files_of(manifest: Path) -> set[str] | None:
+    """The names that a checkpoint's folder may hold; None if this is no manifest."""
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        return {MANIFEST_NAME, *content["files"]} if content["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _publish(fresh: Path, target: Path) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        os.rename(fresh, target)
+        sync(target.parent)
+    elif _exchange(fresh, target):
+        sync(target.parent)
+        shutil.rmtree(fresh, ignore_errors=True)
+    else:
+        aside = target.parent / f".{target.name}.old-{secrets.token_hex(6)}"
+        os.rename(target, aside)
+        try:
+            os.rename(fresh, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+        sync(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _remove_leftovers(parent: Path, name: str) -> None:
+    for entry in [*parent.glob(f".{glob.escape(name)}.new-*"), *parent.glob(f".{glob.escape(name)}.old-*")]:
+        if ".old-" in entry.name and not (parent / name).exists():
+            continue  # it is the only one: see Note [One instant]
+        with suppress(OSError):
+            fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                os.close(fd)

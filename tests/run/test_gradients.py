@@ -1,0 +1,384 @@
+"""Gradients at rest behave as the loop expects: accumulated, clipped, hooked, zeroed, read and replaced."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.run.grads import RestingGrad
+from tests.conftest import (
+    Pair,
+    Stack,
+    Workshop,
+    adamw,
+    assert_same_gradients,
+    batches,
+    gradients,
+    prepared,
+    squared_error,
+    train,
+    weights,
+)
+
+
+def backward(pair: Pair, data: list[Any]) -> None:
+    """One backward a batch on both models, nothing else."""
+    for model, _ in pair.both:
+        for batch in data:
+            squared_error(model, batch).backward()
+
+
+def test_gradients_are_those_of_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    assert_same_gradients(pair.model, pair.plain)
+
+
+def test_gradients_accumulate_over_several_backwards(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for start in range(0, 6, 3):
+            for batch in batches(6)[start : start + 3]:
+                (squared_error(model, batch) / 3).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_accumulated_bf16_gradients_are_added_in_fp32(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier, compute_dtype=torch.bfloat16)
+    single = copy.deepcopy(pair.plain).bfloat16()
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(3)]
+    total: dict[str, Tensor] = {}
+    for batch in data:
+        squared_error(pair.model, batch).backward()
+        squared_error(single, batch).backward()
+        for name, param in single.named_parameters():
+            grad = param.grad.float()
+            total[name] = total[name] + grad if name in total else grad
+        single.zero_grad()
+    for name, param in pair.model.named_parameters():
+        norm = torch.linalg.vector_norm(total[name])
+        assert torch.nn.utils.get_total_norm([param.grad]).item() == pytest.approx(norm.item(), rel=1e-6)
+    values = gradients(pair.model)
+    assert all(torch.equal(values[name], value.bfloat16()) for name, value in total.items())
+    pair.optimizer.step()
+    state = pair.optimizer.state_dict()["state"]
+    for index, value in enumerate(total.values()):  # the first exp_avg is a tenth of the gradient: its bits are fp32
+        torch.testing.assert_close(state[index]["exp_avg"], value * (1 - 0.9), rtol=1e-6, atol=0)
+
+
+def test_a_gradient_accumulates_onto_what_zero_grad_zeroed(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for _, optimizer in pair.both:
+        backward(pair, batches(1))
+        optimizer.zero_grad(set_to_none=False)
+        assert all(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+    pair.plain_optimizer.zero_grad(set_to_none=False)
+    backward(pair, batches(2))
+    assert_same_gradients(pair.model, pair.plain)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clipping_by_every_norm_is_that_of_torch(workshop: Workshop, tier: str, norm_type: float) -> None:
+    clip = {1.0: 5.0, 2.0: 0.3, float("inf"): 0.02}[norm_type]
+    workshop.pair(tier=tier).train(batches(4), clip=clip, norm_type=norm_type)
+
+
+def test_clipping_by_value_is_that_of_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(4):
+            squared_error(model, batch).backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_operations_on_gradients_apply_in_their_order(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, _ in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.3)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.005)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+        for param in model.parameters():
+            param.grad.div_(3.0)
+        squared_error(model, batches(2)[1]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)
+    assert_same_gradients(pair.model, pair.plain)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_the_total_norm_is_known(workshop: Workshop, tier: str, norm_type: float) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(2))
+    norms = [
+        torch.nn.utils.get_total_norm([param.grad for param in model.parameters()], norm_type).item()
+        for model, _ in pair.both
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_the_norm_of_one_gradient_is_known(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    norms = [[param.grad.norm().item() for param in model.parameters()] for model, _ in pair.both]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_error_if_nonfinite_of_clipping_works(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    (squared_error(pair.model, batches(1)[0]) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_gradients_survive_zero_grad_after_the_step_that_uses_them(workshop: Workshop) -> None:
+    """The update runs at the next fetch; what happens between must not reach it."""
+    pair = workshop.pair(tier="squeezed")
+    for model, optimizer in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e9
+            group["weight_decay"] = 1e9
+        optimizer.zero_grad(set_to_none=False)
+    pair.check()
+
+
+def test_a_second_step_on_the_same_gradients_repeats_the_update(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.step()
+    pair.check()
+
+
+def test_a_backward_between_step_and_zero_grad_accumulates(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(3):
+            squared_error(model, batch).backward()
+            optimizer.step()  # and never zero_grad
+    pair.check()
+    assert_same_gradients(pair.model, pair.plain)
+
+
+def test_tensor_hooks_change_the_gradient_that_is_used(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, _ in pair.both:
+        model.blocks[1].up.weight.register_hook(lambda grad: grad * 3)
+        model.head.bias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    pair.train(batches(3), clip=1.0)
+
+
+def test_post_accumulate_hooks_see_the_gradient(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    seen: list[list[float]] = [[], []]
+    for shown, (model, _) in zip(seen, pair.both, strict=True):
+
+        def hook(param: Tensor, shown: list[float] = shown) -> None:
+            shown.append(float(param.grad.abs().sum()))
+            param.grad.mul_(0.5)
+
+        model.blocks[2].down.weight.register_post_accumulate_grad_hook(hook)
+    pair.train(batches(3), clip=1.0)
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+def test_gradients_are_read_inside_gathered(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    weight, expected = pair.model.blocks[0].up.weight, pair.plain.blocks[0].up.weight.grad
+    with outsize.gathered(weight, grads=True):
+        torch.testing.assert_close(weight.grad, expected)
+        assert float(weight.grad.abs().max()) == pytest.approx(float(expected.abs().max()))
+
+
+def test_gradients_modified_inside_gathered_are_those_that_are_used(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    pair.plain.head.weight.grad.add_(1.0)
+    with outsize.gathered(pair.model.head.weight, grads=True, modify=True):
+        pair.model.head.weight.grad.add_(1.0)
+    for _, optimizer in pair.both:
+        optimizer.step()
+    pair.check()
+
+
+def test_a_gradient_set_by_the_user_is_used(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for param in model.parameters():
+            param.grad = torch.full(param.shape, 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_a_gradient_removed_by_the_user_leaves_its_parameter_alone(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    before = weights(pair.model)
+    for model, optimizer in pair.both:
+        for batch in batches(2):
+            squared_error(model, batch).backward()
+            model.head.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+    assert torch.equal(weights(pair.model)["head.weight"], before["head.weight"])
+
+
+def test_gradients_at_rest_take_no_memory_on_the_disk_tier(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="squeezed")
+    squared_error(pair.model, batches(1)[0]).backward()
+    assert all(isinstance(param.grad, RestingGrad) for param in pair.model.parameters())
+    prepared(pair.model).engine.streamer.make_room(1 << 30)
+    assert outsize.memory(pair.model).now["host/grads in flight"] == 0
+    squared_error(pair.plain, batches(1)[0]).backward()
+    assert_same_gradients(pair.model, pair.plain)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "squeezed"])
+def test_reading_a_gradient_at_rest_says_what_to_do(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    with pytest.raises(RuntimeError, match=r"head\.weight.*gathered\(param, grads=True\)"):
+        pair.model.head.weight.grad.sum()
+
+
+def test_retain_graph_and_two_backwards_add_up(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(2):
+            loss = squared_error(model, batch)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    found = []
+    for model, _ in pair.both:
+        params = list(model.parameters())
+        found.append(torch.autograd.grad(squared_error(model, batches(1)[0]), params))
+        assert all(param.grad is None for param in params)
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_the_gradient_of_the_input_is_that_of_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    found = []
+    for model, _ in pair.both:
+        x, y = batches(1)[0]
+        x = x.clone().requires_grad_()
+        squared_error(model, (x, y)).backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-8)
+
+
+def penalized(model: nn.Module, batch: Any) -> Tensor:
+    """A loss with the gradient of the input in it (WGAN-GP)."""
+    x, y = batch
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return (out - y).square().mean() + slope.square().mean()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_gradient_penalty_trains_as_in_torch(workshop: Workshop, tier: str, activations: str) -> None:
+    workshop.pair(tier=tier, activations=activations).train(batches(3), loss_of=penalized)
+
+
+def parameter_penalized(model: nn.Module, batch: Any) -> Tensor:
+    """A loss with the gradients of the parameters in it (MAML and the like)."""
+    loss = squared_error(model, batch)
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(slope.square().sum() for slope in slopes)
+
+
+def test_a_penalty_on_parameter_gradients_trains_as_in_torch(workshop: Workshop, tier: str) -> None:
+    workshop.pair(tier=tier, activations="keep").train(batches(3), loss_of=parameter_penalized)
+
+
+def test_a_forward_inside_gathered_trains_as_any_other(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(3):
+            if model is pair.model:
+                with outsize.gathered(model):
+                    squared_error(model, batch).backward()
+            else:
+                squared_error(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_a_penalty_on_weights_read_inside_gathered_reaches_them(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(2):
+            loss = squared_error(model, batch)
+            if model is pair.model:
+                with outsize.gathered(model.head):
+                    (loss + model.head.weight.square().sum()).backward()
+            else:
+                (loss + model.head.weight.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_gradients_of_a_sparse_embedding_are_refused_by_name(workshop: Workshop) -> None:
+    model = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workshop.prepare(model, optimizer, "disk")
+    with pytest.raises(TypeError, match=r"'0\.weight' is sparse"):
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
+
+
+def test_frozen_then_clipped_gradients_are_those_of_the_rest(workshop: Workshop, tier: str) -> None:
+    def frozen() -> nn.Module:
+        model = Stack()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    pair = workshop.pair(frozen, tier=tier)
+    trace = train(pair.model, pair.optimizer, batches(2), clip=0.1)
+    trace.close_to(train(pair.plain, pair.plain_optimizer, batches(2), clip=0.1))
+    assert pair.model.blocks[0].up.weight.grad is None
+
+
+def test_loss_scaling_by_hand_undone_before_the_step_changes_little(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(3):
+            (squared_error(model, batch) * 1024).backward()
+            for param in model.parameters():
+                param.grad.div_(1024)
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_an_optimizer_step_by_hand_needs_no_gradient_of_unused_units(workshop: Workshop, tier: str) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return model.blocks[1](batch[0]).square().mean()
+
+    pair = workshop.pair(optimizer=adamw, tier=tier)
+    pair.train(batches(3), loss_of=loss_of, clip=0.1)
