@@ -81,11 +81,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir=options.disk) as disk:
             result = measure(place, options, disk)
         first = first or result["tokens_per_second"]
-        print(
-            f"| {place} | {result['tokens_per_second']:,.0f} | {result['tokens_per_second'] / first:.0%} "
-            f"| {result['peak_device_gb']:.1f} GB | {result['step_seconds']:.2f} s | {result['waited_seconds']:.2f} s |",
-            flush=True,
-        )
+        speed, share = result["tokens_per_second"], result["tokens_per_second"] / first
+        seconds = f"{result['step_seconds']:.2f} s | {result['waited_seconds']:.2f} s"
+        print(f"| {place} | {speed:,.0f} | {share:.0%} | {result['peak_device_gb']:.1f} GB | {seconds} |", flush=True)
     return 0
 
 

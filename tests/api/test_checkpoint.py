@@ -1,4 +1,4 @@
-"""Saving and loading: going on after a load is, bit for bit, never having stopped. The oracle is the run that went on."""
+"""Going on after a load is, bit for bit, never having stopped; the oracle is the run that went on."""
 
 from __future__ import annotations
 
@@ -182,9 +182,7 @@ def test_units_may_be_cut_otherwise_and_disks_be_several(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_save_in_mid_accumulation_resumes_exactly(
-    kind: str, other: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_save_in_mid_accumulation_resumes_exactly(kind: str, other: str, dtype: torch.dtype, tmp_path: Path) -> None:
     first = Run(tmp_path, (kind, kind, kind), compute_dtype=dtype)
     second = Run(tmp_path, ("device", other, other), seed=1, compute_dtype=dtype)
     first.train(1)
@@ -443,7 +441,9 @@ def test_renamed_and_reshaped_parameters_are_listed(saved: tuple[Run, Path]) -> 
             region["shape"] = [20]
 
     edit(path, rename)
-    refused(run, path, ValueError, "missing parameters: embed.weight; .*unexpected parameters: other.weight; .*norm.bias")
+    refused(
+        run, path, ValueError, "missing parameters: embed.weight; .*unexpected parameters: other.weight; .*norm.bias"
+    )
 
 
 def test_another_dtype_is_listed(saved: tuple[Run, Path]) -> None:
@@ -464,7 +464,7 @@ def test_models_and_optimizers_that_are_not_the_prepared_ones_are_refused(saved:
     for call in (save, load, export):
         with pytest.raises(ValueError, match="not prepared"):
             call(path, plain)
-        with pytest.raises(ValueError, match="takes the model that was given to outsize.prepare"):
+        with pytest.raises(ValueError, match=r"takes the model that was given to outsize\.prepare"):
             call(path, run.model.blocks[0])
     for call in (save, load):
         with pytest.raises(ValueError, match="not the one that was prepared"):
@@ -481,7 +481,7 @@ def test_a_directory_that_is_no_checkpoint_is_never_overwritten(saved: tuple[Run
     with pytest.raises(FileExistsError, match=r"not an outsize checkpoint.*photos"):
         run.save(photos)
     (path / "notes.txt").write_text("precious")
-    with pytest.raises(FileExistsError, match="also holds notes.txt"):
+    with pytest.raises(FileExistsError, match=r"also holds notes\.txt"):
         run.save(path)
     (path.parent / "file").write_text("precious")
     with pytest.raises(FileExistsError, match="a file is in the way"):
@@ -536,9 +536,7 @@ def test_a_killed_save_is_swept_by_the_next_and_found_between_two_renames(saved:
     assert sorted(each.name for each in path.parent.iterdir()) == ["checkpoint", "disk"]
 
 
-def test_parents_are_created_and_short_writes_resumed(
-    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parents_are_created_and_short_writes_resumed(saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     run, path = saved
     expected = run.result()
     pwrite, preadv = os.pwrite, os.preadv
@@ -576,9 +574,11 @@ def test_another_program_can_read_a_checkpoint_with_json_and_numpy(saved: tuple[
         for name, record in content["parameters"].items():
             where = record["weight"]
             file = numpy.memmap(path / where["file"], numpy.uint8) if numpy.prod(where["shape"]) else b""
-            values = numpy.frombuffer(file, where["dtype"], int(numpy.prod(where["shape"])), where["offset"]) if len(
-                file
-            ) else numpy.zeros(0, where["dtype"])
+            values = (
+                numpy.frombuffer(file, where["dtype"], int(numpy.prod(where["shape"])), where["offset"])
+                if len(file)
+                else numpy.zeros(0, where["dtype"])
+            )
             expected = run.model.get_parameter(name).detach()
             assert torch.equal(torch.tensor(values).reshape(where["shape"]), expected), name
 
@@ -593,9 +593,10 @@ def peak_of(call: Any) -> int:
     return peak - before
 
 
+@pytest.mark.slow
 def test_memory_of_save_load_and_export_is_a_slab_whatever_the_model(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])  # 100 MiB of weights, 4 MiB a unit
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])  # 64 MiB of weights, 4 MiB a unit
     (tmp_path / "disk").mkdir()
     fields = {"params": "disk", "grads": "disk", "states": "disk", "disk": tmp_path / "disk", "host_memory": "32MiB"}
     optimizer = torch.optim.AdamW(model.parameters())
@@ -604,8 +605,8 @@ def test_memory_of_save_load_and_export_is_a_slab_whatever_the_model(tmp_path: P
     optimizer.step()
     save(tmp_path / "warm", model, optimizer)
     export(tmp_path / "warm-weights", model, max_shard_size="4MiB")
-    slab, staging, slack = 8 << 20, 32 << 20, 16 << 20
-    bound = slab + 2 * (4 << 20) + staging + slack
+    unit, slab, shard, slack = 4 << 20, 8 << 20, 8 << 20, 8 << 20
+    bound = slab + 3 * unit + slack  # of 256 MiB of state and gradients
     assert peak_of(lambda: save(tmp_path / "checkpoint", model, optimizer)) <= bound
     assert peak_of(lambda: load(tmp_path / "checkpoint", model, optimizer)) <= bound
-    assert peak_of(lambda: export(tmp_path / "weights", model, max_shard_size="8MiB")) <= bound + (8 << 20)
+    assert peak_of(lambda: export(tmp_path / "weights", model, max_shard_size=shard)) <= bound + shard

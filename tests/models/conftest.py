@@ -252,10 +252,15 @@ def everything_on_disk(tmp_path: Path) -> dict[str, Any]:
 def twins(everything_on_disk: dict[str, Any]) -> Callable[..., Twins]:
     """`twins("llama", activations="keep")`: the model of the zoo on disk beside its plain twin."""
 
-    def make(name: str, build: dict[str, Any] | None = None, **fields: Any) -> Twins:
+    def make(
+        name: str,
+        build: dict[str, Any] | None = None,
+        change: Callable[[nn.Module], nn.Module] = lambda model: model,
+        **fields: Any,
+    ) -> Twins:
         torch.manual_seed(0)
         case = ZOO[name]
-        return Twins(case.build(**build or {}), case.batch, case.eps, **everything_on_disk | {"host_memory": case.host_memory} | fields)
+        return Twins(change(case.build(**build or {})), case.batch, case.eps, **everything_on_disk | {"host_memory": case.host_memory} | fields)
 
     return make
 

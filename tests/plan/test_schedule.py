@@ -445,7 +445,7 @@ def test_cut_passes_leave_any_interleaving_accepted(
 
 def test_forgotten_orders_are_released() -> None:
     def alive() -> int:
-        return sum(isinstance(thing, schedule_module._Order) for thing in gc.get_objects())
+        return sum(type(thing) is schedule_module._Order for thing in gc.get_objects())
 
     gc.collect()
     before = alive()

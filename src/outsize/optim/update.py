@@ -129,19 +129,19 @@ class UpdateStep(Step):
 
     def _grads_from_disk(self) -> bool:
         grads = self._shard.grads
-        if grads is None or grads.store is None:
-            return False
-        met = slots_in(self._shard.layout, self._start, self._end)
-        return any(slot.name in self._pending and not self._pending[slot.name].ops.zero for slot, _, _ in met)
+        return grads is not None and grads.store is not None and self._grads_rest()
+
+    def _grads_rest(self) -> bool:
+        """Whether the update needs a gradient from the unit's gradient shard."""
+        met = [self._pending.get(slot.name) for slot, _, _ in slots_in(self._shard.layout, self._start, self._end)]
+        return any(owed is not None and owed.loose is None and not owed.ops.zero for owed in met)
 
     def _begin_grads(self, free: list[torch.Tensor]) -> list[Transfer]:
         grads = self._shard.grads
-        if grads is None:
+        if grads is None or not self._grads_rest():
             return []
         if grads.store is None:
             self._bytes["grads"] = grads.view(self._start, self._end)
-            return []
-        if not self._grads_from_disk():
             return []
         first, nbytes = grads.span(self._start, self._end)
         self._bytes["grads"] = free.pop()[:nbytes]

@@ -161,23 +161,36 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _run(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return func(*args, **kwargs)
-    outer = _top_hooks(True) if _top_hooks is not None else None
+    saving = _Saving(gate, _top_hooks(True) if _top_hooks is not None else None)
+    with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
+        return func(*args, **kwargs)
 
-    def pack(tensor: torch.Tensor) -> Any:
-        key = gate.key_of(tensor)
+
+class _Saving:
+    """What one operation saves for the backward: views of gathered buffers as references that bring the unit back."""
+
+    __slots__ = ("_gate", "_outer")
+
+    def __init__(self, gate: Gate, outer: Any) -> None:
+        self._gate = gate
+        self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
+
+    def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+        key = self._gate.key_of(tensor)
         if key is not None:
             return key, tensor
-        return (None, tensor) if outer is None else (None, outer[0](tensor))
+        return None, tensor if self._outer is None else self._outer[0](tensor)
 
-    def unpack(packed: tuple[int | None, Any]) -> torch.Tensor:
+    def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
         key, content = packed
-        if key is not None:
-            return gate.bring_back(key, content)
-        restored: torch.Tensor = content if outer is None else outer[1](content)
-        return restored
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return func(*args, **kwargs)
+        if key is None:
+            restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
+            return restored
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            # create_graph: what this node saves for a further backward needs the same care. Autograd takes the hooks
+            # away again when the node has run.
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)  # type: ignore[attr-defined]
+        return self._gate.bring_back(key, content)
 
 
 def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

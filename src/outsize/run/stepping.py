@@ -199,9 +199,10 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for unit in self._engine.units:
+            self._engine.streamer.settle(unit)  # the first update makes the state
             for name, param in unit.parameters.items():
                 state = unit.shard.slot_states.get(name)
-                if name in unit.pending or (state is not None and state.initialised):
+                if state is not None and state.initialised:
                     yield param
 
     def __len__(self) -> int:

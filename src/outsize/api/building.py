@@ -1,0 +1,436 @@
+"""`init`: while it is active, parameters that are not in use wait on disk, so any model can be built in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from outsize.api.survey import find_budgets
+from outsize.config import Config, make_config
+from outsize.move.disk import DiskDirectoryError
+from outsize.move.memory import PAGE_BYTES, Ledger
+from outsize.plan.layout import round_up
+from outsize.plan.sizes import format_bytes
+from outsize.run.paging import (
+    MIN_PAGED_BYTES,
+    Owner,
+    Page,
+    PagedParameter,
+    PageFile,
+    Place,
+    give_back,
+    use_counts,
+)
+
+ACCOUNT = "host/parameters"
+LOADER_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
+
+# Note [How parameters are noticed]
+# Every parameter is made by `nn.Parameter.__new__`: by constructors, copies, unpickling, `from_pretrained`, on any
+# thread. The new parameter changes its class in place and passes every later operation to its pager. Nothing else of
+# torch needs to change; `register_parameter` only tells the pager what errors should call the parameter. The loader
+# of transformers reads all weights ahead in a thread pool, which would fill the memory; its environment variable
+# makes it read them one by one.
+
+
+@final
+class Pager:
+    """Keeps the parameters of a model under construction within `budget` bytes of memory. Thread-safe."""
+
+    def __init__(self, budget: int, disk: PageFile | None) -> None:
+        self.ledger = Ledger()
+        self.ledger.add(ACCOUNT, 0)
+        self._budget = budget
+        self._disk = disk
+        self._building = True
+        self._paging = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._owners: dict[int, Owner] = {}  # by the parameter's id
+        self._pages: dict[int, Page] = {}  # by the storage's identity, least recently used first
+        self._leaving: deque[Page] = deque()
+        self._dead: deque[tuple[int, weakref.ref[nn.Parameter]]] = deque()
+        self._class: Any = type("PagedParameter", (PagedParameter,), {"pager": self})
+        self._unshared = use_counts(nn.Parameter(torch.empty(1, device="cpu")))
+
+    # ---------------------------------------------------------------------------------- while the model is built
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Page a new parameter from now on. Raises `ValueError` if the model does not fit."""
+        if type(param) is not nn.Parameter or param.device.type != "cpu" or param.layout is not torch.strided:
+            return
+        with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._reap()
+            self._track(param, "(unnamed)")
+            param.__class__ = self._class
+
+    def name(self, param: nn.Parameter | None, name: str) -> None:
+        """What error messages call the parameter."""
+        owner = self._owners.get(id(param))
+        if owner is not None and owner.ref() is param:
+            owner.name = name
+
+    def hold(self, param: nn.Parameter, operation: str, overwrites: bool) -> Page:
+        with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._reap()
+            self._check_building(param, operation)
+            page = self._owners[id(param)].page
+            self._pages[page.key] = self._pages.pop(page.key)
+            page.holds += 1
+            try:
+                whole = len(page.owners) == 1 and param.numel() * param.element_size() == page.nbytes
+                self._bring_in(page, param, read=not (overwrites and whole))
+            except BaseException:
+                page.holds -= 1
+                raise
+            return page
+
+    def release(self, param: nn.Parameter, page: Page, failed: bool) -> None:
+        with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            page.holds -= 1
+            unread, page.unread = page.unread, False
+            if unread and failed:
+                self._read(page, param)
+            if not page.holds_values_of(param):  # the operation gave it another storage
+                name = self._owners[id(param)].name
+                self._disown(id(param))
+                self._track(param, name)
+
+    def finish(self, failed: bool) -> None:
+        """The model is built. Parameters that fit are plain from now on; the others wait on disk for `hand_over`."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._reap()
+            self._building = False
+            try:
+                if self._paging and not failed:
+                    self._start_leaving(self.ledger.now[ACCOUNT])
+                while self._leaving:
+                    self._finish_leaving(drop=not failed)
+            finally:
+                for page in [page for page in self._pages.values() if page.place is Place.MEMORY]:
+                    self._make_plain(page)
+                self._close_if_empty()
+
+    # ---------------------------------------------------------------------------------- after the model is built
+
+    def hand_over(self, param: nn.Parameter) -> None:
+        with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._reap()
+            page = self._owners[id(param)].page
+            if self._building:
+                raise RuntimeError("outsize.prepare was called inside the outsize.init block; leave the block first")
+            if page.place is Place.DISK:
+                self._read(page, param)
+                page.place = Place.MEMORY
+                self.ledger.add(ACCOUNT, page.length)
+            self._make_plain(page)
+            self._close_if_empty()
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _check_building(self, param: nn.Parameter, operation: str) -> None:
+        what = f"parameter {self._owners[id(param)].name!r} (shape {tuple(param.shape)})"
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{operation}: {what} is built under outsize.init by another process, not by this fork")
+        if not self._building:
+            raise RuntimeError(
+                f"{operation}: {what} was built under outsize.init and its values are on disk; call "
+                f"outsize.prepare(model, optimizer) first"
+            )
+
+    def _track(self, param: nn.Parameter, name: str) -> None:
+        fresh = Page.of(param)
+        page = self._pages.setdefault(fresh.key, fresh)
+        key = id(param)
+        owner = Owner(weakref.ref(param, lambda ref: self._on_death(key, ref)), page, name)
+        self._owners[key] = owner
+        page.owners.append(owner)
+        if page is fresh:
+            self.ledger.add(ACCOUNT, page.nbytes)
+            page.holds += 1
+            try:
+                self._make_room(0)
+            except BaseException:
+                self._disown(key)
+                param.__class__ = nn.Parameter
+                raise
+            page.holds -= 1
+
+    def _bring_in(self, page: Page, param: nn.Parameter, read: bool) -> None:
+        if page.place is Place.LEAVING:
+            self._leaving.remove(page)
+            self._stay(page)
+        if page.place is Place.DISK:
+            self._make_room(page.length)
+            if read:
+                self._read(page, param)
+            page.unread = not read
+            page.place = Place.MEMORY
+            self.ledger.add(ACCOUNT, page.length)
+
+    def _read(self, page: Page, param: nn.Parameter) -> None:
+        assert page.slot is not None
+        page.slot.file.read(page.slot.start, page.inside(param)).wait()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let pages leave until `nbytes` more fit. Once the model is too large, writes start ahead of the need."""
+        limit = self._budget - nbytes
+        if self.ledger.now[ACCOUNT] <= limit and not self._paging:
+            return
+        while self._leaving and self._leaving[0].transfer is not None and self._leaving[0].transfer.done():
+            self._finish_leaving()
+        leaving = sum(page.length for page in self._leaving)
+        self._start_leaving(self.ledger.now[ACCOUNT] - leaving - (limit - self._budget // 4))
+        while self.ledger.now[ACCOUNT] > limit:
+            if not self._leaving:
+                self._refuse(nbytes)
+            self._finish_leaving()
+
+    def _refuse(self, nbytes: int) -> None:
+        needed = format_bytes(self.ledger.now[ACCOUNT] + nbytes)
+        budget = format_bytes(self._budget)
+        if self._disk is None:
+            raise ValueError(
+                f"the parameters built so far take {needed} but host_memory is {budget} and there is no disk; pass "
+                f"disk='/path/on/a/fast/drive' to outsize.init, or raise host_memory"
+            )
+        raise ValueError(
+            f"parameters of {needed} are in use at the same time but host_memory is {budget}; raise host_memory, or "
+            f"build smaller parameters and keep no aliases of them (views, .data, NumPy arrays, gradient graphs)"
+        )
+
+    def _start_leaving(self, nbytes: int) -> None:
+        """Start to write pages, least recently used first, until they make up `nbytes`."""
+        if self._disk is None or nbytes <= 0:
+            return
+        for page in list(self._pages.values()):
+            param = page.owners[0].ref()
+            if param is None or not self._can_leave(page):
+                continue
+            self._paging = True
+            if page.slot is None:
+                page.slot = self._disk.take(page.length)
+            page.bytes = page.inside(param)
+            page.transfer = page.slot.file.write(page.slot.start, page.bytes)
+            page.place = Place.LEAVING
+            self._leaving.append(page)
+            nbytes -= page.length
+            if nbytes <= 0:
+                return
+
+    def _can_leave(self, page: Page) -> bool:
+        """Whether only paged parameters reach the page. See Note [Paged in place]."""
+        if page.place is not Place.MEMORY or page.holds or not page.length:
+            return False
+        for owner in page.owners:
+            param = owner.ref()
+            if param is None or not page.holds_values_of(param):
+                return False
+            param_uses, storage_references, storage_uses = use_counts(param)
+            if (param_uses, storage_references, storage_uses - len(page.owners) + 1) != self._unshared:
+                return False
+        return True
+
+    def _finish_leaving(self, drop: bool = True) -> None:
+        page = self._leaving.popleft()
+        self._stay(page)
+        if drop:
+            page.give_back()
+            page.place = Place.DISK
+            self.ledger.remove(ACCOUNT, page.length)
+
+    def _stay(self, page: Page) -> None:
+        """Wait for the page's write; its values are in memory whether that succeeded or not."""
+        transfer, page.transfer = page.transfer, None
+        assert transfer is not None
+        try:
+            transfer.wait()
+        finally:
+            page.bytes = None
+            page.place = Place.MEMORY
+
+    def _make_plain(self, page: Page) -> None:
+        for owner in list(page.owners):
+            param = owner.ref()
+            if param is not None:
+                self._disown(id(param))
+                param.__class__ = nn.Parameter
+
+    def _disown(self, key: int) -> None:
+        """The parameter is no longer paged; its page goes with the last one."""
+        owner = self._owners.pop(key)
+        page = owner.page
+        page.owners.remove(owner)
+        if page.owners:
+            return
+        if page.place is Place.LEAVING:
+            self._leaving.remove(page)
+            with contextlib.suppress(OSError):
+                self._stay(page)
+        del self._pages[page.key]
+        self.ledger.remove(ACCOUNT, page.nbytes - (page.length if page.place is Place.DISK else 0))
+        if page.slot is not None and self._disk is not None:
+            self._disk.give(page.slot)
+
+    def _on_death(self, key: int, ref: weakref.ref[nn.Parameter]) -> None:
+        """Runs where the last reference goes, perhaps while the lock is held: then its next holder reaps."""
+        self._dead.append((key, ref))
+        if not self._building and self._lock.acquire(blocking=False):
+            try:
+                self._reap()
+                self._close_if_empty()
+            finally:
+                self._lock.release()
+
+    def _reap(self) -> None:
+        while self._dead:
+            key, ref = self._dead.popleft()
+            owner = self._owners.get(key)
+            if owner is not None and owner.ref is ref:
+                self._disown(key)
+
+    def _close_if_empty(self) -> None:
+        if not self._owners and self._disk is not None:
+            self._disk.close()
+
+
+@final
+class init:
+    """Build a model in bounded memory: `with outsize.init(host_memory="4GiB", disk="/mnt/nvme"): model = Model()`.
+
+    Takes the fields of `outsize.Config`; parameters stay within `host_memory`, the rest is on `disk`. The model is
+    built on the CPU whatever `device` says. Leave the block, then call `outsize.prepare`. Parameters that fit in
+    `host_memory` are plain ones after the block; of the others only the metadata can be read until `prepare`.
+    Raises `ValueError` with the numbers if the parameters do not fit, `RuntimeError` if nested or used again.
+    """
+
+    _active: ClassVar[init | None] = None
+
+    def __init__(self, config: Config | None = None, **fields: Any) -> None:
+        self.config = make_config(config, fields)
+        budgets = find_budgets(self.config)
+        for directory in self.config.directories:
+            _check_writable(directory)
+        disk = PageFile(self.config.directories, budgets.disk) if budgets.disk is not None else None
+        self._pager = Pager(budgets.host, disk)
+        self._used = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that parameters took of the memory at any time in the block."""
+        return self._pager.ledger.peak[ACCOUNT]
+
+    def __enter__(self) -> init:
+        if init._active is not None:
+            raise RuntimeError("outsize.init is active already; blocks of it cannot be nested: build in the outer one")
+        if self._used:
+            raise RuntimeError("this outsize.init was used already; make a new one: with outsize.init(...): ...")
+        self._used = True
+        init._active = self
+        self._variable = os.environ.get(LOADER_VARIABLE)
+        os.environ[LOADER_VARIABLE] = "1"
+        self._replaced = [
+            _replace(nn.Parameter, "__new__", _making(self._pager)),
+            _replace(nn.Module, "register_parameter", _naming(self._pager)),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for owner, name, original in self._replaced:
+            setattr(owner, name, original)
+        if self._variable is None:
+            os.environ.pop(LOADER_VARIABLE, None)
+        else:
+            os.environ[LOADER_VARIABLE] = self._variable
+        init._active = None
+        self._pager.finish(failed=error is not None)
+
+
+def _replace(owner: type, name: str, replacement: Any) -> tuple[type, str, Any]:
+    original = owner.__dict__[name]
+    setattr(owner, name, replacement)
+    return owner, name, original
+
+
+def _making(pager: Pager) -> Any:
+    original = nn.Parameter.__new__
+
+    @functools.wraps(original)
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if cls is not nn.Parameter and not issubclass(cls, PagedParameter):
+            return original(cls, data, requires_grad)
+        if isinstance(data, PagedParameter):
+            data = data.data  # an alias: the two share one page
+        elif type(data) is torch.Tensor:
+            data = _out_of_mapped_file(data)
+        param = original(nn.Parameter, data, requires_grad)
+        pager.adopt(param)
+        return param
+
+    return staticmethod(new)
+
+
+def _naming(pager: Pager) -> Any:
+    original = nn.Module.register_parameter
+
+    @functools.wraps(original)
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        pager.name(param, f"{type(self).__name__}.{name}")
+
+    return register_parameter
+
+
+def _check_writable(directory: Path) -> None:
+    if not os.access(directory, os.W_OK | os.X_OK):
+        message = "cannot write to the disk directory; name one that is writable"
+        raise DiskDirectoryError(errno.EACCES, message, str(directory))
+
+
+def _out_of_mapped_file(tensor: torch.Tensor) -> torch.Tensor:
+    """Weights that a loader maps from a file are copied, and the file's pages given back where they are unmodified."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < MIN_PAGED_BYTES or storage.resizable() or not _is_private_file(storage.data_ptr()):
+        return tensor
+    copied = tensor.detach().clone()
+    nbytes = tensor.numel() * tensor.element_size()
+    first = round_up(tensor.data_ptr(), PAGE_BYTES)
+    length = (tensor.data_ptr() + nbytes) // PAGE_BYTES * PAGE_BYTES - first
+    if tensor.is_contiguous() and length > 0 and _is_unmodified(first, length):
+        give_back(first, length)
+    return copied
+
+
+def _is_private_file(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, inode = line.split(maxsplit=5)[:5]
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= address < high:
+            return permissions[3] == "p" and inode != "0"
+    return False
+
+
+_PRESENT, _OF_FILE, _SWAPPED = 1 << 63, 1 << 61, 1 << 62
+
+
+def _is_unmodified(first: int, length: int) -> bool:
+    """Whether the memory's pages are still the file's own (a private mapping copies those that are written)."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(first // PAGE_BYTES * 8)
+        entries = memoryview(pagemap.read(length // PAGE_BYTES * 8)).cast("Q")
+    return all(not entry & (_PRESENT | _SWAPPED) or bool(entry & _OF_FILE and entry & _PRESENT) for entry in entries)
