@@ -1,8 +1,10 @@
 """outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM."""
 
+from outsize.api.exporting import export
 from outsize.api.gather import gathered
 from outsize.api.planning import plan
 from outsize.api.public import memory, prepare
+from outsize.api.saving import load, save
 from outsize.config import Config, presets
 
-__all__ = ["Config", "gathered", "memory", "plan", "prepare", "presets"]
+__all__ = ["Config", "export", "gathered", "load", "memory", "plan", "prepare", "presets", "save"]

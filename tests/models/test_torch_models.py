@@ -25,7 +25,8 @@ class Translator(nn.Module):
         self.head = nn.Linear(WIDTH, 64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0))  # [rows, length, 64]
+        encoded = self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0)
+        return self.head(encoded).masked_fill((ids == 0)[..., None], 0.0)  # [rows, length, 64]
 
 
 def block(before: int, after: int) -> nn.Module:

@@ -278,6 +278,28 @@ def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(workshop:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
 
+def test_autograd_grad_fills_in_zeros_for_unused_parameters(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    out = pair.model.blocks[0](batches(1)[0][0]).sum()
+    head, up = pair.model.head.weight, pair.model.blocks[0].up.weight
+    grads = torch.autograd.grad(out, [head, up], retain_graph=True, materialize_grads=True)
+    assert torch.equal(grads[0], torch.zeros(4, 16))
+    assert grads[1].abs().sum() > 0
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(out, [head, up])
+
+
+def test_backward_with_inputs_fills_only_their_gradients(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        for batch in batches(2):
+            squared_error(model, batch).backward(inputs=[model.head.weight, model.blocks[1].up.bias])
+            assert model.head.bias.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
 def test_the_gradient_of_the_input_is_that_of_torch(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     found = []

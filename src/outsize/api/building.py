@@ -1,4 +1,4 @@
-"""`init`: while it is active, parameters that are not in use wait on disk, so any model can be built in bounded memory."""
+"""`init`: while it is active, parameters that are not in use wait on disk: any model is built in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from torch import nn
 from outsize.api.survey import find_budgets
 from outsize.config import Config, make_config
 from outsize.move.disk import DiskDirectoryError
-from outsize.move.memory import PAGE_BYTES, Ledger
-from outsize.plan.layout import round_up
+from outsize.move.memory import Ledger
 from outsize.plan.sizes import format_bytes
 from outsize.run.paging import (
-    MIN_PAGED_BYTES,
     Owner,
     Page,
     PagedParameter,
     PageFile,
     Place,
-    give_back,
+    out_of_mapped_file,
     use_counts,
 )
 
@@ -375,7 +373,7 @@ def _making(pager: Pager) -> Any:
         if isinstance(data, PagedParameter):
             data = data.data  # an alias: the two share one page
         elif type(data) is torch.Tensor:
-            data = _out_of_mapped_file(data)
+            data = out_of_mapped_file(data)
         param = original(nn.Parameter, data, requires_grad)
         pager.adopt(param)
         return param
@@ -398,39 +396,3 @@ def _check_writable(directory: Path) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
         message = "cannot write to the disk directory; name one that is writable"
         raise DiskDirectoryError(errno.EACCES, message, str(directory))
-
-
-def _out_of_mapped_file(tensor: torch.Tensor) -> torch.Tensor:
-    """Weights that a loader maps from a file are copied, and the file's pages given back where they are unmodified."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
-        return tensor
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < MIN_PAGED_BYTES or storage.resizable() or not _is_private_file(storage.data_ptr()):
-        return tensor
-    copied = tensor.detach().clone()
-    nbytes = tensor.numel() * tensor.element_size()
-    first = round_up(tensor.data_ptr(), PAGE_BYTES)
-    length = (tensor.data_ptr() + nbytes) // PAGE_BYTES * PAGE_BYTES - first
-    if tensor.is_contiguous() and length > 0 and _is_unmodified(first, length):
-        give_back(first, length)
-    return copied
-
-
-def _is_private_file(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, _, _, inode = line.split(maxsplit=5)[:5]
-        low, high = (int(end, 16) for end in span.split("-"))
-        if low <= address < high:
-            return permissions[3] == "p" and inode != "0"
-    return False
-
-
-_PRESENT, _OF_FILE, _SWAPPED = 1 << 63, 1 << 61, 1 << 62
-
-
-def _is_unmodified(first: int, length: int) -> bool:
-    """Whether the memory's pages are still the file's own (a private mapping copies those that are written)."""
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        pagemap.seek(first // PAGE_BYTES * 8)
-        entries = memoryview(pagemap.read(length // PAGE_BYTES * 8)).cast("Q")
-    return all(not entry & (_PRESENT | _SWAPPED) or bool(entry & _OF_FILE and entry & _PRESENT) for entry in entries)

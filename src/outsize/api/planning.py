@@ -33,7 +33,7 @@ def plan(
         if prepared is not None:
             return plan_of(prepared.survey)
     arrays = rule_for(optimizer).arrays if optimizer is not None else ADAMW_ARRAYS
-    return plan_of(survey(model, optimizer, made, arrays))
+    return plan_of(survey(model, optimizer, made, arrays, dry=True))
 
 
 def plan_of(found: Survey) -> Plan:

@@ -10,6 +10,7 @@ from torch import nn
 from outsize.api.assemble import Prepared, assemble, prepared_of
 from outsize.api.views import MemoryReport, memory_of
 from outsize.config import Config, make_config
+from outsize.run.paging import page_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -17,12 +18,23 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def prepare(
     model: ModelT, optimizer: torch.optim.Optimizer | None = None, config: Config | None = None, **fields: Any
 ) -> tuple[ModelT, torch.optim.Optimizer | None]:
+    """Make the model train within the budgets, in place; returns the same two objects.
+
+    Parameters keep their identity, shape and dtype (`compute_dtype` casts them); their values, gradients and optimizer
+    state move to their tiers (ZeRO-Infinity, Rajbhandari et al. 2021, section 5). `optimizer` may be None for a model
+    that is only run. Fields are those of `Config`; keywords override `config`.
+
+    Raises `ValueError` or `TypeError` before anything is moved: for values that make no sense, an optimizer over other
+    parameters, parameters that cannot be trained, budgets that do not hold the model, a model that is already prepared.
+    Raises `OSError` with the path for a disk directory that cannot be used.
+    """
     made = make_config(config, fields)
     check_arguments(model, optimizer)
+    check_one_rank()
     for name, param in model.named_parameters():
         if prepared_of(param) is not None:
             raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
-    assemble(model, optimizer, made, lambda param: param.detach())
+    assemble(model, optimizer, made, page_in)
     return model, optimizer
 
 
@@ -31,6 +43,14 @@ def check_arguments(model: object, optimizer: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def check_one_rank() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"torch.distributed runs {distributed.get_world_size()} ranks; this version of outsize trains on one rank"
+        )
 
 
 def require(model: nn.Module) -> Prepared:

@@ -111,17 +111,24 @@ def _restore(
         if optimizer is not None:
             checkpoint.load_state(unit.shard)
             _restore_gradients(prepared, checkpoint, unit)
-    with torch.no_grad():
-        for name, (value, _) in buffers.items():
-            stored = checkpoint.manifest.buffers.get(name)
-            if stored is not None and stored.region.shape == tuple(value.shape):
-                value.copy_(checkpoint.data.read(stored.region))
-            else:
-                logger.warning("buffer %r, which is not persistent, is not in the checkpoint; it stays as it is", name)
+    _restore_buffers(checkpoint, buffers)
     if optimizer is not None:
         for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
             group.update(hyper)
         restore_rng(checkpoint.rng, prepared.config.compute_device)
+
+
+def _restore_buffers(checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
+    """Persistent buffers were checked to match; of the others those that do are restored too."""
+    for name, (value, persistent) in buffers.items():
+        stored = checkpoint.manifest.buffers.get(name)
+        region = stored.region if stored is not None else None
+        same = region is not None and (region.shape, region.dtype) == (tuple(value.shape), value.dtype)
+        if region is not None and (persistent or same):
+            with torch.no_grad():
+                value.copy_(checkpoint.data.read(region))
+        else:
+            logger.info("buffer %r, which is not persistent, does not match the checkpoint and stays as it is", name)
 
 
 def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:

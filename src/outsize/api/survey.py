@@ -51,9 +51,16 @@ class Survey:
 
 
 def survey(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, arrays: tuple[str, ...]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    arrays: tuple[str, ...],
+    dry: bool = False,
 ) -> Survey:
-    """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit."""
+    """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit.
+
+    A `dry` survey trusts `disk_space`: the disk that it plans for may be another machine's.
+    """
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to prepare")
@@ -64,7 +71,7 @@ def survey(
         else frozenset(name for name, param in parameters.items() if param.requires_grad)
     )
     infos = {name: _info(name, param, config, name in optimized) for name, param in parameters.items()}
-    budgets = find_budgets(config)
+    budgets = find_budgets(config, dry)
     tree = _tree("", model, names, set())
     cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
     layouts = lay_out(cuts, infos)
@@ -145,7 +152,7 @@ def _bytes_of(layout: UnitLayout, infos: dict[str, ParamInfo], arrays: int, opti
     return UnitBytes(layout.name or "model", layout.param_bytes, grads, states)
 
 
-def find_budgets(config: Config) -> Budgets:
+def find_budgets(config: Config, dry: bool = False) -> Budgets:
     """The budgets in bytes; what the user did not name follows from what is free."""
     host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN)
     device = config.device_memory
@@ -156,7 +163,10 @@ def find_budgets(config: Config) -> Budgets:
         host = min(int(host), int(device)) if device is not None else host
         device = None
     disk = None
-    if config.directories:
+    if dry and config.disk_space is not None:
+        assert isinstance(config.disk_space, int)
+        disk = config.disk_space
+    elif config.directories:
         disk = int(free_bytes(config.directories) * DISK_MARGIN)
         if config.disk_space is not None:
             assert isinstance(config.disk_space, int)

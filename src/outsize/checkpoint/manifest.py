@@ -110,6 +110,9 @@ class ParameterRecord:
             raise ValueError("the arrays of one parameter have different shapes")
         if record.remainder is not None and (record.dtype, record.remainder.dtype) != (torch.bfloat16, torch.int16):
             raise ValueError("a remainder belongs to a bfloat16 weight and is int16")
+        others = [*record.state.values(), *([record.grad.region] if record.grad is not None else [])]
+        if not all(region.dtype.is_floating_point for region in others):
+            raise ValueError("optimizer state and gradients are floating-point")
         return record
 
 

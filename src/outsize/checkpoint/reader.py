@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,13 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         folder = locate(path)
         if not folder.exists():
-            raise FileNotFoundError(2, "there is no checkpoint", str(path))
+            raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(path))
         file = folder / MANIFEST_NAME
         if not file.is_file():
             raise FileNotFoundError(
-                2, "not a complete checkpoint: the manifest is written last and is missing; load another one", str(file)
+                errno.ENOENT,
+                "not a complete checkpoint: the manifest is written last and is missing; load another one",
+                str(file),
             )
         try:
             with naming(file, "reading"):

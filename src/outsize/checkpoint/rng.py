@@ -16,34 +16,46 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
     }
-    numpy: Any = sys.modules.get("numpy")
+    numpy = _numpy()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64), *map(_plain, rest))
+        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
+def check_rng(states: dict[str, Any]) -> None:
+    """Raise whatever `restore_rng` would raise for these states; the generators stay as they are."""
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(_python_state(states))
+    numpy = _numpy()
+    if numpy is not None and "numpy" in states:
+        numpy.random.RandomState().set_state(_numpy_state(states))
+    if "cuda" in states and states["cuda"].dtype is not torch.uint8:
+        raise ValueError(f"the state of the CUDA generator is {states['cuda'].dtype}")
+
+
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
     """Set the generators that were captured; one that this process has not got is left out."""
     torch.set_rng_state(states["torch"])
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    numpy: Any = sys.modules.get("numpy")
+    random.setstate(_python_state(states))
+    numpy = _numpy()
     if numpy is not None and "numpy" in states:
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, keys.tolist(), *rest))
+        numpy.random.set_state(_numpy_state(states))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def check_rng(states: Any) -> None:
-    """Raise `ValueError` for what `capture_rng` cannot have made."""
-    words = states["python"][1]
-    if states["torch"].shape != torch.get_rng_state().shape or len(words) != len(random.getstate()[1]):
-        raise ValueError("the states of the random number generators have another size")
+def _numpy() -> Any:
+    return sys.modules.get("numpy")
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+def _python_state(states: dict[str, Any]) -> Any:
+    version, words, gauss = states["python"]
+    return version, tuple(words.tolist()), gauss
+
+
+def _numpy_state(states: dict[str, Any]) -> Any:
+    name, keys, *rest = states["numpy"]
+    return name, keys.tolist(), *rest

@@ -6,6 +6,7 @@ gate, which brings its unit in, or raises a clear error where the values may not
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
@@ -88,6 +89,33 @@ _COMPUTE = {torch.nn.functional.linear, torch.nn.functional.embedding, torch.nn.
 _top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward that names parameters: they go in as edges of the graph, so that none of their values is asked for."""
+    given = dict(zip(inspect.signature(func).parameters, args, strict=False)) | kwargs
+    inputs = given.get("inputs")
+    materialize = given.get("materialize_grads", False)
+    with torch._C.DisableTorchFunctionSubclass():
+        given = {name: _unguarded(value, name == "inputs") for name, value in given.items()}
+    if materialize:
+        given |= {"materialize_grads": False, "allow_unused": True}
+    result = func(**given)
+    if not materialize:
+        return result
+    zeros = (torch.zeros_like(each, requires_grad=given.get("create_graph", False)) for each in inputs or ())
+    return tuple(zero if grad is None else grad for grad, zero in zip(result, zeros, strict=True))
+
+
+def _unguarded(value: Any, edges: bool) -> Any:
+    if type(value) in (list, tuple):
+        return tuple(_unguarded(each, edges) for each in value)
+    if not isinstance(value, (GuardedView, GuardedParameter)):
+        return value
+    return torch.autograd.graph.get_gradient_edge(value) if edges else value.as_subclass(torch.Tensor)
+
+
 class GuardedView(torch.Tensor):
     """A tensor that views a gathered buffer: as careful as the parameter it came from."""
 
@@ -143,6 +171,8 @@ def guarded_classes(gate: Gate) -> tuple[type[GuardedParameter], type[GuardedVie
 
 def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, which has a guarded tensor among its arguments."""
+    if func in _AUTOGRAD:
+        return _differentiate(func, args, kwargs)
     writes = _written(func, args, kwargs)
     name = getattr(func, "__name__", str(func))
     with torch._C.DisableTorchFunctionSubclass():
@@ -187,10 +217,15 @@ class _Saving:
             restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
             return restored
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            # create_graph: what this node saves for a further backward needs the same care. Autograd takes the hooks
-            # away again when the node has run.
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)  # type: ignore[attr-defined]
+            self._watch_node()
         return self._gate.bring_back(key, content)
+
+    def _watch_node(self) -> None:
+        """create_graph: what the running node saves for a further backward needs the same care."""
+        outer = _top_hooks(True) if _top_hooks is not None else None
+        if outer is None or not isinstance(getattr(outer[0], "__self__", None), _Saving):
+            saving = _Saving(self._gate, outer)  # autograd takes these hooks away again when the node has run
+            torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)  # type: ignore[attr-defined]
 
 
 def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

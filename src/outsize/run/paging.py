@@ -113,7 +113,7 @@ class Page:
     def inside(self, param: nn.Parameter) -> torch.Tensor:
         """The bytes that can go to disk, as uint8 [length]."""
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return empty.set_(param.untyped_storage(), self.first - self.address, (self.length,), (1,))  # type: ignore[call-overload,no-any-return]
+        return empty.set_(param.untyped_storage(), self.first - self.address, (self.length,), (1,))
 
     def give_back(self) -> None:
         """The memory's pages go; its address stays. See Note [Paged in place]."""
@@ -231,7 +231,7 @@ class PagedParameter(nn.Parameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, built under outsize.init)"
 
 
@@ -289,3 +289,39 @@ def _held(params: Iterable[PagedParameter], operation: str, overwritten: Any) ->
     finally:
         for pager, param, page in held:
             pager.release(param, page, failed)
+
+
+def out_of_mapped_file(tensor: torch.Tensor) -> torch.Tensor:
+    """Weights that a loader maps from a file are copied, and the file's pages given back where they are unmodified."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < MIN_PAGED_BYTES or storage.resizable() or not _is_private_file(storage.data_ptr()):
+        return tensor
+    copied = tensor.detach().clone()
+    nbytes = tensor.numel() * tensor.element_size()
+    first = round_up(tensor.data_ptr(), PAGE_BYTES)
+    length = (tensor.data_ptr() + nbytes) // PAGE_BYTES * PAGE_BYTES - first
+    if tensor.is_contiguous() and length > 0 and _is_unmodified(first, length):
+        give_back(first, length)
+    return copied
+
+
+def _is_private_file(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, inode = line.split(maxsplit=5)[:5]
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= address < high:
+            return permissions[3] == "p" and inode != "0"
+    return False
+
+
+_PRESENT, _OF_FILE, _SWAPPED = 1 << 63, 1 << 61, 1 << 62
+
+
+def _is_unmodified(first: int, length: int) -> bool:
+    """Whether the memory's pages are still the file's own (a private mapping copies those that are written)."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(first // PAGE_BYTES * 8)
+        entries = memoryview(pagemap.read(length // PAGE_BYTES * 8)).cast("Q")
+    return all(not entry & (_PRESENT | _SWAPPED) or bool(entry & _OF_FILE and entry & _PRESENT) for entry in entries)
