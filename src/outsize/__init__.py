@@ -1,5 +1,6 @@
 """outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM."""
 
+from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered
 from outsize.api.planning import plan
@@ -7,4 +8,4 @@ from outsize.api.public import memory, prepare
 from outsize.api.saving import load, save
 from outsize.config import Config, presets
 
-__all__ = ["Config", "export", "gathered", "load", "memory", "plan", "prepare", "presets", "save"]
+__all__ = ["Config", "export", "gathered", "init", "load", "memory", "plan", "prepare", "presets", "save"]

@@ -166,7 +166,8 @@ def whisper(**extra: Any) -> nn.Module:
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     rest = {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_target_positions": 64, "dropout": 0.0}
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes | layers | ends | rest | extra))
+    config = transformers.WhisperConfig(**sizes | layers | ends | rest | extra)
+    return transformers.WhisperForConditionalGeneration(config)
 
 
 ZOO = {
@@ -260,7 +261,8 @@ def twins(everything_on_disk: dict[str, Any]) -> Callable[..., Twins]:
     ) -> Twins:
         torch.manual_seed(0)
         case = ZOO[name]
-        return Twins(change(case.build(**build or {})), case.batch, case.eps, **everything_on_disk | {"host_memory": case.host_memory} | fields)
+        model = change(case.build(**build or {}))
+        return Twins(model, case.batch, case.eps, **everything_on_disk | {"host_memory": case.host_memory} | fields)
 
     return make
 

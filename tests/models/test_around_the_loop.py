@@ -255,7 +255,13 @@ def test_trains_under_the_trainer(twins: Make, tmp_path: Any) -> None:
     losses = []
     for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
         arguments = transformers.TrainingArguments(
-            str(tmp_path / "run"), max_steps=3, per_device_train_batch_size=2, save_strategy="no", report_to=[]
+            str(tmp_path / "run"),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            dataloader_pin_memory=False,
         )
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
         losses.append(trainer.train().training_loss)

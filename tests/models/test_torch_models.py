@@ -99,6 +99,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_like_torch_with_everything_on_disk(

@@ -79,7 +79,7 @@ class Pager:
         if owner is not None and owner.ref() is param:
             owner.name = name
 
-    def hold(self, param: nn.Parameter, operation: str, overwrites: bool) -> Page:
+    def hold(self, param: nn.Parameter, operation: str, fills: bool) -> Page:
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._reap()
             self._check_building(param, operation)
@@ -87,8 +87,7 @@ class Pager:
             self._pages[page.key] = self._pages.pop(page.key)
             page.holds += 1
             try:
-                whole = len(page.owners) == 1 and param.numel() * param.element_size() == page.nbytes
-                self._bring_in(page, param, read=not (overwrites and whole))
+                self._bring_in(page, param, read=not (fills and page.is_whole(param)))
             except BaseException:
                 page.holds -= 1
                 raise
@@ -98,7 +97,7 @@ class Pager:
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             page.holds -= 1
             unread, page.unread = page.unread, False
-            if unread and failed:
+            if unread and (failed or param._version == page.version):
                 self._read(page, param)
             if not page.holds_values_of(param):  # the operation gave it another storage
                 name = self._owners[id(param)].name
@@ -173,7 +172,7 @@ class Pager:
             self._make_room(page.length)
             if read:
                 self._read(page, param)
-            page.unread = not read
+            page.unread, page.version = not read, 0 if read else param._version
             page.place = Place.MEMORY
             self.ledger.add(ACCOUNT, page.length)
 

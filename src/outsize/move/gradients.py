@@ -138,9 +138,9 @@ class GradShard:
 
     def open(self, live: Collection[str]) -> None:
         """Make `flat` hold the contents. `live` names the gradients at rest that are still wanted."""
-        if self.in_memory:
-            return
         wanted = self.at_rest & set(live)
+        if self.in_memory and (wanted or not self.wide or self.store is not None):
+            return
         self.at_rest = wanted
         if not wanted:
             self.wide = False

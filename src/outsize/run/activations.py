@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 _top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -53,7 +55,12 @@ def _filled_cache(value: Any) -> bool:
 
 
 def can_recompute(module: nn.Module) -> bool:
-    """Whether a second forward changes nothing: no running statistics anywhere in the module."""
-    return not any(
-        isinstance(each, nn.modules.batchnorm._BatchNorm) and each.track_running_stats for each in module.modules()
-    )
+    """Whether a second forward changes nothing: no running statistics, no power iteration, anywhere in the module."""
+    return not any(_changes_itself(each) for each in module.modules())
+
+
+def _changes_itself(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._NormBase):  # batch and instance norms
+        return module.track_running_stats
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)

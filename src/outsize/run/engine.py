@@ -40,7 +40,7 @@ class Engine:
     """Implements the gate of the parameters and the frames of the modules.
 
     A unit stays gathered as long as a frame holds it: the outermost running forward of a module that lies in the unit,
-    else the innermost running forward. In the backward it stays while autograd works on it (a pin) and may go when its
+    else the innermost running forward. In the backward it stays while the node runs that uses it, and may go when its
     gradients are complete.
     """
 
@@ -64,6 +64,7 @@ class Engine:
         self._frames: list[Frame] = []
         self._thread = 0
         self._task = -1
+        self._node: object = None  # the node that autograd runs
         self._nodes: dict[str, object] = {}  # autograd's nodes of the running forward. See Note [Borrowed nodes].
         self._hooks: dict[str, weakref.ref[object]] = {}
         self._watched: set[int] = set()
@@ -92,8 +93,7 @@ class Engine:
             self.streamer.acquire(unit)
             self._hold(unit)
         elif in_backward():
-            self._watch_backward()
-            self.streamer.acquire(unit)
+            self._acquire_for_node(unit)
         elif unit.holds or unit.always_resident:
             self.streamer.bring(unit)
         else:
@@ -107,17 +107,24 @@ class Engine:
 
     def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
         unit = self._by_key[key]
+        self._acquire_for_node(unit)
+        return view.detach()
+
+    def _acquire_for_node(self, unit: Unit) -> None:
+        """Bring the unit in for the node that autograd runs, beside the other units that the same node uses."""
         self._watch_backward()
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node = node
+            self.streamer.in_node.clear()
         self.streamer.acquire(unit)
-        alias = view.detach()
-        unit.pin(alias)
-        return alias
+        self.streamer.in_node.add(unit)
 
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
         raise RuntimeError(
-            f"parameter {self.name_of(tensor)!r} is managed by outsize: it cannot be {what}, its values may be on disk; "
-            f"use outsize.save or outsize.export, or `with outsize.gathered(param):` and "
-            f"`param.detach().clone()` to copy values"
+            f"parameter {self.name_of(tensor)!r} is managed by outsize, so it cannot be {what}: its values may be on "
+            f"disk. Use outsize.save or outsize.export, or copy values with `with outsize.gathered(param):` and "
+            f"`param.detach().clone()`"
         )
 
     def name_of(self, tensor: torch.Tensor, unit: Unit | None = None) -> str:
@@ -212,6 +219,7 @@ class Engine:
 
     def _gradient_arrived(self, name: str, *_: object) -> None:
         self._watch_backward()
+        self.streamer.in_node.clear()  # the node that used the weights has run
         unit = self._home[name]
         keeper = self.keepers[unit.index]
         if keeper.completed_by(name):
@@ -227,6 +235,8 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._task = -1
+        self._node = None
+        self.streamer.in_node.clear()
         self._return_nodes()
         for keeper in self.keepers:
             if keeper.collecting:

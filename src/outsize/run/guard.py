@@ -35,7 +35,7 @@ class Gate(Protocol):
         ...
 
     def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
-        """For the backward: bring the unit in and keep it while the returned alias of `view` lives."""
+        """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`."""
         ...
 
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:

@@ -161,6 +161,8 @@ class GradKeeper:
             if self._writing is not None:  # what is being written must not change under the write
                 self._writing.written.wait()
                 self._writing = None
+            if shard.wide:
+                shard.open(self._live())  # fp32 sums that nobody wants any more make room for plain gradients
             return
         if shard.store is not None:
             self._make_room(shard.nbytes)

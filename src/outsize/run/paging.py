@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from outsize.move.disk import RunDirectory, StripedFile, open_engine
-from outsize.move.memory import PAGE_BYTES
+from outsize.move.memory import HUGE_BYTES, PAGE_BYTES
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
@@ -38,29 +38,26 @@ FILE_BYTES = 1 << 30
 # NumPy array, a storage object) lives or autograd has saved the parameter. The use counts of the tensor and of its
 # storage tell; what they are for an unshared parameter differs between versions of torch and is measured.
 
-_OVERWRITES = {
-    torch.Tensor.normal_,
-    torch.Tensor.uniform_,
-    torch.Tensor.zero_,
-    torch.Tensor.fill_,
-    torch.Tensor.copy_,
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.constant_,
-    nn.init.kaiming_uniform_,
-}
-"""Operations that replace every value of their first argument (or raise): the old values need not be read."""
+# Note [Values that nobody reads]
+# Filling operations replace every value of their target, so the old ones are not read from disk: models are often
+# initialised twice, by their layers and then by themselves. Should the operation fail or write nothing after all (the
+# target's version counter tells), the old values are read then.
+
+_INITS = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
+_FILLS = _INITS | {getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "copy_")}
+_INIT_NAMES = {function.__name__ for function in _INITS}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_DONTNEED = 4
+_MADV_HUGEPAGE = 14
 
 
 class PageKeeper(Protocol):
     """What a paged parameter asks of its pager."""
 
-    def hold(self, param: nn.Parameter, operation: str, overwrites: bool) -> Page:
-        """Bring the values in and keep them until `release`; raises if the model is built already."""
+    def hold(self, param: nn.Parameter, operation: str, fills: bool) -> Page:
+        """Keep the parameter in memory until `release`; raises if the model is built already."""
         ...
 
     def release(self, param: nn.Parameter, page: Page, failed: bool) -> None:
@@ -90,7 +87,8 @@ class Page:
     length: int
     place: Place = Place.MEMORY
     holds: int = 0
-    unread: bool = False  # the operation under way replaces all values; those on disk were not read
+    unread: bool = False  # See Note [Values that nobody reads]
+    version: int = 0  # of the parameter whose values are unread
     slot: Slot | None = None
     transfer: Transfer | None = None
     bytes: torch.Tensor | None = None  # uint8 [length]; keeps the storage alive while it is written
@@ -110,6 +108,11 @@ class Page:
         storage = param.untyped_storage()
         return (storage._cdata, storage.data_ptr(), storage.nbytes()) == (self.key, self.address, self.nbytes)
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        """Whether what replaces all values of this parameter replaces all of the page, countably."""
+        alone = len(self.owners) == 1 and not param.is_inference()
+        return alone and param.numel() * param.element_size() == self.nbytes
+
     def inside(self, param: nn.Parameter) -> torch.Tensor:
         """The bytes that can go to disk, as uint8 [length]."""
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -118,6 +121,8 @@ class Page:
     def give_back(self) -> None:
         """The memory's pages go; its address stays. See Note [Paged in place]."""
         give_back(self.first, self.length)
+        if self.length >= 2 * HUGE_BYTES:  # they come back faster in huge pages; not all kernels have them
+            _libc.madvise(self.first, self.length, _MADV_HUGEPAGE)
 
 
 @final
@@ -231,7 +236,7 @@ class PagedParameter(nn.Parameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, built under outsize.init)"
 
 
@@ -250,14 +255,21 @@ def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _collect((args, kwargs), found)
     params = {id(param): param for param in found}
     target = args[0] if args else kwargs.get("tensor")
-    overwrites = func in _OVERWRITES and sum(param is target for param in found) == 1
+    fills = _is_fill(func) and sum(param is target for param in found) == 1
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}"
-    with torch._C.DisableTorchFunctionSubclass(), _held(params.values(), name, target if overwrites else None):
+    with torch._C.DisableTorchFunctionSubclass(), _held(params.values(), name, target if fills else None):
         if func in _TO_NUMPY and not args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
         return func(*args, **kwargs)
+
+
+def _is_fill(func: Any) -> bool:
+    """See Note [Values that nobody reads]. Transformers puts functions of its own in the place of torch's."""
+    if func in _FILLS:
+        return True
+    return getattr(func, "__name__", "") in _INIT_NAMES and getattr(func, "__module__", "") == "transformers.initialization"
 
 
 def _run_beside_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,13 +289,13 @@ def _collect(value: Any, found: list[PagedParameter]) -> None:
 
 
 @contextmanager
-def _held(params: Iterable[PagedParameter], operation: str, overwritten: Any) -> Iterator[None]:
-    """Keep the parameters in memory; the values of `overwritten` are needed only if the operation fails."""
+def _held(params: Iterable[PagedParameter], operation: str, filled: Any) -> Iterator[None]:
+    """Keep the parameters in memory while an operation runs, which replaces the values of `filled`."""
     held: list[tuple[PageKeeper, PagedParameter, Page]] = []
     failed = True
     try:
         for param in params:
-            held.append((param.pager, param, param.pager.hold(param, operation, param is overwritten)))
+            held.append((param.pager, param, param.pager.hold(param, operation, param is filled)))
         yield
         failed = False
     finally:

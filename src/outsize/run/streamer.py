@@ -54,6 +54,7 @@ class Streamer:
         self._ledger = ledger
         self._lock = threading.RLock()
         self.last: Unit | None = None
+        self.in_node: set[Unit] = set()  # what the running node of a backward uses
         self._stopped: BaseException | None = None
         self._warned = False
 
@@ -208,7 +209,7 @@ class Streamer:
 
     def _evictable(self, unit: Unit) -> bool:
         idle = unit.state is Residency.RESIDENT and not unit.always_resident and not unit.holds
-        return idle and unit is not self.last and not unit.pinned
+        return idle and unit is not self.last and unit not in self.in_node
 
     def _drop_written_grads(self) -> None:
         for keeper in self._keepers:

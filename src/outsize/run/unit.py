@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from enum import Enum
 from typing import final
@@ -11,8 +10,6 @@ import torch
 
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.shard import Pending, UnitShard, Updater, read_steps
-
-MAX_PINS = 64
 
 
 class Residency(Enum):
@@ -39,7 +36,6 @@ class Unit:
         self.pending: Pending = {}
         self.holds = 0
         self.writable = 0
-        self._pins: list[weakref.ref[torch.Tensor]] = []
         self._job: Job | None = None
 
     @property
@@ -102,20 +98,9 @@ class Unit:
     def release(self) -> None:
         """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""
         self._expect(Residency.RESIDENT)
-        assert not self.always_resident and not self.holds and not self.pinned and self.written
+        assert not self.always_resident and not self.holds and self.written
         self.shard.buffer.drop()
         self.state = Residency.AT_REST
-
-    def pin(self, view: torch.Tensor) -> None:
-        """Keep the values as long as `view`, which autograd works on, lives."""
-        if len(self._pins) >= MAX_PINS:
-            self._pins = [pin for pin in self._pins if pin() is not None]
-        self._pins.append(weakref.ref(view))
-
-    @property
-    def pinned(self) -> bool:
-        self._pins = [pin for pin in self._pins if pin() is not None]
-        return bool(self._pins)
 
     def _unwritten(self) -> tuple[Job, ...]:
         return () if self._job is None or (self._job.written.done() and not self._job.broken) else (self._job,)

@@ -1,0 +1,453 @@
+"""What goes wrong is said with the name, the numbers and the remedy, and nothing is lost."""
+
+import copy
+import errno
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import outsize
+from tests.conftest import Pair, Stack, Workshop, adamw, batches, gradients, prepared, squared_error, train
+
+
+class Boom(Exception):
+    """Raised by the user's code."""
+
+
+def fail(*_: Any) -> None:
+    raise Boom
+
+
+# -- mistakes in prepare: nothing has happened ---------------------------------------------------------------------
+
+
+def refused(model: nn.Module, optimizer: torch.optim.Optimizer | None, match: str, **fields: Any) -> None:
+    """`prepare` raises and the model still works."""
+    before = {name: type(param) for name, param in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError), match=match):
+        outsize.prepare(model, optimizer, **fields)
+    assert {name: type(param) for name, param in model.named_parameters()} == before
+
+
+def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256))
+    refused(
+        model, adamw(model), r"unit '1.*' needs 5.* KiB.*host_memory is 5.* KiB; raise host_memory to at least",
+        host_memory="500KiB", device="cpu",
+    )  # fmt: skip
+
+
+def test_a_model_that_fits_nowhere_says_what_to_add() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(64)])
+    refused(model, adamw(model), r"do not fit host_memory=.* no disk is given; pass disk=", host_memory="1MiB")
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "read-only"])
+def test_an_unusable_disk_directory_is_named(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "place"
+    if kind == "file":
+        place.write_text("x")
+    elif kind == "read-only":
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere")
+        place.mkdir(mode=0o555)
+    model = Stack()
+    refused(model, adamw(model), str(place), disk=place, params="disk", host_memory="64MiB")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(workshop: Workshop) -> None:
+    model = Stack()
+    fields = workshop.fields("disk", disk_space="100KiB")
+    refused(model, adamw(model), r"do not fit the disk: 100.0 KiB may be used there", **fields)
+    assert not os.listdir(workshop.disk)
+
+
+def test_a_full_disk_in_prepare_leaves_the_model_usable(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = Stack()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        outsize.prepare(model, adamw(model), **workshop.fields("disk"))
+    assert str(workshop.disk) in str(caught.value)
+    assert not os.listdir(workshop.disk)
+    squared_error(model, batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"host_memroy": "1GiB"}, "host_memroy.*did you mean 'host_memory'"),
+        ({"host_memory": -1}, "host_memory is -1"),
+        ({"host_memory": "lots"}, "host_memory is 'lots'"),
+        ({"params": "tape"}, "params is 'tape'; it must be one of"),
+        ({"params": "disk"}, "params='disk' needs a directory"),
+        ({"activations": "offload"}, "activations='offload' is not available"),
+        ({"stage": 4}, "stage is 4"),
+        ({"units": "nowhere"}, "units names 'nowhere'"),
+        ({"device": "moon"}, "device is 'moon'"),
+        ({"compute_dtype": torch.int8}, "compute_dtype is torch.int8"),
+    ],
+    ids=str,
+)
+def test_unknown_fields_and_values_are_refused(fields: dict[str, Any], match: str) -> None:
+    model = Stack()
+    refused(model, adamw(model), match, **fields)
+
+
+def test_what_is_no_model_or_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not list"):
+        outsize.prepare([], None)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, not dict"):
+        outsize.prepare(Stack(), {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameters"):
+        outsize.prepare(nn.ReLU())
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    refused(Stack(), adamw(Stack()), "parameter group 0 holds a parameter of shape .* not in the model")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float16])
+def test_parameters_that_cannot_be_trained_are_named(dtype: torch.dtype) -> None:
+    model = Stack()
+    model.odd = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=dtype is not torch.int64)
+    refused(model, adamw(model), "parameter 'odd' is (torch.)?(complex64|int64|float16)")
+
+
+def test_parameters_on_the_meta_device_are_named() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    refused(model, adamw(model), r"parameter 'blocks\.0\.norm\.weight' is on the meta device")
+
+
+def test_lazy_modules_are_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    refused(model, None, r"parameter '0\.(weight|bias)' of a lazy module")
+
+
+def test_preparing_twice_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    with pytest.raises(ValueError, match="already prepared"):
+        outsize.prepare(pair.model, pair.optimizer)
+    pair.train(batches(2))
+
+
+# -- mistakes around the loop --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "squeezed"])
+def test_a_parameter_read_at_rest_is_named_with_the_remedy(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with pytest.raises(RuntimeError, match=r"parameter 'head\.weight' is at rest .* outsize\.gathered"):
+        pair.model.head.weight.sum()
+    with pytest.raises(RuntimeError, match="at rest"):
+        pair.model.head.weight.detach().numpy()
+    with pytest.raises(RuntimeError, match="at rest"):
+        pair.model.head.weight.data.mean()
+    pair.train(batches(2))
+
+
+def test_everything_but_the_values_is_readable_at_rest(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    mine, theirs = pair.model.head.weight, pair.plain.head.weight
+    assert (mine.shape, mine.dtype, mine.device, mine.numel()) == (theirs.shape, theirs.dtype, theirs.device, 64)
+    assert mine.requires_grad and mine.is_leaf and mine.grad is None and mine.ndim == 2 and len(mine) == 4
+    assert "head" in str(pair.model) and "4, 16" in repr(mine)
+    assert torch.zeros_like(mine).shape == theirs.shape
+    assert sum(param.numel() for param in pair.model.parameters()) == sum(p.numel() for p in pair.plain.parameters())
+    assert mine in {mine} and (mine is pair.model.head.weight)
+
+
+def test_a_write_outside_gathered_modify_is_refused(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    weight = pair.model.head.weight
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"'head\.weight' is written in place by 'fill_'"):
+            weight.fill_(0)
+        with pytest.raises(RuntimeError, match="written in place"), outsize.gathered(weight):
+            weight.zero_()
+        with pytest.raises(RuntimeError, match="written in place"), outsize.gathered(weight):
+            weight[0] = 1
+        with pytest.raises(RuntimeError, match="written in place"), outsize.gathered(weight):
+            torch.mul(weight, 2, out=weight)
+        with pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
+            weight.data = torch.zeros(4, 16)
+        with pytest.raises(RuntimeError, match="written in place"):
+            nn.init.zeros_(weight)
+    pair.train(batches(2))
+
+
+def test_a_write_inside_a_forward_is_refused(workshop: Workshop, tier: str) -> None:
+    class Writes(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.head.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    pair = workshop.pair(Writes, tier=tier)
+    with pytest.raises(RuntimeError, match=r"'head\.weight' is written in place by 'clamp_'"):
+        pair.model(batches(1)[0][0])
+
+
+@pytest.mark.parametrize("what", ["deepcopy", "pickle", "torch.save"])
+def test_copies_and_pickles_are_refused_with_the_remedy(workshop: Workshop, tmp_path: Path, what: str) -> None:
+    pair = workshop.pair(tier="disk")
+    actions: dict[str, Any] = {
+        "deepcopy": lambda: copy.deepcopy(pair.model.head.weight),
+        "pickle": lambda: pickle.dumps(pair.model.head.weight),
+        "torch.save": lambda: torch.save([pair.model.head.weight], tmp_path / "model.pt"),
+    }
+    with pytest.raises(RuntimeError, match=r"'head\.weight' is managed by outsize.*outsize\.save"):
+        actions[what]()
+    pair.train(batches(2))
+
+
+def test_deepcopy_of_the_model_is_refused_with_the_remedy(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    with pytest.raises(RuntimeError, match=r"outsize\.save"):
+        copy.deepcopy(pair.model)
+    pair.train(batches(2))
+
+
+@pytest.mark.parametrize("move", ["half", "double", "bfloat16", "to dtype", "to meta", "share_memory"])
+def test_moves_of_a_prepared_model_are_refused_with_the_remedy(workshop: Workshop, move: str) -> None:
+    pair = workshop.pair(tier="disk")
+    actions: dict[str, Any] = {
+        "half": pair.model.half,
+        "double": pair.model.double,
+        "bfloat16": pair.model.bfloat16,
+        "to dtype": lambda: pair.model.to(torch.float64),
+        "to meta": lambda: pair.model.to("meta"),
+        "share_memory": pair.model.share_memory,
+    }
+    with pytest.raises(RuntimeError, match=r"cannot be moved or cast"):
+        actions[move]()
+    pair.train(batches(2))
+
+
+@pytest.mark.parametrize("move", ["half", "to dtype"])
+def test_moves_of_a_part_of_a_prepared_model_are_refused(workshop: Workshop, move: str) -> None:
+    pair = workshop.pair(tier="disk")
+    part = pair.model.blocks[0]
+    with pytest.raises(RuntimeError):
+        part.half() if move == "half" else part.to(torch.float64)
+    pair.train(batches(2))
+
+
+def test_moves_that_change_nothing_are_let_through(workshop: Workshop) -> None:
+    model = workshop.pair(tier="disk").model
+    assert model.to("cpu") is model
+    assert model.to(torch.float32) is model
+    assert model.to(device="cpu", dtype=torch.float32) is model
+    assert model.to(torch.zeros(1)) is model
+
+
+def test_a_step_without_gradients_is_refused_and_changes_nothing(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        pair.optimizer.step()
+    pair.train(batches(2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_after_a_loss_that_is_not_finite_is_refused_and_changes_nothing(
+    workshop: Workshop, tier: str, value: float
+) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(2))
+    (squared_error(pair.model, batches(1)[0]) * value).backward()
+    with pytest.raises(FloatingPointError, match=r"gradient of 'blocks\.0\..*' is not finite .*Nothing was updated"):
+        pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.train(batches(3))
+
+
+def test_one_gradient_that_is_not_finite_is_named(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    squared_error(pair.model, batches(1)[0]).backward()
+    pair.model.head.bias.grad = torch.tensor([0.0, float("nan"), 0.0, 0.0])
+    with pytest.raises(FloatingPointError, match=r"'head\.bias' is not finite \(1 of"):
+        pair.optimizer.step()
+
+
+def test_adding_a_parameter_group_after_prepare_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    with pytest.raises(RuntimeError, match="give the optimizer all parameters"):
+        pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+# -- exceptions in mid-step ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+def test_after_an_exception_in_a_forward_the_next_step_is_right(
+    workshop: Workshop, tier: str, error: type[BaseException], activations: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    pair = workshop.pair(tier=tier, activations=activations)
+    pair.train(batches(2))
+    handle = pair.model.blocks[2].up.register_forward_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(error):
+            pair.model(batches(1)[0][0])
+    handle.remove()
+    pair.train(batches(3), clip=0.5)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_after_an_exception_in_a_backward_the_next_step_is_right(
+    workshop: Workshop, tier: str, activations: str
+) -> None:
+    pair = workshop.pair(tier=tier, activations=activations)
+    pair.train(batches(2))
+    for name in ("blocks.1.up.weight", "blocks.2.norm.bias"):
+        handle = pair.model.get_parameter(name).register_hook(fail)
+        with pytest.raises(Boom):
+            squared_error(pair.model, batches(1)[0]).backward()
+        handle.remove()
+        pair.optimizer.zero_grad()
+        pair.train(batches(3), clip=0.5)
+
+
+def test_after_an_exception_in_a_recomputation_the_next_step_is_right(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier, activations="recompute")
+    loss = squared_error(pair.model, batches(1)[0])
+    handle = pair.model.blocks[1].up.register_forward_hook(fail)
+    with pytest.raises(Boom):
+        loss.backward()
+    handle.remove()
+    pair.optimizer.zero_grad()
+    pair.train(batches(3), clip=0.5)
+
+
+def test_after_an_exception_in_step_hooks_the_next_step_is_right(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    handle = pair.optimizer.register_step_pre_hook(fail)
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(Boom):
+        pair.optimizer.step()
+    handle.remove()
+    pair.optimizer.zero_grad()
+    pair.train(batches(3))
+
+
+def test_gradients_that_arrived_before_an_exception_in_a_backward_stay_as_in_torch(
+    workshop: Workshop, tier: str
+) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, _ in pair.both:
+        handle = model.blocks[1].up.weight.register_hook(fail)
+        with pytest.raises(Boom):
+            squared_error(model, batches(1)[0]).backward()
+        handle.remove()
+    ours, theirs = gradients(pair.model), gradients(pair.plain)
+    torch.testing.assert_close(ours["head.weight"], theirs["head.weight"])
+    torch.testing.assert_close(ours["blocks.3.up.weight"], theirs["blocks.3.up.weight"])
+    assert ours["blocks.0.up.weight"] is None and theirs["blocks.0.up.weight"] is None
+
+
+# -- threads and processes -----------------------------------------------------------------------------------------
+
+
+def test_a_forward_from_a_second_thread_at_once_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="squeezed")
+    inside, leave = threading.Event(), threading.Event()
+    caught: list[BaseException] = []
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            leave.wait(10)
+
+    def other() -> None:
+        try:
+            pair.model(batches(1)[0][0])
+        except BaseException as error:
+            caught.append(error)
+
+    handle = pair.model.blocks[1].register_forward_hook(wait)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(RuntimeError, match="two threads at once"):
+        pair.model(batches(1)[0][0])
+    leave.set()
+    thread.join()
+    handle.remove()
+    assert not caught
+    pair.train(batches(3))
+
+
+def test_training_may_move_to_another_thread(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    expected = train(pair.plain, pair.plain_optimizer, batches(3))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(pair.model, pair.optimizer, batches(3))))
+    thread.start()
+    thread.join()
+    found[0].close_to(expected)
+    pair.check()
+
+
+class Numbers(Dataset[tuple[Tensor, Tensor]]):
+    """The batches of the other tests, one row each."""
+
+    def __init__(self) -> None:
+        self.data = batches(4)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.data[index]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_data_loader_workers_work_and_leave_the_files_alone(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="squeezed")
+    loader = DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):
+        pair.train(loader)
+    assert len(os.listdir(workshop.disk)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_ends_normally_removes_nothing(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    child = os.fork()
+    if child == 0:
+        prepared(pair.model).resources.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    pair.train(batches(2))
+
+
+def test_two_models_train_at_once_in_one_directory(workshop: Workshop) -> None:
+    pairs: list[Pair] = [workshop.pair(tier="squeezed"), workshop.pair(lambda: Stack(depth=2), tier="disk")]
+    for _ in range(2):
+        for pair in pairs:
+            pair.train(batches(2))
+    assert len(os.listdir(workshop.disk)) == 2
+
+
+def test_a_model_whose_engine_was_closed_says_so(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="squeezed")
+    prepared(pair.model).engine.streamer.drop_idle()
+    prepared(pair.model).resources.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pair.model(batches(1)[0][0])

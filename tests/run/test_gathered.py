@@ -1,0 +1,174 @@
+"""`gathered` shows full values for a while and stores what was modified, on every tier."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, train, weights
+
+
+def test_values_inside_are_those_before_prepare(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with outsize.gathered(pair.model):
+        for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.detach().numpy().tolist() == theirs.detach().numpy().tolist()
+            assert repr(mine.shape) == repr(theirs.shape)
+
+
+def test_values_inside_are_those_after_the_last_step(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("what", ["module", "parameter", "list", "generator", "nothing"])
+def test_it_takes_a_module_a_parameter_or_several(workshop: Workshop, what: str) -> None:
+    model = workshop.pair(tier="disk").model
+    target = {
+        "module": model.head,
+        "parameter": model.head.weight,
+        "list": [model.head, model.blocks[0].up.bias, [model.blocks[1]]],
+        "generator": (param for param in model.head.parameters()),
+        "nothing": nn.ReLU(),
+    }[what]
+    with outsize.gathered(target):
+        if what != "nothing":
+            assert model.head.weight.sum().isfinite()
+
+
+def test_modifications_are_stored(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(2))
+    with torch.no_grad():
+        pair.plain.head.weight.fill_(0.25)
+        pair.plain.blocks[1].up.bias.add_(1.0)
+        nn.init.ones_(pair.plain.blocks[2].norm.weight)
+        pair.plain.blocks[0].up.weight[3, :] = 7.0
+    with torch.no_grad(), outsize.gathered(pair.model, modify=True):
+        pair.model.head.weight.fill_(0.25)
+        pair.model.blocks[1].up.bias.add_(1.0)
+        nn.init.ones_(pair.model.blocks[2].norm.weight)
+        pair.model.blocks[0].up.weight[3, :] = 7.0
+    prepared(pair.model).engine.streamer.drop_idle()
+    pair.check()
+    pair.train(batches(3))
+
+
+def test_modifications_between_backward_and_step_are_the_base_of_the_step(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        if model is pair.model:
+            with torch.no_grad(), outsize.gathered(model.head, modify=True):
+                model.head.weight.mul_(2)
+        else:
+            with torch.no_grad():
+                model.head.weight.mul_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_modifications_survive_an_exception_in_the_block(workshop: Workshop, tier: str) -> None:
+    model = workshop.pair(tier=tier).model
+    with pytest.raises(KeyError), torch.no_grad(), outsize.gathered(model.head, modify=True):
+        model.head.bias.fill_(3.0)
+        raise KeyError
+    prepared(model).engine.streamer.drop_idle()
+    assert torch.equal(weights(model)["head.bias"], torch.full((4,), 3.0))
+
+
+def test_modified_bf16_values_are_their_own_masters_and_the_others_keep_theirs(workshop: Workshop, tier: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(depth=1)
+    start = weights(model)
+    workshop.prepare(model, adamw(model), tier, compute_dtype=torch.bfloat16)
+    with torch.no_grad(), outsize.gathered(model, modify=True):
+        model.head.weight[0].fill_(0.3)
+    unit, slot = prepared(model).engine.unit_of(model.head.weight)
+    rest = unit.shard.read_array(unit.shard.arrays["remainder"], slot.offset, slot.end).view(4, 16)
+    value = weights(model)["head.weight"]
+    master = ((value.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+    assert torch.equal(master[0], torch.full((16,), 0.3).bfloat16().float())
+    assert torch.equal(master[1:], start["head.weight"][1:])
+
+
+def test_blocks_nest_in_any_way(workshop: Workshop, tier: str) -> None:
+    model = workshop.pair(tier=tier).model
+    with torch.no_grad(), outsize.gathered(model.head):
+        with outsize.gathered(model, modify=True):
+            with outsize.gathered(model.head.bias):
+                model.head.bias.fill_(2.0)
+            assert model.head.weight.sum().isfinite()
+        assert torch.equal(model.head.bias.detach().clone().as_subclass(Tensor), torch.full((4,), 2.0))
+        assert model.head.weight.sum().isfinite()
+    prepared(model).engine.streamer.drop_idle()
+    assert torch.equal(weights(model)["head.bias"], torch.full((4,), 2.0))
+
+
+def test_training_inside_a_block_works(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    expected = train(pair.plain, pair.plain_optimizer, batches(2))
+    with outsize.gathered(pair.model.blocks[1]):
+        train(pair.model, pair.optimizer, batches(2)).close_to(expected)
+    pair.check()
+
+
+def test_a_forward_inside_a_modifying_block_sees_the_changes(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    x = batches(1)[0][0]
+    with torch.no_grad():
+        pair.plain.blocks[0].up.weight.mul_(2)
+        expected = pair.plain(x)
+        with outsize.gathered(pair.model, modify=True):
+            pair.model.blocks[0].up.weight.mul_(2)
+            torch.testing.assert_close(pair.model(x), expected)
+        torch.testing.assert_close(pair.model(x), expected)
+
+
+def test_weights_of_unprepared_models_are_refused(workshop: Workshop) -> None:
+    with pytest.raises(ValueError, match="not a parameter of a model that outsize.prepare prepared"), outsize.gathered(
+        nn.Linear(2, 2)
+    ):
+        pass
+    with pytest.raises(TypeError, match="not int"), outsize.gathered(3):  # type: ignore[arg-type]
+        pass
+
+
+def test_parameters_of_two_models_are_refused(workshop: Workshop) -> None:
+    first, second = workshop.pair(tier="host").model, workshop.pair(tier="disk").model
+    with pytest.raises(ValueError, match="two prepared models"), outsize.gathered([first, second]):
+        pass
+
+
+def test_a_copy_taken_inside_lives_on_outside(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="squeezed")
+    with outsize.gathered(pair.model):
+        copies = [param.detach().clone() for param in pair.model.parameters()]
+    with torch.no_grad():
+        pair.model(batches(1)[0][0])
+    for mine, theirs in zip(copies, pair.plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert not mine.requires_grad
+
+
+def test_a_view_kept_from_inside_raises_outside(workshop: Workshop) -> None:
+    model = workshop.pair(tier="squeezed").model
+    with outsize.gathered(model):
+        kept = model.blocks[0].up.weight.detach()
+        row = model.blocks[0].up.weight[0]
+    for view in (kept, row):
+        with pytest.raises(RuntimeError, match="at rest"):
+            view.sum()
+
+
+def test_optimizer_state_may_be_read_inside(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(2))
+    with outsize.gathered(pair.model.head):
+        state = pair.optimizer.state[pair.model.head.weight]
+    torch.testing.assert_close(state["exp_avg"], pair.plain_optimizer.state[pair.plain.head.weight]["exp_avg"])

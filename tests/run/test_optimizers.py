@@ -1,0 +1,183 @@
+"""Every elementwise optimizer trains as torch's own; one that is not is refused with the reason."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train
+
+O = torch.optim
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: O.AdamW(params, lr=1e-2),
+    "AdamW amsgrad": lambda params: O.AdamW(params, lr=1e-2, amsgrad=True),
+    "AdamW maximize": lambda params: O.AdamW(params, lr=1e-3, maximize=True),
+    "AdamW tensor lr": lambda params: O.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
+    "AdamW fused": lambda params: O.AdamW(params, lr=1e-2, fused=True),
+    "Adam": lambda params: O.Adam(params, lr=1e-2),
+    "Adam decay": lambda params: O.Adam(params, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "Adadelta": lambda params: O.Adadelta(params, lr=0.5, weight_decay=0.01),
+    "Adagrad": lambda params: O.Adagrad(params, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5),
+    "Adamax": lambda params: O.Adamax(params, lr=1e-2, weight_decay=0.01),
+    "ASGD": lambda params: O.ASGD(params, lr=1e-2, t0=2),
+    "NAdam": lambda params: O.NAdam(params, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.01),
+    "RAdam": lambda params: O.RAdam(params, lr=1e-2),
+    "RMSprop": lambda params: O.RMSprop(params, lr=1e-3, centered=True, momentum=0.9),
+    "Rprop": lambda params: O.Rprop(params, lr=1e-3),
+    "SGD": lambda params: O.SGD(params, lr=0.1),
+    "SGD momentum": lambda params: O.SGD(params, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD nesterov": lambda params: O.SGD(params, lr=0.1, momentum=0.9, nesterov=True, maximize=False),
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """A third-party optimizer (Chen et al. 2023) with its own state name and no regard for outsize."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                    state["count"] = 0
+                state["count"] += 1
+                beta1, beta2 = group["betas"]
+                direction = state["momentum"].mul(beta1).add(param.grad, alpha=1 - beta1).sign_()
+                param.add_(direction, alpha=-group["lr"] / state["count"])
+                state["momentum"].mul_(beta2).add_(param.grad, alpha=1 - beta2)
+
+
+class Layerwise(torch.optim.Optimizer):
+    """Scales each parameter's step by the parameter's norm, as LAMB and LARS do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    trust = param.norm() / param.grad.norm().clamp(min=1e-6)
+                    param.sub_(param.grad * trust * group["lr"])
+
+
+OPTIMIZERS["Lion of a third party"] = lambda params: Lion(params)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("tier", ["device", "squeezed"])
+def test_it_trains_as_in_torch(workshop: Workshop, tier: str, name: str) -> None:
+    workshop.pair(lambda: Stack(depth=2), lambda model: OPTIMIZERS[name](model.parameters()), tier).train(
+        batches(5), clip=1.0, rel=2e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "NAdam", "Rprop", "Lion of a third party"])
+def test_its_state_reads_as_torch_would_show_it(workshop: Workshop, name: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: OPTIMIZERS[name](model.parameters()), "squeezed")
+    pair.train(batches(3))
+    mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
+    assert mine.keys() == theirs.keys()
+    for index, entry in theirs.items():
+        assert mine[index].keys() == entry.keys()
+        for key, value in entry.items():
+            torch.testing.assert_close(torch.as_tensor(mine[index][key]), torch.as_tensor(value), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "RMSprop", "ASGD"])
+def test_its_existing_state_is_taken_over(workshop: Workshop, name: str) -> None:
+    torch.manual_seed(0)
+    plain = Stack(depth=2)
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    train(plain, optimizer, batches(3))
+    model = copy.deepcopy(plain)
+    again = OPTIMIZERS[name](model.parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    workshop.prepare(model, again, "squeezed")
+    expected = train(plain, optimizer, batches(4))
+    train(model, again, batches(4)).close_to(expected)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD momentum", "Lion of a third party"])
+def test_bf16_weights_keep_exact_masters(workshop: Workshop, name: str) -> None:
+    """Steps far below bf16's resolution add up."""
+    model = nn.Linear(16, 16, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer.param_groups[0]["lr"] = 1e-5
+    workshop.prepare(model, optimizer, "disk", compute_dtype=torch.bfloat16)
+    plain = nn.Linear(16, 16, bias=False)
+    with torch.no_grad():
+        plain.weight.fill_(1.0)
+    reference = OPTIMIZERS[name](plain.parameters())
+    reference.param_groups[0]["lr"] = 1e-5
+    for _ in range(3):
+        for each in (model, plain):
+            each.weight.grad = torch.ones(16, 16, dtype=each.weight.dtype)
+        optimizer.step()
+        reference.step()
+    unit = outsize.api.assemble.prepared_of(model.weight).engine.units[0]
+    with outsize.gathered(model):
+        high = model.weight.detach().clone().as_subclass(Tensor)
+    low = unit.shard.read_array(unit.shard.arrays["remainder"], 0, 256).view(16, 16)
+    master = ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    torch.testing.assert_close(master, plain.weight.data, rtol=0, atol=1e-7)
+    assert not torch.equal(master, torch.ones(16, 16))
+
+
+@pytest.mark.parametrize("kind", ["float64"])
+def test_fp64_parameters_have_fp64_state(workshop: Workshop, tier: str, kind: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2).double(), tier=tier)
+    pair.train([(x.double(), y.double()) for x, y in batches(4)], clip=1.0, rel=1e-12, atol=1e-12)
+
+
+def test_groups_of_one_optimizer_may_differ_in_momentum(workshop: Workshop) -> None:
+    def grouped(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return torch.optim.SGD(
+            [{"params": params[:3], "momentum": 0.9}, {"params": params[3:], "momentum": 0.0, "lr": 0.05}], lr=0.1
+        )
+
+    workshop.pair(lambda: Stack(depth=2), grouped, "squeezed").train(batches(4))
+
+
+REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": lambda params: O.LBFGS(params),
+    "SparseAdam": lambda params: O.SparseAdam(list(params)),
+    "Adafactor": lambda params: O.Adafactor(params),
+    "Layerwise": lambda params: Layerwise(params),
+}
+if hasattr(O, "Muon"):
+    REFUSED["Muon"] = lambda params: O.Muon([param for param in params if param.ndim == 2])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_that_is_not_elementwise_is_refused_by_name_and_nothing_is_changed(workshop: Workshop, name: str) -> None:
+    model = Stack(depth=2)
+    optimizer = REFUSED[name](model.parameters())
+    with pytest.raises(ValueError, match=rf"{name} is not elementwise"):
+        outsize.prepare(model, optimizer, **workshop.fields("disk"))
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    squared_error(model, batches(1)[0]).backward()
+
+
+def test_refusing_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop) -> None:
+    model = Stack(depth=2)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="elementwise"):
+        outsize.prepare(model, Layerwise(model.parameters()), **workshop.fields("disk"))
+    optimizer = Lion(model.parameters())
+    workshop.prepare(model, optimizer, **dict.fromkeys(KINDS, "disk"))
+    assert torch.equal(torch.get_rng_state(), before)
