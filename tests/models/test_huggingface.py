@@ -44,3 +44,13 @@ def test_composes_with_gradient_checkpointing(twins: Make, name: str, use_reentr
         model.train()
     pair.train()
     pair.check_weights()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_trains_with_every_layer_cut_into_its_smallest_modules(twins: Make, name: str, activations: str) -> None:
+    layers = ["Conv1D", "Embedding"] if name == "gpt2" else ["Linear", "Embedding"]
+    pair = twins(name, units=layers, host_memory="384KiB", activations=activations)
+    pair.train()
+    pair.check_weights()
+    pair.check_streamed()

@@ -41,7 +41,7 @@ PIPELINE_DEPTH = 3
 class Prepared:
     """A prepared model, as the other functions of the API see it."""
 
-    model: nn.Module
+    model_ref: weakref.ref[nn.Module]  # the parameters know this record, and autograd may keep them alive unseen
     optimizer: torch.optim.Optimizer | None
     config: Config
     survey: Survey
@@ -49,6 +49,12 @@ class Prepared:
     engine: Engine
     stepper: Stepper | None
     clock: UpdateClock
+
+    @property
+    def model(self) -> nn.Module:
+        model = self.model_ref()
+        assert model is not None, "the prepared model is gone"
+        return model
 
 
 def prepared_of(param: torch.Tensor) -> Prepared | None:
@@ -146,7 +152,7 @@ def _build(
     if optimizer is not None:
         assert updater is not None
         stepper = Stepper(engine, optimizer, updater)
-    prepared = Prepared(model, optimizer, config, plan, resources, engine, stepper, clock)
+    prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
     engine.parameter_class.prepared = prepared  # type: ignore[attr-defined]
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)

@@ -191,6 +191,9 @@ class Conveyor:
                     if self._started:
                         return None
                     self._reap(self._writing.popleft())
+                error = _wait_all([earlier.written])
+                if error is not None:
+                    job.fail(error)  # what it would read was never written
             try:
                 step = job.next_step()
             except BaseException as error:

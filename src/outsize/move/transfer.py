@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from typing import final
@@ -33,6 +34,11 @@ class Arrived(Transfer):
 ARRIVED = Arrived()
 
 
+def again(error: BaseException) -> BaseException:
+    """A copy of a kept error, to raise: raising ties the frames that it passes, and all they hold, to an error."""
+    return copy.copy(error)
+
+
 @final
 class Promise(Transfer):
     """A transfer that another thread keeps (or breaks)."""
@@ -55,7 +61,7 @@ class Promise(Transfer):
     def wait(self) -> None:
         self._kept.wait()
         if self._error is not None:
-            raise self._error
+            raise again(self._error).with_traceback(self._error.__traceback__)
 
     def done(self) -> bool:
         return self._kept.is_set()

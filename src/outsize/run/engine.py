@@ -64,7 +64,7 @@ class Engine:
         self._frames: list[Frame] = []
         self._thread = 0
         self._task = -1
-        self._node: object = None  # the node that autograd runs
+        self._node: int | None = None  # the node that autograd runs
         self._nodes: dict[str, object] = {}  # autograd's nodes of the running forward. See Note [Borrowed nodes].
         self._hooks: dict[str, weakref.ref[object]] = {}
         self._watched: set[int] = set()
@@ -113,8 +113,9 @@ class Engine:
     def _acquire_for_node(self, unit: Unit) -> None:
         """Bring the unit in for the node that autograd runs, beside the other units that the same node uses."""
         self._watch_backward()
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
+        running = torch._C._current_autograd_node()
+        node = None if running is None else running._sequence_nr()  # its number: to keep a node keeps its graph
+        if node is None or node != self._node:
             self._node = node
             self.streamer.in_node.clear()
         self.streamer.acquire(unit)

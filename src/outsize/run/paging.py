@@ -267,9 +267,9 @@ def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _is_fill(func: Any) -> bool:
     """See Note [Values that nobody reads]. Transformers puts functions of its own in the place of torch's."""
-    if func in _FILLS:
-        return True
-    return getattr(func, "__name__", "") in _INIT_NAMES and getattr(func, "__module__", "") == "transformers.initialization"
+    if getattr(func, "__module__", "") == "transformers.initialization":
+        return func.__name__ in _INIT_NAMES
+    return func in _FILLS
 
 
 def _run_beside_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

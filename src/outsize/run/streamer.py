@@ -11,6 +11,7 @@ from typing import final
 from outsize.move.conveyor import Conveyor
 from outsize.move.memory import Ledger
 from outsize.move.shard import Pending, Updater
+from outsize.move.transfer import again
 from outsize.plan.schedule import Schedule
 from outsize.plan.sizes import format_bytes
 from outsize.run.keeper import GradKeeper
@@ -149,7 +150,7 @@ class Streamer:
     def stop(self, error: BaseException) -> None:
         """The live state is no longer whole: refuse every further use of it."""
         if isinstance(error, Exception):
-            self._stopped = self._stopped or error
+            self._stopped = self._stopped or again(error)
 
     def _check_running(self) -> None:
         if self._stopped is not None:
