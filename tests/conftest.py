@@ -23,6 +23,7 @@ import outsize
 from outsize.api.assemble import Prepared, prepared_of
 
 TIERS = ("device", "host", "disk", "squeezed")
+AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -262,6 +263,7 @@ def workshop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worksho
     torch.ones((), requires_grad=True).backward()  # after an exception torch keeps the last graph until the next one
     gc.collect()
     left, files = workshop.leftovers(), os.listdir(disk)
+    gc.freeze()  # what lives now needs no look at the next collection
     for resources in left:
         resources.close()
     if not getattr(request.node, "failed", False):  # a failure's traceback keeps the test's objects

@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import outsize
-from tests.conftest import Pair, Stack, Workshop, adamw, batches, gradients, prepared, squared_error, train
+from tests.conftest import (
+    AT_REST_TIERS,
+    Pair,
+    Stack,
+    Workshop,
+    adamw,
+    batches,
+    gradients,
+    prepared,
+    squared_error,
+    train,
+)
 
 
 class Boom(Exception):
@@ -69,9 +80,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(workshop
     assert not os.listdir(workshop.disk)
 
 
-def test_a_full_disk_in_prepare_leaves_the_model_usable(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_in_prepare_leaves_the_model_usable(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -146,7 +155,7 @@ def test_preparing_twice_is_refused(workshop: Workshop) -> None:
 # -- mistakes around the loop --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", ["host", "disk", "squeezed"])
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_parameter_read_at_rest_is_named_with_the_remedy(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     with pytest.raises(RuntimeError, match=r"parameter 'head\.weight' is at rest .* outsize\.gathered"):
@@ -169,6 +178,7 @@ def test_everything_but_the_values_is_readable_at_rest(workshop: Workshop, tier:
     assert mine in {mine} and (mine is pair.model.head.weight)
 
 
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_write_outside_gathered_modify_is_refused(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     weight = pair.model.head.weight
@@ -181,13 +191,29 @@ def test_a_write_outside_gathered_modify_is_refused(workshop: Workshop, tier: st
             weight[0] = 1
         with pytest.raises(RuntimeError, match="written in place"), outsize.gathered(weight):
             torch.mul(weight, 2, out=weight)
-        with pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
-            weight.data = torch.zeros(4, 16)
         with pytest.raises(RuntimeError, match="written in place"):
             nn.init.zeros_(weight)
     pair.train(batches(2))
 
 
+def test_a_parameter_on_the_device_may_be_written_as_any_other(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="device")
+    pair.train(batches(2))
+    for model, _ in pair.both:
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+            nn.init.ones_(model.blocks[0].norm.weight)
+    pair.train(batches(2))
+
+
+def test_replacing_the_data_of_a_parameter_is_refused(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
+        pair.model.head.weight.data = torch.zeros(4, 16)
+    pair.train(batches(2))
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_write_inside_a_forward_is_refused(workshop: Workshop, tier: str) -> None:
     class Writes(Stack):
         def forward(self, x: Tensor) -> Tensor:

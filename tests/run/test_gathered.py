@@ -131,8 +131,9 @@ def test_a_forward_inside_a_modifying_block_sees_the_changes(workshop: Workshop,
 
 
 def test_weights_of_unprepared_models_are_refused(workshop: Workshop) -> None:
-    with pytest.raises(ValueError, match="not a parameter of a model that outsize.prepare prepared"), outsize.gathered(
-        nn.Linear(2, 2)
+    with (
+        pytest.raises(ValueError, match="not a parameter of a model that outsize.prepare prepared"),
+        outsize.gathered(nn.Linear(2, 2)),
     ):
         pass
     with pytest.raises(TypeError, match="not int"), outsize.gathered(3):  # type: ignore[arg-type]

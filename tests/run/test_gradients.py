@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.run.grads import RestingGrad
 from tests.conftest import (
+    AT_REST_TIERS,
     Pair,
     Stack,
     Workshop,
@@ -247,7 +248,7 @@ def test_gradients_at_rest_take_no_memory_on_the_disk_tier(workshop: Workshop) -
     assert_same_gradients(pair.model, pair.plain)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk", "squeezed"])
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_reading_a_gradient_at_rest_says_what_to_do(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     backward(pair, batches(1))

@@ -6,31 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import outsize
 from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train
 
-O = torch.optim
+OPTIM = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: O.AdamW(params, lr=1e-2),
-    "AdamW amsgrad": lambda params: O.AdamW(params, lr=1e-2, amsgrad=True),
-    "AdamW maximize": lambda params: O.AdamW(params, lr=1e-3, maximize=True),
-    "AdamW tensor lr": lambda params: O.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
-    "AdamW fused": lambda params: O.AdamW(params, lr=1e-2, fused=True),
-    "Adam": lambda params: O.Adam(params, lr=1e-2),
-    "Adam decay": lambda params: O.Adam(params, lr=1e-2, weight_decay=0.1, amsgrad=True),
-    "Adadelta": lambda params: O.Adadelta(params, lr=0.5, weight_decay=0.01),
-    "Adagrad": lambda params: O.Adagrad(params, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5),
-    "Adamax": lambda params: O.Adamax(params, lr=1e-2, weight_decay=0.01),
-    "ASGD": lambda params: O.ASGD(params, lr=1e-2, t0=2),
-    "NAdam": lambda params: O.NAdam(params, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.01),
-    "RAdam": lambda params: O.RAdam(params, lr=1e-2),
-    "RMSprop": lambda params: O.RMSprop(params, lr=1e-3, centered=True, momentum=0.9),
-    "Rprop": lambda params: O.Rprop(params, lr=1e-3),
-    "SGD": lambda params: O.SGD(params, lr=0.1),
-    "SGD momentum": lambda params: O.SGD(params, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
-    "SGD nesterov": lambda params: O.SGD(params, lr=0.1, momentum=0.9, nesterov=True, maximize=False),
+    "AdamW": lambda params: OPTIM.AdamW(params, lr=1e-2),
+    "AdamW amsgrad": lambda params: OPTIM.AdamW(params, lr=1e-2, amsgrad=True),
+    "AdamW maximize": lambda params: OPTIM.AdamW(params, lr=1e-3, maximize=True),
+    "AdamW tensor lr": lambda params: OPTIM.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
+    "AdamW fused": lambda params: OPTIM.AdamW(params, lr=1e-2, fused=True),
+    "Adam": lambda params: OPTIM.Adam(params, lr=1e-2),
+    "Adam decay": lambda params: OPTIM.Adam(params, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "Adadelta": lambda params: OPTIM.Adadelta(params, lr=0.5, weight_decay=0.01),
+    "Adagrad": lambda params: OPTIM.Adagrad(params, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5),
+    "Adamax": lambda params: OPTIM.Adamax(params, lr=1e-2, weight_decay=0.01),
+    "ASGD": lambda params: OPTIM.ASGD(params, lr=1e-2, t0=2),
+    "NAdam": lambda params: OPTIM.NAdam(params, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.01),
+    "RAdam": lambda params: OPTIM.RAdam(params, lr=1e-2),
+    "RMSprop": lambda params: OPTIM.RMSprop(params, lr=1e-3, centered=True, momentum=0.9),
+    "Rprop": lambda params: OPTIM.Rprop(params, lr=1e-3),
+    "SGD": lambda params: OPTIM.SGD(params, lr=0.1),
+    "SGD momentum": lambda params: OPTIM.SGD(params, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD nesterov": lambda params: OPTIM.SGD(params, lr=0.1, momentum=0.9, nesterov=True, maximize=False),
 }
 
 
@@ -154,13 +154,13 @@ def test_groups_of_one_optimizer_may_differ_in_momentum(workshop: Workshop) -> N
 
 
 REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "LBFGS": lambda params: O.LBFGS(params),
-    "SparseAdam": lambda params: O.SparseAdam(list(params)),
-    "Adafactor": lambda params: O.Adafactor(params),
+    "LBFGS": lambda params: OPTIM.LBFGS(params),
+    "SparseAdam": lambda params: OPTIM.SparseAdam(list(params)),
+    "Adafactor": lambda params: OPTIM.Adafactor(params),
     "Layerwise": lambda params: Layerwise(params),
 }
-if hasattr(O, "Muon"):
-    REFUSED["Muon"] = lambda params: O.Muon([param for param in params if param.ndim == 2])
+if hasattr(optim, "Muon"):
+    REFUSED["Muon"] = lambda params: OPTIM.Muon([param for param in params if param.ndim == 2])
 
 
 @pytest.mark.parametrize("name", REFUSED)

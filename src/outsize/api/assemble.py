@@ -27,7 +27,7 @@ from outsize.plan.placement import UnitTiers, staging_chunk_numel
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
-from outsize.run.guard import GuardedParameter
+from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
 from outsize.run.stepping import Stepper, store_state
 from outsize.run.streamer import Streamer
@@ -59,9 +59,9 @@ class Prepared:
 
 def prepared_of(param: torch.Tensor) -> Prepared | None:
     """What `prepare` made of the model that this parameter belongs to; None if it is not prepared."""
-    if not isinstance(param, GuardedParameter):
+    if not isinstance(param, ManagedParameter):
         return None
-    prepared: Prepared = type(param).prepared  # type: ignore[attr-defined]
+    prepared: Prepared = type(param).prepared
     return prepared
 
 
@@ -146,14 +146,16 @@ def _build(
         _adopt(unit, states, load)
     _cast_buffers(model, config)
     engine = Engine(units, keepers, streamer, resources.conveyor, scopes)
-    for param in plan.parameters.values():
-        param.__class__ = engine.parameter_class
+    for unit in units:
+        for param in unit.parameters.values():
+            param.__class__ = engine.class_for(unit)
     stepper = None
     if optimizer is not None:
         assert updater is not None
         stepper = Stepper(engine, optimizer, updater)
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
-    engine.parameter_class.prepared = prepared  # type: ignore[attr-defined]
+    for kind in (engine.guarded_class, engine.resident_class):
+        kind.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
     hooks.install(engine, model, framed, recompute)
@@ -286,7 +288,9 @@ def _modules(
                     recompute.append(module)
         if any(param is not None for param in module._parameters.values()):
             framed[id(module)] = module
-    return [frozenset(scope) for scope in scopes], list(framed.values()), recompute
+    moving = {unit.index for unit in units if not unit.resident}
+    needed = [each for each in framed.values() if any(home[id(param)] in moving for param in each.parameters())]
+    return [frozenset(scope) for scope in scopes], needed, recompute
 
 
 def _walk(model: nn.Module, home: dict[int, int]) -> Any:

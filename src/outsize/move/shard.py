@@ -108,6 +108,7 @@ class UnitShard:
         self.device = device
         self.arrays: dict[str, StateArray] = {}
         self.slot_states: dict[str, SlotState] = {}
+        self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
         self.param_layout = array_layout(layout, OWN_BYTES)
         self.slots = {slot.name: slot for slot in layout.slots}
 
@@ -181,6 +182,7 @@ class UnitShard:
             yield array.store
 
     def close(self) -> None:
+        self.views.clear()
         for store in self.stores():
             store.close()
         if self.grads is not None:

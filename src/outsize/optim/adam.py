@@ -24,7 +24,7 @@ class AdamRule(Rule):
 
     def apply(self, piece: Piece) -> None:
         step = number(piece.state.scalars.get("step", 0.0)) + 1.0
-        piece.state.next_scalars = {"step": torch.tensor(step, dtype=torch.float32)}
+        piece.state.next_scalars = {"step": step}
         scalars = self._scalars(piece.hyper, int(step))
         native = piece.param.device.type == "cpu" and piece.param.dtype in (torch.float32, torch.bfloat16)
         if native and piece.grad.dtype in _CODES and piece.grad.device.type == "cpu":

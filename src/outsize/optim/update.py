@@ -78,6 +78,14 @@ def _reads(shard: UnitShard, start: int, end: int, numel: int) -> Iterator[Step]
 
 
 def _arrays_in_memory(shard: UnitShard, slot: Slot) -> dict[str, torch.Tensor]:
+    """A parameter's arrays where they lie; made once, since stores in memory never move."""
+    views = shard.views.get(slot.name)
+    if views is None:
+        views = shard.views[slot.name] = _view_arrays(shard, slot)
+    return dict(views)
+
+
+def _view_arrays(shard: UnitShard, slot: Slot) -> dict[str, torch.Tensor]:
     views = {}
     for name, array in shard.arrays.items():
         first, nbytes = array.layout.span(slot.offset, slot.end)

@@ -18,7 +18,7 @@ from outsize.move.conveyor import Conveyor
 from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.grads import RestingGrad
-from outsize.run.guard import guarded_classes
+from outsize.run.guard import ManagedParameter, managed_classes
 from outsize.run.keeper import GradKeeper
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
@@ -56,7 +56,7 @@ class Engine:
         self.keepers = keepers
         self.streamer = streamer
         self.conveyor = conveyor
-        self.parameter_class, self.view_class = guarded_classes(self)
+        self.guarded_class, self.resident_class, _ = managed_classes(self)
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._by_key = {unit.shard.buffer.key: unit for unit in units}
         self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
@@ -100,7 +100,7 @@ class Engine:
             raise RuntimeError(
                 f"parameter {self.name_of(tensor, unit)!r} is at rest ({unit.shard.tiers.params}) and {operation!r} "
                 f"needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
-                f"(for checkpoints use outsize.save, for weights outsize.export)"
+                f"(checkpoints: outsize.save; weights: outsize.export; device, dtype and shape are fixed by prepare)"
             )
         if torch.is_grad_enabled() and unit.index not in self._watched:
             self._watch_gradients(unit)
@@ -128,6 +128,13 @@ class Engine:
             f"`param.detach().clone()`"
         )
 
+    def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name_of(tensor)}.data cannot be replaced: the parameter's memory belongs to outsize; write its "
+            f"values with `with outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
+            f"outsize.prepare(device=..., compute_dtype=...)"
+        )
+
     def name_of(self, tensor: torch.Tensor, unit: Unit | None = None) -> str:
         name = self._names.get(id(tensor))
         if name is not None:
@@ -138,11 +145,7 @@ class Engine:
     def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
         name = self.name_of(tensor, unit)
         if operation == "data=":
-            raise RuntimeError(
-                f"{name}.data cannot be replaced: the parameter's memory belongs to outsize; write its values with "
-                f"`with outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
-                f"outsize.prepare(device=..., compute_dtype=...)"
-            )
+            self.refuse_data(tensor)
         raise RuntimeError(
             f"parameter {name!r} is written in place by {operation!r} outside `outsize.gathered(param, modify=True)`, "
             f"where the change would be lost; wrap it in that context"
@@ -276,6 +279,9 @@ class Engine:
             param.grad = grad.to(device=param.device, dtype=param.dtype)
             return
         self.keepers[unit.index].adopt(name, grad.to(device=param.device, dtype=param.dtype))
+
+    def class_for(self, unit: Unit) -> type[ManagedParameter]:
+        return self.resident_class if unit.resident else self.guarded_class
 
     def owns(self, param: torch.Tensor) -> bool:
         return id(param) in self._names

@@ -40,6 +40,7 @@ class RestingGrad(torch.Tensor):
     """
 
     label: str
+    _home: weakref.ref[GradHome]
     ops: GradOps
     norms: dict[float, torch.Tensor]
     loose: torch.Tensor | None

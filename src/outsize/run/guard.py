@@ -38,6 +38,10 @@ class Gate(Protocol):
         """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`."""
         ...
 
+    def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
+        """Raise the error for `param.data = value`."""
+        ...
+
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
         """Raise the error for deep copies and pickles of parameters."""
         ...
@@ -137,19 +141,11 @@ class GuardedView(torch.Tensor):
         return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class GuardedParameter(nn.Parameter):
-    """A prepared parameter. See Note [Every operation passes the gate]."""
+class ManagedParameter(nn.Parameter):
+    """A prepared parameter, whatever its tier."""
 
     gate: Gate
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return pass_gate(cls.gate, func, args, kwargs or {})
+    prepared: Any
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.gate.refuse_copy(self, "copied with copy.deepcopy")
@@ -161,12 +157,43 @@ class GuardedParameter(nn.Parameter):
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, managed by outsize)"
 
 
-def guarded_classes(gate: Gate) -> tuple[type[GuardedParameter], type[GuardedView]]:
-    """The two classes of one engine; the engine is theirs, so nothing hangs on a parameter."""
-    parameter = type("GuardedParameter", (GuardedParameter,), {"gate": gate})
-    view = type("GuardedView", (GuardedView,), {"gate": gate, "parameter_class": parameter})
-    parameter.view_class = view  # type: ignore[attr-defined]
-    return parameter, view
+class GuardedParameter(ManagedParameter):
+    """A parameter that may be at rest. See Note [Every operation passes the gate]."""
+
+    view_class: type[GuardedView]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return pass_gate(cls.gate, func, args, kwargs or {})
+
+
+class ResidentParameter(ManagedParameter):
+    """A parameter that lies on the device with its gradient and states: there is nothing to guard, and no cost.
+
+    Its buffer is never dropped and its update runs inside `optimizer.step()`, so it is as readable as any parameter.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        value: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.gate.refuse_data(self)
+
+
+def managed_classes(gate: Gate) -> tuple[type[GuardedParameter], type[ResidentParameter], type[GuardedView]]:
+    """The classes of one engine; the engine is theirs, so nothing hangs on a parameter."""
+    view = type("GuardedView", (GuardedView,), {"gate": gate})
+    guarded = type("GuardedParameter", (GuardedParameter,), {"gate": gate, "view_class": view})
+    resident = type("ResidentParameter", (ResidentParameter,), {"gate": gate})
+    return guarded, resident, view
 
 
 def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +201,7 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if func in _AUTOGRAD:
         return _differentiate(func, args, kwargs)
     writes = _written(func, args, kwargs)
-    name = getattr(func, "__name__", str(func))
+    name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in _guarded(args, kwargs):
             gate.admit(tensor, name if func not in _SET_DATA else "data=", any(tensor is each for each in writes))
@@ -186,6 +213,14 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if func in _TO_NUMPY:
             return result.copy()
         return _wrap(gate, result, args)
+
+
+def _name_of(func: Any) -> str:
+    """`add_` for a method, `data` for the getter of a property."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return str(name)
 
 
 def _run(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,7 +260,7 @@ class _Saving:
         outer = _top_hooks(True) if _top_hooks is not None else None
         if outer is None or not isinstance(getattr(outer[0], "__self__", None), _Saving):
             saving = _Saving(self._gate, outer)  # autograd takes these hooks away again when the node has run
-            torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)  # type: ignore[attr-defined]
+            torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
 
 
 def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -44,14 +44,20 @@ def _refuse_moves(model: nn.Module) -> None:
     @wraps(to)
     def checked_to(*args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        first = next(model.parameters())
-        same_device = device is None or device == first.device or (device.type == first.device.type == "cpu")
-        if device is not None and device.index is None and device.type == first.device.type:
-            same_device = True
-        floats = {param.dtype for param in model.parameters()}
-        if same_device and (dtype is None or floats == {dtype}) and memory_format is None:
-            return model
-        return refuse()
+        return model if memory_format is None and _is_already(model, device, dtype) else refuse()
 
     model.to = checked_to  # type: ignore[method-assign]
     model._apply = refuse  # type: ignore[method-assign]
+    for name, dtype in (("float", torch.float32), ("double", torch.float64), ("half", torch.float16)):
+        setattr(model, name, partial(checked_to, dtype))
+    model.bfloat16 = partial(checked_to, torch.bfloat16)  # type: ignore[method-assign]
+    model.cpu = partial(checked_to, "cpu")  # type: ignore[method-assign]
+
+
+def _is_already(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> bool:
+    """Whether `model.to(device, dtype)` would change nothing."""
+    params = list(model.parameters())
+    here = params[0].device
+    same_device = device is None or device == here or (device.type == here.type and device.index is None)
+    same_device = same_device or (device is not None and device.type == here.type == "cpu")
+    return same_device and (dtype is None or {param.dtype for param in params} == {dtype})

@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from outsize.move.gradients import GradOps
 from outsize.move.shard import Pending, SlotState, SlotUpdate, UnitShard
 from outsize.run.engine import Engine
-from outsize.run.grads import RestingGrad, vector_norm
+from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
 
 # Note [The update happens at the fetch]
@@ -68,7 +68,7 @@ class Stepper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # only what parameters are, never their values
             self._mark()
         hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
@@ -82,7 +82,7 @@ class Stepper:
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
             )
-        self._check_finite()
+        self._check_finite(pendings)
         for unit, pending in pendings.items():
             if not pending:
                 continue
@@ -105,15 +105,20 @@ class Stepper:
                     pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper)
         return pendings
 
-    def _check_finite(self) -> None:
-        names, norms = [], []
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.numel():
-                    grad = param.grad
-                    norm = grad.norm_of(2.0) if isinstance(grad, RestingGrad) else vector_norm(grad, 2.0)
-                    names.append(self._engine.name_of(param))
-                    norms.append(norm.to(dtype=torch.float64))
+    def _check_finite(self, pendings: dict[Unit, Pending]) -> None:
+        names: list[str] = []
+        norms: list[torch.Tensor] = []
+        plain: list[tuple[str, torch.Tensor]] = []
+        for unit, pending in pendings.items():
+            for name, owed in pending.items():
+                grad = unit.parameters[name].grad
+                if isinstance(grad, RestingGrad):
+                    names.append(name)
+                    norms.append(grad.norm_of(2.0).double())
+                elif owed.loose is not None and owed.loose.numel():
+                    plain.append((name, owed.loose))
+        names += [name for name, _ in plain]
+        norms += [norm.double() for norm in torch._foreach_norm([grad for _, grad in plain])] if plain else []
         if norms and not torch.isfinite(torch.stack(norms)).all():
             bad = [name for name, norm in zip(names, norms, strict=True) if not torch.isfinite(norm)]
             raise FloatingPointError(
@@ -148,6 +153,11 @@ def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -
     if unit.shard.on_device:
         return SlotUpdate(hyper, GradOps(), grad.detach())
     return SlotUpdate(hyper, GradOps(), grad.detach().clone())  # the user's own tensor, which may change
+
+
+def _as_torch(key: str, value: Any) -> Any:
+    """A per-parameter value as torch's optimizers keep it: counts of steps are tensors."""
+    return torch.tensor(value) if key == "step" and isinstance(value, float) else _snapshot(value)
 
 
 def _snapshot(value: Any) -> Any:
@@ -191,7 +201,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         state = unit.shard.slot_states.get(slot.name)
         if state is None or not state.initialised:
             return {}
-        entry: dict[str, Any] = {key: _snapshot(value) for key, value in state.scalars.items()}
+        entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
         for name, array in unit.shard.arrays.items():
             if array.public:
                 entry[name] = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)

@@ -43,6 +43,11 @@ class Unit:
         return self.shard.buffer.nbytes
 
     @property
+    def resident(self) -> bool:
+        """Whether the unit never leaves the device and autograd keeps its gradients: nothing ever moves."""
+        return self.shard.on_device and all(slot.dtype in ("float32", "float64") for slot in self.shard.layout.slots)
+
+    @property
     def current(self) -> bool:
         """Whether the gathered values are in place and owe no update."""
         return self.state is Residency.RESIDENT and not self.pending

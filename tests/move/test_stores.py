@@ -1,0 +1,549 @@
+"""Stores, transfers, the conveyor and the run's directory: each alone, with plain bytes as oracle."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from outsize import _native
+from outsize.move import disk as disk_tier
+from outsize.move.conveyor import Conveyor, Job, Step
+from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, DiskStore, RunDirectory, StripedFile, free_bytes
+from outsize.move.gradients import GradOps, GradShard
+from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.staging import Staging
+from outsize.move.store import HostStore, Store
+from outsize.move.transfer import ARRIVED, Promise, Transfer
+from outsize.plan.layout import ParamInfo, UnitCut, UnitLayout, lay_out
+
+PAGE = 4096
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Page-aligned random bytes."""
+    buffer = HostBuffer(nbytes)
+    buffer.bytes.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return buffer.bytes
+
+
+def empty(nbytes: int) -> torch.Tensor:
+    return HostBuffer(nbytes).bytes
+
+
+@pytest.fixture(params=["uring", "threads"])
+def engine(request: pytest.FixtureRequest) -> Iterator[_native.DiskEngine]:
+    if request.param == "uring" and _native.probe_uring() != 0:
+        pytest.skip("io_uring is refused here")
+    engine = _native.DiskEngine(request.param)
+    yield engine
+    engine.close()
+
+
+def places(root: Path, count: int) -> list[Path]:
+    found = [root / str(index) for index in range(count)]
+    for place in found:
+        place.mkdir()
+    return found
+
+
+@pytest.fixture(params=["host", "one file", "two stripes", "three stripes"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, engine: _native.DiskEngine) -> Iterator[Store]:
+    nbytes = 3 * STRIPE_BYTES + 5 * PAGE
+    if request.param == "host":
+        host = HostStore(nbytes, Ledger(), "states")
+        yield host
+        host.close()
+        return
+    count = {"one file": 1, "two stripes": 2, "three stripes": 3}[request.param]
+    file = StripedFile(engine, places(tmp_path, count), "unit", nbytes + 2 * PAGE)
+    store = DiskStore(file, 2 * PAGE, nbytes, Ledger(), "states")
+    yield store
+    store.close()
+    file.close()
+
+
+# -- stores ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_back(store: Store) -> None:
+    content = noise(store.nbytes)
+    store.write(0, content).wait()
+    out = empty(store.nbytes)
+    store.read(0, out).wait()
+    assert torch.equal(out, content)
+
+
+def test_parts_land_where_they_belong(store: Store) -> None:
+    expected = torch.zeros(store.nbytes, dtype=torch.uint8)
+    zeros = empty(store.nbytes)
+    store.write(0, zeros).wait()
+    ranges = [(0, PAGE), (STRIPE_BYTES - PAGE, 2 * PAGE), (2 * STRIPE_BYTES - PAGE, STRIPE_BYTES + 2 * PAGE)]
+    for seed, (start, length) in enumerate(ranges):
+        content = noise(length, seed)
+        store.write(start, content).wait()
+        expected[start : start + length] = content
+    out = empty(store.nbytes)
+    store.read(0, out).wait()
+    assert torch.equal(out, expected)
+    for start, length in ranges:
+        part = empty(length)
+        store.read(start, part).wait()
+        assert torch.equal(part, expected[start : start + length])
+
+
+def test_what_was_never_written_reads_as_zeros(store: Store) -> None:
+    out = noise(2 * PAGE)
+    store.read(PAGE, out).wait()
+    assert not out.any()
+
+
+def test_many_transfers_may_be_on_their_way_at_once(store: Store) -> None:
+    contents = [noise(PAGE, seed) for seed in range(64)]
+    writes = [store.write(index * PAGE, content) for index, content in enumerate(contents)]
+    for write in reversed(writes):
+        write.wait()
+        write.wait()  # safe to repeat
+        assert write.done()
+    outs = [empty(PAGE) for _ in contents]
+    for read in [store.read(index * PAGE, out) for index, out in enumerate(outs)]:
+        read.wait()
+    assert all(torch.equal(out, content) for out, content in zip(outs, contents, strict=True))
+
+
+def test_an_empty_transfer_is_over_at_once(store: Store) -> None:
+    for transfer in (store.read(0, empty(0)), store.write(0, empty(0))):
+        transfer.wait()
+        assert transfer.done()
+
+
+def test_closing_twice_is_safe_and_gives_the_bytes_back(tmp_path: Path, engine: _native.DiskEngine) -> None:
+    ledger = Ledger()
+    file = StripedFile(engine, [tmp_path], "unit", PAGE)
+    stores = [HostStore(PAGE, ledger, "params"), DiskStore(file, 0, PAGE, ledger, "params")]
+    assert ledger.now == {"host/params": PAGE, "disk/params": PAGE}
+    for store in stores:
+        store.close()
+        store.close()
+    file.close()
+    file.close()
+    assert ledger.now == {"host/params": 0, "disk/params": 0}
+    assert ledger.peak == {"host/params": PAGE, "disk/params": PAGE}
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_an_error_names_the_file_and_the_errno(
+    tmp_path: Path, engine: _native.DiskEngine, operation: str, code: int
+) -> None:
+    file = StripedFile(engine, [tmp_path], "unit-7", 4 * PAGE)
+    engine.inject(operation, 1, code, -1)
+    content = noise(4 * PAGE)
+    transfer = file.read(0, content) if operation == "read" else file.write(0, content)
+    for _ in range(2):  # the error stays
+        with pytest.raises(OSError, match="unit-7") as caught:
+            transfer.wait()
+        assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "unit-7"))
+    assert transfer.done()
+    file.write(0, content).wait()  # another transfer is another matter
+    file.close()
+
+
+def test_an_error_in_one_stripe_waits_for_the_others(tmp_path: Path, engine: _native.DiskEngine) -> None:
+    file = StripedFile(engine, places(tmp_path, 3), "unit", 3 * STRIPE_BYTES)
+    engine.inject("write", 2, errno.EIO, -1)
+    content = noise(3 * STRIPE_BYTES)
+    transfer = file.write(0, content)
+    with pytest.raises(OSError, match="Input/output error"):
+        transfer.wait()
+    assert transfer.done()
+    file.close()
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("moved", [PAGE, 3 * PAGE])
+def test_short_transfers_are_resumed(tmp_path: Path, engine: _native.DiskEngine, operation: str, moved: int) -> None:
+    file = StripedFile(engine, [tmp_path], "unit", 8 * PAGE)
+    content, out = noise(8 * PAGE), empty(8 * PAGE)
+    for nth in (1, 1):
+        engine.inject(operation, nth, 0, moved)
+        file.write(0, content).wait()
+        file.read(0, out).wait()
+        assert torch.equal(out, content)
+    file.close()
+
+
+# -- files and directories -------------------------------------------------------------------------------------------
+
+
+def test_preallocated_space_is_taken_before_anything_is_written(tmp_path: Path, engine: _native.DiskEngine) -> None:
+    file = StripedFile(engine, places(tmp_path, 2), "unit", 4 * STRIPE_BYTES)
+    used = [sum(p.stat().st_blocks for p in tmp_path.rglob("unit"))]
+    file.preallocate(STRIPE_BYTES, 2 * STRIPE_BYTES)
+    used.append(sum(p.stat().st_blocks for p in tmp_path.rglob("unit")))
+    assert used[0] == 0
+    assert used[1] * 512 >= 2 * STRIPE_BYTES
+    file.close()
+
+
+def test_a_full_disk_is_an_error_with_path_and_size(
+    tmp_path: Path, engine: _native.DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = StripedFile(engine, [tmp_path], "unit", 1 << 20)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device \(reserving 1.0 MiB\).*unit"):
+        file.preallocate(0, 1 << 20)
+    file.close()
+
+
+def test_a_file_system_that_refuses_direct_io_gets_a_plain_file(
+    tmp_path: Path, engine: _native.DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(disk_tier.os, "open", refuse)
+    file = StripedFile(engine, [tmp_path], "unit", 4 * PAGE)
+    content, out = noise(4 * PAGE), empty(4 * PAGE)
+    file.write(0, content).wait()
+    file.read(0, out).wait()
+    assert torch.equal(out, content)
+    file.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a tmpfs")
+def test_tmpfs_works(engine: _native.DiskEngine) -> None:
+    with_run = RunDirectory(Path("/dev/shm"))
+    file = StripedFile(engine, [with_run.path], "unit", 4 * PAGE)
+    content, out = noise(4 * PAGE), empty(4 * PAGE)
+    file.write(0, content).wait()
+    file.read(0, out).wait()
+    assert torch.equal(out, content)
+    file.close()
+    with_run.close()
+    assert not with_run.path.exists()
+
+
+def test_each_run_has_its_own_directory_and_removes_it(tmp_path: Path) -> None:
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    assert first.path != second.path
+    assert first.path.parent == second.path.parent == tmp_path
+    (first.path / "unit").write_text("x")
+    first.close()
+    first.close()
+    assert not first.path.exists()
+    assert second.path.exists()
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from outsize.move.disk import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+(run.path / "unit").write_text("mine")
+print(run.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_live_runs_directory_is_left_alone_and_a_killed_ones_is_removed(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        mine = RunDirectory(tmp_path)
+        assert (theirs / "unit").read_text() == "mine"
+        mine.close()
+    finally:
+        other.kill()
+        other.communicate()
+    assert theirs.exists()  # a kill leaves it
+    again = RunDirectory(tmp_path)
+    assert not theirs.exists()
+    again.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_directories_of_runs_are_ever_removed(tmp_path: Path) -> None:
+    for name in ("data", "outsize", "outsize-runs", "outsize-checkpoint"):
+        (tmp_path / name).mkdir()
+    dead = tmp_path / "outsize-run-999999999-abc"
+    dead.mkdir()
+    (dead / "lock").write_text("")
+    RunDirectory(tmp_path).close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "outsize", "outsize-checkpoint", "outsize-runs"]
+
+
+def test_a_directory_that_is_being_made_is_not_taken_for_dead(tmp_path: Path) -> None:
+    fresh, old = tmp_path / "outsize-run-999999999-a.new", tmp_path / "outsize-run-999999999-b.new"
+    for entry in (fresh, old):
+        entry.mkdir()
+    past = time.time() - 2 * 3600
+    os.utime(old, (past, past))
+    RunDirectory(tmp_path).close()
+    assert fresh.exists()
+    assert not old.exists()
+
+
+@pytest.mark.parametrize(("kind", "code"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])
+def test_an_unusable_directory_is_a_users_mistake_and_an_os_error(tmp_path: Path, kind: str, code: int) -> None:
+    place = tmp_path / "place"
+    if kind == "file":
+        place.write_text("x")
+    for action in (lambda: RunDirectory(place), lambda: free_bytes([place])):
+        with pytest.raises(DiskDirectoryError, match="place") as caught:
+            action()
+        assert isinstance(caught.value, OSError)
+        assert isinstance(caught.value, ValueError)
+        assert caught.value.errno == code
+
+
+def test_free_space_counts_each_file_system_once(tmp_path: Path) -> None:
+    first, second = places(tmp_path, 2)
+    assert free_bytes([first, second]) == pytest.approx(free_bytes([first]), rel=0.01)
+
+
+def test_an_unknown_disk_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIZE_DISK_ENGINE", "tape")
+    with pytest.raises(ValueError, match="OUTSIZE_DISK_ENGINE is 'tape'; it must be 'uring' or 'threads'"):
+        disk_tier.open_engine()
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_buffer_keeps_its_address_and_reads_as_zeros() -> None:
+    buffer = HostBuffer(3 * PAGE + 5)
+    view = buffer.bytes[PAGE:]
+    address = buffer.address
+    buffer.bytes.fill_(7)
+    buffer.drop()
+    assert buffer.address == address
+    assert address % PAGE == 0
+    assert not view.any()
+    view.fill_(3)
+    assert int(buffer.bytes[PAGE]) == 3
+
+
+def test_the_ledger_remembers_peaks() -> None:
+    ledger = Ledger()
+    ledger.add("host/params", 5)
+    ledger.add("host/params", 7)
+    ledger.remove("host/params", 10)
+    assert (ledger.now["host/params"], ledger.peak["host/params"]) == (2, 12)
+    with pytest.raises(AssertionError, match="below zero"):
+        ledger.remove("host/params", 3)
+
+
+# -- the conveyor ----------------------------------------------------------------------------------------------------
+
+
+class Held(Transfer):
+    """A transfer that the test lets through."""
+
+    def __init__(self) -> None:
+        self.promise = Promise()
+
+    def wait(self) -> None:
+        assert self.promise._kept.wait(10)
+        self.promise.wait()
+
+    def done(self) -> bool:
+        return self.promise.done()
+
+
+class Note(Step):
+    """Notes when it begins and finishes."""
+
+    def __init__(
+        self,
+        log: list[str],
+        name: str,
+        slabs: int = 0,
+        read: Transfer = ARRIVED,
+        write: Transfer | None = None,
+        fails: str = "",
+    ) -> None:
+        self.log, self.name, self.slabs = log, name, slabs
+        self.read, self.write, self.fails = read, write, fails
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        assert len(slabs) == self.slabs
+        self.log.append(f"begin {self.name}")
+        if self.fails == "begin":
+            raise ValueError(self.name)
+        return [self.read]
+
+    def finish(self) -> Sequence[Transfer]:
+        self.log.append(f"finish {self.name}")
+        if self.fails == "finish":
+            raise ValueError(self.name)
+        return [self.write] if self.write is not None else []
+
+
+@pytest.fixture
+def conveyor() -> Iterator[Conveyor]:
+    conveyor = Conveyor(Staging(PAGE, 2, Ledger()))
+    yield conveyor
+    conveyor.close()
+    conveyor.close()
+
+
+def test_jobs_run_in_order(conveyor: Conveyor) -> None:
+    log: list[str] = []
+    jobs = [conveyor.submit(Job([Note(log, f"{job}{step}") for step in "ab"])) for job in range(5)]
+    for job in jobs:
+        job.wait()
+        job.written.wait()
+    finished = [line for line in log if line.startswith("finish")]
+    assert finished == [f"finish {job}{step}" for job in range(5) for step in "ab"]
+
+
+def test_an_empty_job_is_done(conveyor: Conveyor) -> None:
+    job = conveyor.submit(Job([]))
+    job.wait()
+    job.written.wait()
+    assert job.done()
+
+
+def test_reads_start_ahead_of_the_step_that_is_finished(conveyor: Conveyor) -> None:
+    log: list[str] = []
+    held = Held()
+    job = conveyor.submit(Job([Note(log, "a", read=held), Note(log, "b"), Note(log, "c")]))
+    deadline = time.monotonic() + 10
+    while len(log) < 3 and time.monotonic() < deadline:
+        os.sched_yield()
+    assert log == ["begin a", "begin b", "begin c"]
+    held.promise.keep()
+    job.wait()
+
+
+def test_a_job_is_ready_before_it_is_written(conveyor: Conveyor) -> None:
+    held = Held()
+    job = conveyor.submit(Job([Note([], "a", write=held)]))
+    job.wait()
+    assert not job.written.done()
+    held.promise.keep()
+    job.written.wait()
+
+
+def test_steps_wait_for_slabs_and_give_them_back(conveyor: Conveyor) -> None:
+    log: list[str] = []
+    jobs = [conveyor.submit(Job([Note(log, str(index), slabs=2, write=ARRIVED)])) for index in range(10)]
+    for job in jobs:
+        job.written.wait()
+    assert log == [f"{verb} {index}" for index in range(10) for verb in ("begin", "finish")]
+
+
+def test_a_job_begins_after_those_it_follows_are_written(conveyor: Conveyor) -> None:
+    log: list[str] = []
+    held = Held()
+    first = conveyor.submit(Job([Note(log, "first", write=held)]))
+    first.wait()
+    second = conveyor.submit(Job([Note(log, "second")], after=(first,)))
+    assert "begin second" not in log
+    held.promise.keep()
+    second.wait()
+    assert log[-1] == "finish second"
+
+
+@pytest.mark.parametrize("where", ["begin", "finish"])
+def test_an_error_breaks_its_job_and_no_other(conveyor: Conveyor, where: str) -> None:
+    log: list[str] = []
+    bad = conveyor.submit(Job([Note(log, "bad", 1, fails=where), Note(log, "never", 1), Note(log, "never", 1)]))
+    good = conveyor.submit(Job([Note(log, "good", 2)]))
+    with pytest.raises(ValueError, match="bad"):
+        bad.wait()
+    with pytest.raises(ValueError, match="bad"):
+        bad.written.wait()
+    good.wait()
+    assert bad.broken
+    assert not good.broken
+    assert "finish never" not in log
+
+
+@pytest.mark.parametrize("where", ["read", "write"])
+def test_a_job_that_follows_a_broken_one_is_broken_too(conveyor: Conveyor, where: str) -> None:
+    held = Held()
+    first = conveyor.submit(Job([Note([], "first", **{where: held})]))  # type: ignore[arg-type]
+    log: list[str] = []
+    second = conveyor.submit(Job([Note(log, "second")], after=(first,)))
+    held.promise.break_(OSError(errno.EIO, "gone", "file"))
+    with pytest.raises(OSError, match="gone"):
+        first.written.wait()
+    with pytest.raises(OSError, match="gone"):
+        second.wait()
+    assert not log
+
+
+def test_closing_breaks_what_has_not_begun_and_refuses_more() -> None:
+    conveyor = Conveyor(Staging(PAGE, 1, Ledger()))
+    held = Held()
+    log: list[str] = []
+    running = conveyor.submit(Job([Note(log, "running", 1, read=held)]))
+    while not log:
+        os.sched_yield()
+    waiting = [conveyor.submit(Job([Note([], "waiting", 1)])) for _ in range(8)]
+    held.promise.keep()
+    conveyor.close()
+    running.wait()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        conveyor.submit(Job([]))
+    for job in waiting:
+        assert job.done()
+
+
+# -- gradients at rest -----------------------------------------------------------------------------------------------
+
+
+def layout_of(dtype: str, itemsize: int) -> UnitLayout:
+    infos = {name: ParamInfo(name, (3, 5), dtype, itemsize) for name in ("a", "b")}
+    return lay_out((UnitCut("unit", ("a", "b")),), infos)[0]
+
+
+def test_a_second_bf16_contribution_is_added_in_fp32() -> None:
+    layout = layout_of("bfloat16", 2)
+    shard = GradShard(layout, None, Ledger())
+    a, b = layout.slots
+    first, second = torch.randn(15).bfloat16(), torch.randn(15).bfloat16()
+    shard.open(())
+    shard.put(a, first, None)
+    shard.put(b, second, None)
+    assert shard.of(a).dtype is torch.bfloat16
+    shard.put(a, second, GradOps(scale=0.5))
+    assert shard.of(a).dtype is torch.float32
+    assert torch.equal(shard.of(a), first.float() * 0.5 + second.float())
+    assert torch.equal(shard.of(b), second.float())
+    shard.close()
+
+
+def test_operations_on_a_gradient_are_those_of_torch() -> None:
+    grad = torch.randn(100)
+    ops = GradOps().scaled(0.3)
+    assert ops is not None
+    assert torch.equal(ops.apply_(grad.clone()), grad * 0.3)
+    assert torch.equal(ops.clamped(-0.1, 0.2).apply_(grad.clone()), (grad * 0.3).clamp(-0.1, 0.2))
+    assert ops.scaled(0.7) is None, "two roundings are not one"
+    assert ops.clamped(-1, 1).scaled(2.0) is None, "a clamp does not commute with a scale"
+    twice = ops.scaled(0.5)
+    assert twice is not None
+    assert torch.equal(twice.apply_(grad.clone()), grad * 0.3 * 0.5)
+    assert not GradOps(zero=True).apply_(grad.clone()).any()
+    assert torch.equal(ops.clamped(0.5, 1.0).clamped(-1.0, 0.2).apply_(grad.clone()), torch.full((100,), 0.2))
