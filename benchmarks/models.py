@@ -60,8 +60,6 @@ def timed_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
 
 def checkpointed(model: nn.Module) -> nn.Module:
     """The same model with transformers' own activation checkpointing, for the plain runs."""
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.gradient_checkpointing = True  # type: ignore[assignment]
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable()
     return model.train()

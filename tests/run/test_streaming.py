@@ -3,6 +3,9 @@
 import errno
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -315,4 +318,38 @@ def test_a_model_that_keeps_its_output_is_closed_too(workshop: Workshop) -> None
     del pair
     gc.collect()
     gc.collect()
+    assert os.listdir(workshop.disk) == []
+
+
+SCRIPT = """
+import sys, time, torch, outsize
+from tests.conftest import Stack, adamw, batches, train
+model = Stack()
+optimizer = adamw(model)
+outsize.prepare(model, optimizer, params="disk", grads="disk", states="disk", host_memory="64MiB", disk=sys.argv[1])
+train(model, optimizer, batches(2))
+print("ready", flush=True)
+if sys.argv[2] == "interrupt":
+    while True:
+        train(model, optimizer, batches(2))
+if sys.argv[2] == "error":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["error", "interrupt"])
+def test_a_process_that_ends_leaves_nothing_behind(workshop: Workshop, end: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(workshop.disk), end],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()
+    if end == "interrupt":
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == {"error": 3, "interrupt": -signal.SIGINT}[end], errors
     assert os.listdir(workshop.disk) == []
