@@ -165,7 +165,7 @@ def trim() -> None:
 def memory(disk: str) -> list[Row]:
     """The 162 M Llama, 1 x 128 tokens, fp32, all on disk, recompute, clipping."""
     plain, ours = interleaved(disk, 12)
-    bandwidth = plain_disk_bandwidth(Path(disk) / "probe", 1 << 30, "mixed")
+    bandwidth = plain_disk_bandwidth(Path(disk) / "probe", 2 << 30, "mixed")
     os.remove(Path(disk) / "probe")
     floor = max(plain["seconds"], ours["moved"] / ours["all_steps"] / bandwidth)
     ratio = ours["seconds"] / floor
@@ -245,7 +245,7 @@ class Stack(nn.Module):
 def overhead(_: str) -> list[Row]:
     """Everything in memory: the engine against plain torch, in turns."""
     rows = []
-    for label, width, inputs, target in (("1 ms", 256, 512, 1.5), ("10 ms", 512, 1800, 1.15)):
+    for label, width, inputs, target in (("1 ms", 128, 256, 1.5), ("10 ms", 384, 768, 1.15)):
         ratio, unit_ms = in_turns(width, inputs)
         what = f"all in memory, about {label} of compute a unit (measured {unit_ms:.1f} ms)"
         rows.append(Row(what, f"{ratio:.2f} x plain", f"<= {target} x", ratio <= target))
