@@ -199,6 +199,14 @@ def _foreach_clamp(lower: bool) -> Callable[[list[Any], Any], None]:
     return clamp
 
 
+def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """What `torch.amp.GradScaler` does before a step: note what is not finite, divide by the loss scale."""
+    for grad in grads:
+        norm = grad.norm_of(2.0) if isinstance(grad, RestingGrad) else vector_norm(grad, 2.0)
+        found_inf.logical_or_(~torch.isfinite(norm))
+        grad.mul_(inverse_scale)
+
+
 def _same(grad: RestingGrad) -> RestingGrad:
     return grad
 
@@ -233,6 +241,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_clamp_max_.Scalar: _foreach_clamp(lower=False),
     aten._foreach_maximum_.Scalar: _foreach_clamp(lower=True),
     aten._foreach_minimum_.Scalar: _foreach_clamp(lower=False),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: _same,
     aten.detach_.default: _same,
     aten.add.Tensor: _add,

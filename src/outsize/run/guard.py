@@ -71,7 +71,7 @@ _METADATA_NAMES = """
     __hash__ __dir__ is_same_size new_empty new_zeros new_ones new_full new_empty_strided _is_param has_names
 """
 
-_METADATA = _functions(_METADATA_NAMES.split()) | {
+METADATA = _functions(_METADATA_NAMES.split()) | {
     torch.empty_like,
     torch.zeros_like,
     torch.ones_like,
@@ -84,7 +84,7 @@ _METADATA = _functions(_METADATA_NAMES.split()) | {
     torch.is_same_size,
 }
 
-_TO_NUMPY = _functions(["numpy", "__array__"])
+TO_NUMPY = _functions(["numpy", "__array__"])
 _PICKLE = _functions(["__reduce_ex__"])
 _SET_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 _COMPUTE = {torch.nn.functional.linear, torch.nn.functional.embedding, torch.nn.functional.layer_norm}
@@ -129,7 +129,7 @@ class GuardedView(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return pass_gate(cls.gate, func, args, kwargs or {})
@@ -166,7 +166,7 @@ class GuardedParameter(ManagedParameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return pass_gate(cls.gate, func, args, kwargs or {})
@@ -210,7 +210,7 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         result = _run(gate, func, args, kwargs)
         if func in _COMPUTE:
             return result
-        if func in _TO_NUMPY:
+        if func in TO_NUMPY:
             return result.copy()
         return _wrap(gate, result, args)
 

@@ -22,7 +22,7 @@ from outsize.move.memory import HUGE_BYTES, PAGE_BYTES
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
-from outsize.run.guard import _METADATA, _TO_NUMPY
+from outsize.run.guard import METADATA, TO_NUMPY
 
 MIN_PAGED_BYTES = 64 << 10
 """Smaller parameters stay in memory: they would cost more requests than they free bytes."""
@@ -224,7 +224,7 @@ class PagedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _run(func, types, args, kwargs or {})
@@ -260,7 +260,7 @@ def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}"
     with torch._C.DisableTorchFunctionSubclass(), _held(params.values(), name, target if fills else None):
-        if func in _TO_NUMPY and not args[0].requires_grad:
+        if func in TO_NUMPY and not args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
         return func(*args, **kwargs)
 
