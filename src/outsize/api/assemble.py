@@ -149,6 +149,8 @@ def _build(
     for unit in units:
         for param in unit.parameters.values():
             param.__class__ = engine.class_for(unit)
+    for keeper in keepers:
+        keeper.make_ready()
     stepper = None
     if optimizer is not None:
         assert updater is not None

@@ -43,25 +43,31 @@ def again(error: BaseException) -> BaseException:
 class Promise(Transfer):
     """A transfer that another thread keeps (or breaks)."""
 
+    _changed = threading.Condition()  # one for all: few wait, and a promise stays small
+
     def __init__(self) -> None:
-        self._kept = threading.Event()
+        self._over = False
         self._error: BaseException | None = None
 
     def keep(self) -> None:
-        self._kept.set()
+        with Promise._changed:
+            self._over = True
+            Promise._changed.notify_all()
 
     def break_(self, error: BaseException) -> None:
         self._error = error
-        self._kept.set()
+        self.keep()
 
     @property
     def broken(self) -> bool:
         return self._error is not None
 
     def wait(self) -> None:
-        self._kept.wait()
+        if not self._over:
+            with Promise._changed:
+                Promise._changed.wait_for(self.done)
         if self._error is not None:
             raise again(self._error).with_traceback(self._error.__traceback__)
 
     def done(self) -> bool:
-        return self._kept.is_set()
+        return self._over

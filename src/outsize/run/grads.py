@@ -47,7 +47,7 @@ class RestingGrad(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, param: torch.Tensor, name: str, home: GradHome, norm: torch.Tensor, loose: torch.Tensor | None
+        cls, param: torch.Tensor, name: str, home: GradHome, norm: torch.Tensor, loose: torch.Tensor | None = None
     ) -> RestingGrad:
         self: RestingGrad = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
@@ -55,7 +55,7 @@ class RestingGrad(torch.Tensor):
         self.label = name
         self._home = weakref.ref(home)  # a parameter's gradient is its own: autograd hides it from the collector
         self.ops = GradOps()
-        self.norms = {2.0: norm}
+        self.norms = {2.0: norm}  # the memory of this norm stays the gradient's own
         self.loose = loose
         return self
 
@@ -92,7 +92,7 @@ class RestingGrad(torch.Tensor):
     def become(self, norm: torch.Tensor, loose: torch.Tensor | None) -> None:
         """The bytes are others now: nothing is remembered but their norm."""
         self.ops = GradOps()
-        self.norms = {2.0: norm}
+        self.norms = {2.0: self.norms[2.0].copy_(norm)}
         self.loose = loose
 
     def norm_of(self, order: float) -> torch.Tensor:
@@ -104,7 +104,7 @@ class RestingGrad(torch.Tensor):
             value = self.home.value(self).reshape(-1)
             self.norms[order] = vector_norm(value, order)
         norm = self.norms[order]
-        return norm if self.ops.scale == 1.0 or order == 0 else norm * abs(self.ops.scale)
+        return norm.clone() if self.ops.scale == 1.0 or order == 0 else norm * abs(self.ops.scale)
 
     def scale(self, factor: float) -> None:
         ops = self.ops.scaled(factor)

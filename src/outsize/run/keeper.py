@@ -31,6 +31,25 @@ class GradKeeper:
         self._arrived: set[str] = set()
         self._writing: Job | None = None
         self._dirty = False
+        self._resting: dict[str, RestingGrad] = {}
+
+    # Note [Small things that live long]
+    # A small block that is allocated while a large temporary lies beside it, and outlives it, splits the hole that the
+    # temporary leaves: the next one of the same size takes fresh memory. One such block a unit and step made resident
+    # memory grow by a gradient for every layer. So what stays behind a gradient, its `RestingGrad` and norm, is made
+    # once, before training, and the norms of a unit lie in one tensor.
+
+    def make_ready(self) -> None:
+        """Make what gradients at rest need; the parameters have taken on their final dtype and device."""
+        if self._shard is None:
+            return
+        device = self._unit.shard.device
+        norms = {
+            dtype: torch.zeros(len(self._slots), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)
+        }
+        for index, (name, param) in enumerate(self._unit.parameters.items()):
+            norm = norms[torch.float64 if param.dtype is torch.float64 else torch.float32][index]
+            self._resting[name] = RestingGrad(param, name, self, norm)
 
     @property
     def collecting(self) -> bool:
@@ -129,7 +148,11 @@ class GradKeeper:
 
     def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
         norm, loose = self._lay_down(name, grad, None)
-        return RestingGrad(self._unit.parameters[name], name, self, norm, loose)
+        resting = self._resting.get(name)
+        if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
+            return RestingGrad(self._unit.parameters[name], name, self, norm, loose)
+        resting.become(norm, None)
+        return resting
 
     def _lay_down(
         self, name: str, grad: torch.Tensor, previous: RestingGrad | None
@@ -147,7 +170,7 @@ class GradKeeper:
         self._open()
         content = self._shard.put(self._slots[name], grad, ops)
         self._dirty = True
-        return vector_norm(content, 2.0).to(grad.device), None
+        return vector_norm(content, 2.0), None
 
     def _add_loose(self, previous: RestingGrad, grad: torch.Tensor) -> torch.Tensor:
         assert previous.loose is not None
