@@ -252,7 +252,7 @@ def _open_streamer(
         _capacity(plan, units),
         resources.ledger,
     )
-    keepers += [GradKeeper(unit, resources.conveyor, streamer.make_room) for unit in units]
+    keepers += [GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle) for unit in units]
     return streamer, keepers
 
 

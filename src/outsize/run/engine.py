@@ -173,9 +173,13 @@ class Engine:
             if not self._frames:
                 self._return_nodes()
 
-    def _begin_pass(self) -> None:
-        if self._task != -1:  # the last backward ended in an exception
+    def end_interrupted_backward(self) -> None:
+        """Bring to an end what a backward that raised has left."""
+        if self._task != -1 and not in_backward():
             self._end_backward()
+
+    def _begin_pass(self) -> None:
+        self.end_interrupted_backward()
         self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def _check_thread(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from math import inf
+from math import inf, isfinite
 from typing import Any, Protocol, final
 
 import torch
@@ -23,6 +23,14 @@ class GradHome(Protocol):
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """The gradient's values in the parameter's dtype and shape, operations applied; a copy."""
+        ...
+
+    def check_current(self, grad: RestingGrad) -> None:
+        """Raise if the bytes behind the gradient are another backward's by now."""
+        ...
+
+    def exact(self, grad: RestingGrad) -> torch.Tensor:
+        """As `value`, in fp32 or wider and 1-D."""
         ...
 
     def fold(self, grad: RestingGrad) -> None:
@@ -100,11 +108,18 @@ class RestingGrad(torch.Tensor):
         if self.ops.zero:
             return torch.zeros((), device=self.device)
         if self.ops.clamps or order not in self.norms:
-            self.home.fold(self)
-            value = self.home.value(self).reshape(-1)
-            self.norms[order] = vector_norm(value, order)
+            norm = vector_norm(self.home.exact(self), order)  # of a copy: an update that is owed still reads the bytes
+            if self.ops.identity:
+                self.norms[order] = norm
+            return norm
         norm = self.norms[order]
         return norm.clone() if self.ops.scale == 1.0 or order == 0 else norm * abs(self.ops.scale)
+
+    @property
+    def finite(self) -> torch.Tensor:
+        """Whether all elements are finite, 0-d bool; a clamp or a finite scale changes nothing about that."""
+        known = torch.isfinite(self.norms[2.0])
+        return known if isfinite(self.ops.scale) else torch.zeros_like(known)
 
     def scale(self, factor: float) -> None:
         ops = self.ops.scaled(factor)
@@ -127,6 +142,7 @@ class _Factors:
 
     def __init__(self) -> None:
         self._last: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
         self._value = 1.0
 
     def read(self, factor: object) -> float:
@@ -134,8 +150,9 @@ class _Factors:
             return float(factor)  # type: ignore[arg-type]
         if factor.numel() != 1:
             raise RuntimeError("a gradient at rest can be multiplied by one number only")
-        if self._last is None or self._last() is not factor:
+        if self._last is None or self._last() is not factor or self._version != factor._version:
             self._last = weakref.ref(factor)
+            self._version = factor._version
             self._value = float(factor.item())
         return self._value
 

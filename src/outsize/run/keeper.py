@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Conveyor, Job
-from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution
+from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.unit import Unit
@@ -22,7 +22,18 @@ class GradKeeper:
     it is copied into the unit's `GradShard`; on disk the shard is written once all of the unit's gradients are in.
     """
 
-    def __init__(self, unit: Unit, conveyor: Conveyor, make_room: Callable[[int], None]) -> None:
+    # Note [An owed update owns its gradients]
+    # After `step()` the gradients' bytes belong to the update until it has run. Reading them is free; whatever changes
+    # them (a further backward, a modification) first settles the unit, which runs the update that it still owes.
+
+    def __init__(
+        self,
+        unit: Unit,
+        conveyor: Conveyor,
+        make_room: Callable[[int], None],
+        settle: Callable[[Unit], None],
+    ) -> None:
+        self._settle = settle
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
@@ -31,7 +42,7 @@ class GradKeeper:
         self._arrived: set[str] = set()
         self._writing: Job | None = None
         self._dirty = False
-        self._resting: dict[str, RestingGrad] = {}
+        self._resting: dict[str, list[RestingGrad]] = {}  # [current, the one before] by parameter
 
     # Note [Small things that live long]
     # A small block that is allocated while a large temporary lies beside it, and outlives it, splits the hole that the
@@ -49,7 +60,7 @@ class GradKeeper:
         }
         for index, (name, param) in enumerate(self._unit.parameters.items()):
             norm = norms[torch.float64 if param.dtype is torch.float64 else torch.float32][index]
-            self._resting[name] = RestingGrad(param, name, self, norm)
+            self._resting[name] = [RestingGrad(param, name, self, norm), RestingGrad(param, name, self, norm.clone())]
 
     @property
     def collecting(self) -> bool:
@@ -107,19 +118,35 @@ class GradKeeper:
 
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
+        self.check_current(grad)
         norm, loose = self._lay_down(grad.label, more, grad)
         grad.become(norm, loose)
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in the parameter's dtype and shape, operations applied."""
+        return self.exact(grad).to(device=grad.device, dtype=grad.dtype).view(grad.shape)
+
+    def exact(self, grad: RestingGrad) -> torch.Tensor:
+        """A copy of the values in fp32 or wider, operations applied, 1-D."""
+        self.check_current(grad)
         content = self._content(grad)
-        wide = content.to(torch.float32 if content.dtype.itemsize < 4 else content.dtype, copy=True)
-        return grad.ops.apply_(wide).to(device=grad.device, dtype=grad.dtype).view(grad.shape)
+        return grad.ops.apply_(content.to(wide_dtype(content.dtype), copy=True))
+
+    def check_current(self, grad: RestingGrad) -> None:
+        """Raise if the bytes behind a gradient at rest are another backward's by now."""
+        resting = self._resting.get(grad.label)
+        if resting is not None and grad is not resting[0]:
+            raise RuntimeError(
+                f"this gradient of {grad.label!r} was at rest and a later backward has taken its place; to keep a "
+                f"gradient, copy it: `with outsize.gathered(param, grads=True): kept = param.grad.clone()`"
+            )
 
     def fold(self, grad: RestingGrad) -> None:
         """Apply the remembered operations to the bytes."""
+        self.check_current(grad)
         if grad.ops.identity:
             return
+        self._settle(self._unit)
         if grad.loose is not None:
             grad.loose = add_contribution(grad.loose, grad.ops, torch.zeros_like(grad.loose))
         else:
@@ -151,8 +178,9 @@ class GradKeeper:
         resting = self._resting.get(name)
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
             return RestingGrad(self._unit.parameters[name], name, self, norm, loose)
-        resting.become(norm, None)
-        return resting
+        resting.reverse()
+        resting[0].become(norm, None)
+        return resting[0]
 
     def _lay_down(
         self, name: str, grad: torch.Tensor, previous: RestingGrad | None
@@ -162,6 +190,7 @@ class GradKeeper:
             raise TypeError(
                 f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients (Embedding(sparse=False))"
             )
+        self._settle(self._unit)  # see Note [An owed update owns its gradients]
         grad = grad.detach()
         ops = None if previous is None or previous.ops.zero else previous.ops
         if self._shard is None:

@@ -53,6 +53,7 @@ class Stepper:
         if scheduled:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)
+        optimizer._step_supports_amp_scaling = False  # a scaler unscales the gradients itself, fused or not
         optimizer.load_state_dict = self.load_state_dict
         optimizer.add_param_group = _refuse_add_param_group
         optimizer.state = StreamedState(self._engine)
@@ -76,6 +77,7 @@ class Stepper:
         return loss
 
     def _mark(self) -> None:
+        self._engine.end_interrupted_backward()
         pendings = self._collect()
         if not any(pendings.values()):
             raise RuntimeError(
@@ -107,20 +109,21 @@ class Stepper:
 
     def _check_finite(self, pendings: dict[Unit, Pending]) -> None:
         names: list[str] = []
-        norms: list[torch.Tensor] = []
+        finite: list[torch.Tensor] = []
         plain: list[tuple[str, torch.Tensor]] = []
         for unit, pending in pendings.items():
             for name, owed in pending.items():
                 grad = unit.parameters[name].grad
                 if isinstance(grad, RestingGrad):
                     names.append(name)
-                    norms.append(grad.norm_of(2.0).double())
+                    finite.append(grad.finite)
                 elif owed.loose is not None and owed.loose.numel():
                     plain.append((name, owed.loose))
         names += [name for name, _ in plain]
-        norms += [norm.double() for norm in torch._foreach_norm([grad for _, grad in plain])] if plain else []
-        if norms and not torch.isfinite(torch.stack(norms)).all():
-            bad = [name for name, norm in zip(names, norms, strict=True) if not torch.isfinite(norm)]
+        if plain:
+            finite += [torch.isfinite(norm) for norm in torch._foreach_norm([grad for _, grad in plain])]
+        if finite and not torch.stack(finite).all():
+            bad = [name for name, good in zip(names, finite, strict=True) if not good]
             raise FloatingPointError(
                 f"optimizer.step(): the gradient of {bad[0]!r} is not finite ({len(bad)} of {len(names)} parameters; "
                 f"the loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and "
@@ -147,6 +150,7 @@ class Stepper:
 
 def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
     if isinstance(grad, RestingGrad):
+        grad.home.check_current(grad)
         return SlotUpdate(hyper, grad.ops, grad.loose)
     if grad.layout is not torch.strided:
         raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
