@@ -6,6 +6,7 @@ Rows: parity tiers masters memory scale overhead init steady disk. Ratios are ta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -135,7 +136,8 @@ def memory_child(disk: str, layers: int, steps: int, plain: bool, threads: int) 
 
     torch.set_num_threads(threads)
     base = rss_bytes()
-    model = llama(layers)
+    with contextlib.nullcontext() if plain else outsize.init(host_memory="256MiB", disk=disk):
+        model = llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True if plain else None)
     parameters = sum(param.numel() for param in model.parameters())
     if plain:

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` over gradients at rest: the same losses, norms and scales as plain torch, overflow included."""
+"""`torch.amp.GradScaler` over gradients at rest: losses and scales of plain torch, overflow included."""
 
 from __future__ import annotations
 

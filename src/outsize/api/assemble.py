@@ -69,7 +69,7 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     """The native kernel where there is one, else the optimizer's own step on streamed pieces."""
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         amsgrad = any(group.get("amsgrad", False) for group in optimizer.param_groups)
-        return AdamRule(amsgrad, type(optimizer) is torch.optim.AdamW, threads=1)
+        return AdamRule(amsgrad, type(optimizer) is torch.optim.AdamW)
     return StreamedRule(optimizer)
 
 
@@ -83,6 +83,7 @@ def assemble(
     rule = rule_for(optimizer) if optimizer is not None else None
     plan = survey(model, optimizer, config, rule.arrays if rule is not None else ())
     _check_devices(plan, config)
+    _check_existing(plan, optimizer)
     clock = UpdateClock()
     arrays = len(plan.arrays) + 3  # the remainder, the gradient, and on an accelerator the parameters
     chunk = staging_chunk_numel(plan.budgets.staging_bytes, arrays, PIPELINE_DEPTH)
@@ -111,6 +112,21 @@ def _check_devices(plan: Survey, config: Config) -> None:
             )
         if type(param) is not nn.Parameter and param.layout is torch.strided and not _is_paged(param):
             raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
+
+
+def _check_existing(plan: Survey, optimizer: torch.optim.Optimizer | None) -> None:
+    """Gradients and optimizer state that exist already can be taken over."""
+    for name, param in plan.parameters.items():
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise ValueError(f"the gradient of {name!r} is sparse ({param.grad.layout}); use dense gradients")
+        state = optimizer.state.get(param, {}) if optimizer is not None else {}
+        for key in plan.arrays:
+            value = state.get(key)
+            if isinstance(value, torch.Tensor) and value.shape != param.shape:
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {name!r} has the shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(param.shape)}; load the state of the same model or start without one"
+                )
 
 
 def _is_paged(param: nn.Parameter) -> bool:
@@ -347,10 +363,12 @@ def _adopt_value(shard: UnitShard, slot: Slot, value: torch.Tensor) -> None:
     target = shard.param(slot)
     remainder = shard.arrays.get(REMAINDER)
     if slot.dtype == "bfloat16" and value.dtype == torch.float32 and remainder is not None and slot.numel:
-        high = torch.empty(slot.numel, dtype=torch.bfloat16)
+        on_cpu = target.device.type == "cpu"
+        high = target.view(-1) if on_cpu else torch.empty(slot.numel, dtype=torch.bfloat16)
         low = torch.empty(slot.numel, dtype=torch.int16)
         split_master(value.detach().cpu().reshape(-1), high, low)
-        target.copy_(high.view(slot.shape))
+        if not on_cpu:
+            target.copy_(high.view(slot.shape))
         shard.write_array(remainder, slot.offset, slot.end, low)
     else:
         target.copy_(value)

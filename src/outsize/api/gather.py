@@ -45,8 +45,12 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         finally:
             for param, (resting, value) in shown.items():
                 _hide_gradient(prepared, param, resting, value, modify)
-            for unit, values in before.items():
-                _store(unit, values)
+            try:
+                for unit, values in before.items():
+                    _store(unit, values)
+            except OSError as error:
+                engine.streamer.stop(error)
+                raise
 
 
 def _parameters(target: Target) -> Iterator[torch.Tensor]:

@@ -31,6 +31,10 @@ def plan(
     for param in model.parameters():
         prepared = prepared_of(param)
         if prepared is not None:
+            if config is not None or fields:
+                raise ValueError(
+                    "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
+                )
             return plan_of(prepared.survey)
     arrays = rule_for(optimizer).arrays if optimizer is not None else ADAMW_ARRAYS
     return plan_of(survey(model, optimizer, made, arrays, dry=True))

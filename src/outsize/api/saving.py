@@ -176,6 +176,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
 def settle(prepared: Prepared) -> None:
     """Run every update that is owed and wait until all of it has arrived where it rests."""
     device = prepared.config.compute_device
+    prepared.engine.end_interrupted_backward()
     prepared.engine.streamer.settle_all()
     for unit in prepared.engine.units:
         unit.await_written()

@@ -7,6 +7,7 @@ in which they were submitted, so what one job writes a later one reads.
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -116,6 +117,7 @@ class Conveyor:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
+        self._pid = os.getpid()
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -127,6 +129,11 @@ class Conveyor:
         self._thread.start()
 
     def submit(self, job: Job) -> Job:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the model was prepared by process {self._pid} and this is a forked child ({os.getpid()}): only the "
+                f"process that called outsize.prepare can use the model"
+            )
         with self._changed:
             if self._closing:
                 raise RuntimeError("outsize has been closed; the model cannot be used any more")

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 import torch
 
@@ -33,8 +33,8 @@ _NEW_IS_DEAD_AFTER_SECONDS = 3600
 # Each run works in a sub-directory of its own that holds a file named `lock`, under a POSIX lock for as long as the
 # process lives; the kernel releases it however the process ends. POSIX locks are not inherited by forked data loader
 # workers, so a worker that outlives the run does not keep the directory. A directory whose lock can be taken belongs
-# to a dead run and is removed. The lock says nothing between runs of one process, so those are told apart by their
-# process number, which is part of the name. The directory gets its final name only once its lock is held.
+# to a dead run and is removed. The lock says nothing between runs of one process, so each process knows its own. The
+# directory gets its final name only once its lock is held.
 
 
 class DiskDirectoryError(OSError, ValueError):
@@ -64,10 +64,13 @@ def open_engine() -> DiskEngine:
 class RunDirectory:
     """This run's own sub-directory of one `disk` directory. See Note [Whose directory]."""
 
+    alive: ClassVar[set[Path]] = set()
+    """The directories of this process; a lock says nothing between runs of one process."""
+
     def __init__(self, parent: Path) -> None:
         self.parent = parent
         _check_directory(parent)
-        _remove_dead_runs(parent)
+        remove_dead_runs(parent)
         self._pid = os.getpid()
         name = f"{_RUN_PREFIX}{self._pid}-{secrets.token_hex(6)}"
         fresh = parent / (name + _NEW_SUFFIX)
@@ -76,6 +79,7 @@ class RunDirectory:
             self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path = parent / name
+            RunDirectory.alive.add(self.path.resolve())
             fresh.rename(self.path)
         except OSError as error:
             message = f"cannot write to the disk directory ({os.strerror(error.errno or 0)}); name one that is writable"
@@ -87,6 +91,7 @@ class RunDirectory:
         if self._open and os.getpid() == self._pid:
             self._open = False
             shutil.rmtree(self.path, ignore_errors=True)
+            RunDirectory.alive.discard(self.path.resolve())
             os.close(self._lock)
 
 
@@ -97,10 +102,10 @@ def _check_directory(parent: Path) -> None:
         raise DiskDirectoryError(errno.ENOTDIR, "disk must be a directory, this is not one", str(parent))
 
 
-def _remove_dead_runs(parent: Path) -> None:
+def remove_dead_runs(parent: Path) -> None:
+    """Remove what dead runs left in a `disk` directory. See Note [Whose directory]."""
     for entry in parent.glob(f"{_RUN_PREFIX}*"):
-        owner = entry.name.removeprefix(_RUN_PREFIX).partition("-")[0]
-        if owner == str(os.getpid()):
+        if entry.resolve() in RunDirectory.alive:
             continue
         if entry.name.endswith(_NEW_SUFFIX):
             _remove_if_old(entry)
@@ -138,6 +143,7 @@ def free_bytes(directories: Sequence[Path]) -> int:
     free: dict[int, int] = {}
     for directory in directories:
         _check_directory(directory)
+        remove_dead_runs(directory)
         status = os.statvfs(directory)
         free[directory.stat().st_dev] = status.f_bavail * status.f_frsize
     return sum(free.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from abc import ABC, abstractmethod
 from typing import final
@@ -71,3 +72,11 @@ class Promise(Transfer):
 
     def done(self) -> bool:
         return self._over
+
+    @classmethod
+    def forget_waiters(cls) -> None:
+        """In a forked child nobody waits; the lock may have been held when the fork happened."""
+        cls._changed = threading.Condition()
+
+
+os.register_at_fork(after_in_child=Promise.forget_waiters)

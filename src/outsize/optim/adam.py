@@ -17,10 +17,9 @@ _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torc
 class AdamRule(Rule):
     """Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), with AMSGrad and maximize, as in torch."""
 
-    def __init__(self, amsgrad: bool, decoupled: bool, threads: int) -> None:
+    def __init__(self, amsgrad: bool, decoupled: bool) -> None:
         self.arrays = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
         self._decoupled = decoupled
-        self.threads = threads
 
     def apply(self, piece: Piece) -> None:
         step = number(piece.state.scalars.get("step", 0.0)) + 1.0
@@ -62,7 +61,7 @@ class AdamRule(Rule):
             clamp_min=piece.ops.low,
             clamp_max=piece.ops.high,
             max_exp_avg_sq=piece.states["max_exp_avg_sq"].data_ptr() if amsgrad else 0,
-            threads=self.threads,
+            threads=piece.threads,
             **scalars,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outsize import _native
 from outsize.move.gradients import GradOps
 from outsize.move.shard import SlotState
 
@@ -26,6 +27,7 @@ class Piece:
     ops: GradOps
     hyper: dict[str, object]
     state: SlotState
+    threads: int = 1
 
 
 class Rule(ABC):
@@ -51,12 +53,20 @@ def number(value: object) -> float:
 
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 parameter and its remainder. See Note [The 16-bit remainder]."""
+    if param.device.type == "cpu":
+        master = torch.empty(param.numel(), dtype=torch.float32)
+        _native.join_master(param.data_ptr(), remainder.data_ptr(), master.data_ptr(), param.numel())
+        return master
     bits = (param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
     return bits.view(torch.float32)
 
 
 def split_master(master: torch.Tensor, param: torch.Tensor, remainder: torch.Tensor) -> None:
     """Write the fp32 `master` into a bf16 parameter and its remainder. See Note [The 16-bit remainder]."""
+    if param.device.type == "cpu":
+        held = master.contiguous()
+        _native.split_master(held.data_ptr(), param.data_ptr(), remainder.data_ptr(), param.numel())
+        return
     bits = master.contiguous().view(torch.int32)
     high = ((bits.to(torch.int64) + 0x8000) >> 16).to(torch.int32)
     param.copy_(high.to(torch.int16).view(torch.bfloat16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict, defaultdict
 from typing import Any, final
 
@@ -24,6 +25,7 @@ class StreamedRule(Rule):
     """Runs `type(optimizer).step` on one piece at a time. See Note [A worker optimizer]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._lock = threading.Lock()
         self._worker = _worker_of(optimizer)
         self._step = _plain_step(type(optimizer))
         names: dict[str, None] = {}
@@ -56,6 +58,12 @@ class StreamedRule(Rule):
             split_master(master, piece.param, piece.remainder)
 
     def _run(
+        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: dict[str, object]
+    ) -> dict[str, Any]:
+        with self._lock:  # the conveyor's thread and, for units in memory, the user's
+            return self._run_alone(param, grad, state, hyper)
+
+    def _run_alone(
         self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: dict[str, object]
     ) -> dict[str, Any]:
         leaf = param.detach().requires_grad_()

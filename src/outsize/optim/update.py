@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,8 @@ class ChunkUpdater:
     def __init__(self, rule: Rule, chunk_numel: int, slab_bytes: int, clock: UpdateClock) -> None:
         self.rule = rule
         self.clock = clock
+        self._cores = len(os.sched_getaffinity(0))
+        self.threads = max(self._cores // 2, 1)  # behind the computation, which has the others
         self._chunk_numel = chunk_numel
         self._slab_bytes = slab_bytes
 
@@ -58,7 +61,10 @@ class ChunkUpdater:
         for name, owed in pending.items():
             slot = shard.slots[name]
             assert owed.loose is not None
-            _apply(self.rule, shard, slot, slot.offset, slot.end, owed, _arrays_in_memory(shard, slot), owed.loose)
+            param = shard.param_piece(slot, slot.offset, slot.end)
+            piece = _piece(shard, slot, owed, param, _arrays_in_memory(shard, slot), self._cores)
+            piece.grad = owed.loose.reshape(-1)
+            _apply(self.rule, shard, slot, True, piece)
         self.clock.add(time.perf_counter() - began)
 
 
@@ -199,7 +205,9 @@ class UpdateStep(Step):
             grad = self._part("grads", offset, nbytes).view(shard.grads.dtype(slot))
         offset, nbytes = shard.param_layout.span(self._start, low)[1], shard.param_layout.span(low, high)[1]
         param = self._part("params", offset, nbytes).view(DTYPES[slot.dtype])
-        _apply_to(self._updater.rule, shard, slot, high, owed, param, arrays, grad)
+        piece = _piece(shard, slot, owed, param, arrays, self._updater.threads)
+        piece.grad = grad
+        _apply(self._updater.rule, shard, slot, high == slot.end, piece)
 
     def _part(self, name: str, offset: int, nbytes: int) -> torch.Tensor:
         return self._bytes[name][offset : offset + nbytes]
@@ -215,33 +223,19 @@ class UpdateStep(Step):
         return writes
 
 
-def _apply(
-    rule: Rule,
-    shard: UnitShard,
-    slot: Slot,
-    low: int,
-    high: int,
-    owed: SlotUpdate,
-    arrays: dict[str, torch.Tensor],
-    grad: torch.Tensor,
-) -> None:
-    _apply_to(rule, shard, slot, high, owed, shard.param_piece(slot, low, high), arrays, grad.reshape(-1))
-
-
-def _apply_to(
-    rule: Rule,
-    shard: UnitShard,
-    slot: Slot,
-    high: int,
-    owed: SlotUpdate,
-    param: torch.Tensor,
-    arrays: dict[str, torch.Tensor],
-    grad: torch.Tensor,
-) -> None:
-    """Run the rule on one piece; the parameter's scalars move on when its last piece is done."""
-    state = shard.slot_states.setdefault(slot.name, SlotState())
-    remainder = arrays.pop(REMAINDER, None)
-    rule.apply(Piece(param, remainder, arrays, grad, owed.ops, owed.hyper, state))
-    if high == slot.end:
+def _apply(rule: Rule, shard: UnitShard, slot: Slot, last: bool, piece: Piece) -> None:
+    """Run the rule on one piece; the parameter's scalars move on when its `last` piece is done."""
+    rule.apply(piece)
+    state = shard.slot_states[slot.name]
+    if last:
         assert state.next_scalars is not None
         state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True
+
+
+def _piece(
+    shard: UnitShard, slot: Slot, owed: SlotUpdate, param: torch.Tensor, arrays: dict[str, torch.Tensor], threads: int
+) -> Piece:
+    """All of a piece but its gradient."""
+    state = shard.slot_states.setdefault(slot.name, SlotState())
+    remainder = arrays.pop(REMAINDER, None)
+    return Piece(param, remainder, arrays, param, owed.ops, owed.hyper, state, threads)

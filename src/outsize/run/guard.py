@@ -203,11 +203,16 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     writes = _written(func, args, kwargs)
     name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in _guarded(args, kwargs):
+        guarded = _guarded(args, kwargs)
+        for tensor in guarded:
             gate.admit(tensor, name if func not in _SET_DATA else "data=", any(tensor is each for each in writes))
+        versions = [tensor._version for tensor in guarded]
         if func in _PICKLE:
             return args[0].clone().__reduce_ex__(*args[1:])
         result = _run(gate, func, args, kwargs)
+        for tensor, version in zip(guarded, versions, strict=True):
+            if tensor._version != version:  # a write that the operation's name does not tell
+                gate.admit(tensor, name, True)
         if func in _COMPUTE:
             return result
         if func in TO_NUMPY:

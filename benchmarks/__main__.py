@@ -1,0 +1,5 @@
+"""`python -m benchmarks`: the engine's figures."""
+
+from benchmarks.engine import main
+
+raise SystemExit(main())
