@@ -439,6 +439,7 @@ def test_prepare_inside_the_block_is_refused(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, signal, sys, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from torch import nn
 from outsize.api.building import init
 

@@ -322,7 +322,8 @@ def test_a_model_that_keeps_its_output_is_closed_too(workshop: Workshop) -> None
 
 
 SCRIPT = """
-import sys, time, torch, outsize
+import signal, sys, time, torch, outsize
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from tests.conftest import Stack, adamw, batches, train
 model = Stack()
 optimizer = adamw(model)

@@ -16,6 +16,7 @@ from outsize.config import Config
 from outsize.move.buffer import open_buffer
 from outsize.move.disk import DiskStore, StripedFile, allow_open_files
 from outsize.move.gradients import GradShard
+from outsize.move.memory import return_freed_memory
 from outsize.move.shard import REMAINDER, REMAINDER_BYTES, STATE_BYTES, StateArray, UnitShard
 from outsize.move.store import DeviceStore, HostStore, Store
 from outsize.optim.adam import AdamRule
@@ -88,6 +89,8 @@ def assemble(
     arrays = len(plan.arrays) + 3  # the remainder, the gradient, and on an accelerator the parameters
     chunk = staging_chunk_numel(plan.budgets.staging_bytes, arrays, PIPELINE_DEPTH)
     on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
+    if on_disk and config.compute_device.type == "cpu":
+        return_freed_memory()
     resources = Resources(
         config.directories if on_disk else (), chunk * 4, arrays * PIPELINE_DEPTH, config.compute_device.type != "cpu"
     )

@@ -1,6 +1,5 @@
 """What a run measures: one record a step, a line of metrics.jsonl, shown by the display and drawn in the report."""
 
-import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -122,20 +121,6 @@ def process_memory(field: str = "VmRSS") -> int:
     except OSError:
         pass
     return 0
-
-
-_M_MMAP_THRESHOLD = -3  # glibc's <malloc.h>
-
-
-def return_freed_memory() -> None:
-    """Let the allocator give freed blocks above 4 MiB back to the system at once.
-
-    glibc otherwise learns to keep blocks of up to 32 MiB, and a run's resident memory grows by what activations and
-    gradients of that size leave in between. It concerns this process as a whole, so it is the command line's to decide.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 
 def human(count: float) -> str:

@@ -18,7 +18,7 @@ import outsize
 from outsize.cli import corpus, job, metrics, models, report
 from outsize.cli.display import Display, open_display
 from outsize.cli.job import Job, RunFolder
-from outsize.cli.metrics import Counters, Record, human, process_memory, return_freed_memory
+from outsize.cli.metrics import Counters, Record, human, process_memory
 from outsize.cli.schedule import Schedule
 
 SUMMARY = "train a language model beyond memory"
@@ -36,7 +36,6 @@ add_arguments = job.add_arguments
 
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    return_freed_memory()
     wanted = Job.parse(args)
     folder = RunFolder.choose(wanted)
     checkpoint = folder.to_resume(wanted.resume) if wanted.resume is not None else None
