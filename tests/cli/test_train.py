@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import outsize
 from outsize.cli import main, metrics
 
 FEW = ["--batch", "2", "--seq-len", "16", "--minutes", "0", "--warmup", "2", "--eval-every", "2", "--lr", "0.01"]
@@ -122,7 +121,6 @@ def test_resume_with_other_data_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("export" not in outsize.__all__, reason="the engine is not in this tree yet")
 def test_run_on_disk_is_exactly_resumed_and_opens_in_transformers(text: Path, tiny_model: Path, tmp_path: Path) -> None:
     resume_is_exact(text, tiny_model, tmp_path / "runs")
     check_files(tmp_path / "runs" / "run")

@@ -33,13 +33,17 @@ class RestingArray(ABC):
     def read(self, first: int, out: torch.Tensor) -> None:
         """Fill `out` (uint8, whole pages) with the bytes from `first`. Blocks."""
 
+
+class WritableArray(RestingArray):
+    """An array that `load` places values into."""
+
     @abstractmethod
     def write(self, first: int, source: torch.Tensor) -> None:
         """Store `source` (uint8, whole pages) at byte `first`. Blocks."""
 
 
 @final
-class Weights(RestingArray):
+class Weights(WritableArray):
     """The parameters. A gathered buffer is kept equal to the store behind it."""
 
     def __init__(self, shard: UnitShard) -> None:
@@ -61,7 +65,7 @@ class Weights(RestingArray):
 
 
 @final
-class States(RestingArray):
+class States(WritableArray):
     """One optimizer array, or the remainder."""
 
     def __init__(self, shard: UnitShard, array: StateArray) -> None:
@@ -92,9 +96,6 @@ class Gradients(RestingArray):
     def read(self, first: int, out: torch.Tensor) -> None:
         self._grads.read(first, out)
 
-    def write(self, first: int, source: torch.Tensor) -> None:
-        raise NotImplementedError("gradients are laid to rest by their keeper")
-
 
 Sink = Callable[[Slot, int, torch.Tensor], None]
 """Takes elements of a parameter: (slot, position of the first one, the elements, 1-D, valid until it returns)."""
@@ -113,7 +114,7 @@ def copy_out(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer
             sink(slot, low - slot.offset, _part(array, content, slot, start, low, high))
 
 
-def copy_in(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer, source: Source) -> None:
+def copy_in(array: WritableArray, wanted: Mapping[str, object], slab: HostBuffer, source: Source) -> None:
     """Write the parts of an array that belong to the wanted parameters; others between them become zero."""
     for start, end, parts in _chunks(array.unit, wanted):
         first, nbytes = array.layout.span(start, end)
