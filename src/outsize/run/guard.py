@@ -129,10 +129,7 @@ class GuardedView(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return pass_gate(cls.gate, func, args, kwargs or {})
+        return through_gate(cls.gate, func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
@@ -166,10 +163,7 @@ class GuardedParameter(ManagedParameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return pass_gate(cls.gate, func, args, kwargs or {})
+        return through_gate(cls.gate, func, args, kwargs or {})
 
 
 class ResidentParameter(ManagedParameter):
@@ -194,6 +188,14 @@ def managed_classes(gate: Gate) -> tuple[type[GuardedParameter], type[ResidentPa
     guarded = type("GuardedParameter", (GuardedParameter,), {"gate": gate, "view_class": view})
     resident = type("ResidentParameter", (ResidentParameter,), {"gate": gate})
     return guarded, resident, view
+
+
+def through_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What every guarded tensor does with an operation: shape and the like are free, values pass the gate."""
+    if func in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    return pass_gate(gate, func, args, kwargs)
 
 
 def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
