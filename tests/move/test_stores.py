@@ -2,6 +2,7 @@
 
 import errno
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -340,6 +341,23 @@ def test_a_dropped_buffer_keeps_its_address_and_reads_as_zeros() -> None:
     assert not view.any()
     view.fill_(3)
     assert int(buffer.bytes[PAGE]) == 3
+
+
+def resident_bytes(buffer: HostBuffer) -> int:
+    """How much of the buffer is in memory, by the page map of this process."""
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(buffer.address // PAGE * 8)
+        entries = pagemap.read(-(-buffer.nbytes // PAGE) * 8)
+    return sum(entry >> 63 for (entry,) in struct.iter_unpack("<Q", entries)) * PAGE
+
+
+def test_a_buffer_brings_no_page_of_its_neighbours_into_memory() -> None:
+    buffers = [HostBuffer((5 << 20) + PAGE) for _ in range(12)]  # the kernel merges their mappings
+    for buffer in buffers[::2]:
+        buffer.bytes.fill_(1)
+        assert resident_bytes(buffer) == buffer.nbytes
+        buffer.drop()
+    assert [resident_bytes(buffer) for buffer in buffers] == [0] * len(buffers)
 
 
 def test_the_ledger_remembers_peaks() -> None:

@@ -21,6 +21,33 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # autograd or the user hold stay valid while the pages behind it come and go. Pages appear when they are first touched
 # and `drop` gives them back (MADV_DONTNEED), so a buffer at rest costs address space and nothing else. It is page
 # aligned, so direct I/O reads into it without a bounce, and it has exactly the size asked for.
+#
+# The kernel merges neighbouring mappings into one, and a huge page laid across the border of two buffers comes back
+# whole when one of them is touched: `drop` of that one then leaves the neighbour's part resident, about 2 MB a buffer.
+# So huge pages are asked for inside a buffer only and forbidden at its ends.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15  # <sys/mman.h>
+
+
+def give_back_pages(address: int, nbytes: int) -> None:
+    """Free whole pages of anonymous memory; they read as zeros from now on."""
+    if _libc.madvise(address, nbytes, _MADV_DONTNEED):
+        code = ctypes.get_errno()
+        raise OSError(code, f"could not give back {nbytes} bytes of memory: {os.strerror(code)}")
+
+
+def keep_huge_pages_inside(address: int, nbytes: int) -> None:
+    """Ask for huge pages where they fit into these pages, and forbid them where they would cross the ends.
+
+    A kernel without transparent huge pages refuses, and the memory works all the same.
+    """
+    first = min(round_up(address, HUGE_BYTES), address + nbytes)
+    last = first + (address + nbytes - first) // HUGE_BYTES * HUGE_BYTES
+    _libc.madvise(address, first - address, _MADV_NOHUGEPAGE)
+    _libc.madvise(first, last - first, _MADV_HUGEPAGE)
+    _libc.madvise(last, address + nbytes - last, _MADV_NOHUGEPAGE)
 
 
 class HostBuffer:
@@ -31,9 +58,8 @@ class HostBuffer:
         self._length = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if pinned else _NORESERVE)
         self._map = mmap.mmap(-1, self._length, flags=flags)
-        if self._length >= 2 * HUGE_BYTES:
-            _advise_huge(self._map)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]  # [nbytes]
+        keep_huge_pages_inside(self.address, self._length)
         self._pinned = pinned and _register(self.bytes)
 
     @property
@@ -43,20 +69,13 @@ class HostBuffer:
     def drop(self) -> None:
         """Give all pages back; the contents are lost and read as zeros from now on."""
         assert not self._pinned, "pinned memory is kept until the end"
-        self._map.madvise(mmap.MADV_DONTNEED)
+        give_back_pages(self.address, self._length)
 
     def close(self) -> None:
         """Unpin; the memory itself goes when the last view of it goes."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
             self._pinned = False
-
-
-def _advise_huge(mapping: mmap.mmap) -> None:
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):  # a kernel without transparent huge pages: the buffer works all the same
-        return
 
 
 def _register(memory: torch.Tensor) -> bool:
@@ -82,7 +101,7 @@ def return_freed_memory() -> None:
 
     Concerns the whole process; a user who has set `MALLOC_MMAP_THRESHOLD_` keeps that setting.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    mallopt = getattr(_libc, "mallopt", None)  # musl has none
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 16 << 20)

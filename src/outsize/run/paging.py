@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from outsize.move.disk import RunDirectory, StripedFile, open_engine
-from outsize.move.memory import HUGE_BYTES, PAGE_BYTES
+from outsize.move.memory import PAGE_BYTES, give_back_pages, keep_huge_pages_inside
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
@@ -46,11 +44,6 @@ FILE_BYTES = 1 << 30
 _INITS = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
 _FILLS = _INITS | {getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "copy_")}
 _INIT_NAMES = {function.__name__ for function in _INITS}
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MADV_DONTNEED = 4
-_MADV_HUGEPAGE = 14
 
 
 class PageKeeper(Protocol):
@@ -120,9 +113,8 @@ class Page:
 
     def give_back(self) -> None:
         """The memory's pages go; its address stays. See Note [Paged in place]."""
-        give_back(self.first, self.length)
-        if self.length >= 2 * HUGE_BYTES:  # they come back faster in huge pages; not all kernels have them
-            _libc.madvise(self.first, self.length, _MADV_HUGEPAGE)
+        give_back_pages(self.first, self.length)
+        keep_huge_pages_inside(self.first, self.length)  # they come back faster in huge pages
 
 
 @final
@@ -201,12 +193,6 @@ def _close_all(engine: list[Any], files: list[StripedFile], runs: list[RunDirect
         files.pop().close()
     while runs:
         runs.pop().close()
-
-
-def give_back(first: int, nbytes: int) -> None:
-    if _libc.madvise(first, nbytes, _MADV_DONTNEED):
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot give back {nbytes} bytes of memory: {os.strerror(code)}")
 
 
 def use_counts(param: nn.Parameter) -> tuple[int, int, int]:
@@ -315,7 +301,7 @@ def out_of_mapped_file(tensor: torch.Tensor) -> torch.Tensor:
     first = round_up(tensor.data_ptr(), PAGE_BYTES)
     length = (tensor.data_ptr() + nbytes) // PAGE_BYTES * PAGE_BYTES - first
     if tensor.is_contiguous() and length > 0 and _is_unmodified(first, length):
-        give_back(first, length)
+        give_back_pages(first, length)
     return copied
 
 
