@@ -268,6 +268,21 @@ def test_retain_graph_and_two_backwards_add_up(workshop: Workshop, tier: str) ->
     pair.check()
 
 
+def test_a_backward_through_a_graph_from_before_the_step_is_refused_as_in_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        first, second = batches(2)
+        squared_error(model, first).backward()
+        stale = squared_error(model, second)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified"):
+            stale.backward()
+        optimizer.zero_grad()
+        squared_error(model, second).backward()
+        optimizer.step()
+    pair.check()
+
+
 def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     found = []

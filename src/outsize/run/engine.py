@@ -105,8 +105,17 @@ class Engine:
         if torch.is_grad_enabled() and unit.index not in self._watched:
             self._watch_gradients(unit)
 
-    def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
+    def updates_of(self, key: int) -> int:
+        return self._by_key[key].updates
+
+    def bring_back(self, key: int, view: torch.Tensor, updates: int) -> torch.Tensor:
         unit = self._by_key[key]
+        if unit.updates != updates:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation was modified: optimizer.step() has updated "
+                f"{self.name_of(view, unit)!r} between the forward and this backward; call backward() before step(), or "
+                f"run the forward again"
+            )
         self._acquire_for_node(unit)
         return view.detach()
 

@@ -34,8 +34,15 @@ class Gate(Protocol):
         """Bring the tensor's unit in for an operation, or raise because its values may not be touched here."""
         ...
 
-    def bring_back(self, key: int, view: torch.Tensor) -> torch.Tensor:
-        """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`."""
+    def updates_of(self, key: int) -> int:
+        """How many updates the unit has been given so far."""
+        ...
+
+    def bring_back(self, key: int, view: torch.Tensor, updates: int) -> torch.Tensor:
+        """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`.
+
+        Raises `RuntimeError` if the unit was updated since `view` was saved.
+        """
         ...
 
     def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
@@ -250,7 +257,7 @@ class _Saving:
     def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         key = self._gate.key_of(tensor)
         if key is not None:
-            return key, tensor
+            return key, (tensor, self._gate.updates_of(key))
         return None, tensor if self._outer is None else self._outer[0](tensor)
 
     def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
@@ -260,7 +267,7 @@ class _Saving:
             return restored
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._watch_node()
-        return self._gate.bring_back(key, content)
+        return self._gate.bring_back(key, *content)
 
     def _watch_node(self) -> None:
         """create_graph: what the running node saves for a further backward needs the same care."""

@@ -91,6 +91,9 @@ class Stepper:
             if unit.shard.on_device:
                 self._engine.streamer.settle(unit)
                 self._updater.update_in_place(unit.shard, pending)
+                unit.updates += 1
+                for name in pending:  # a graph of before must not be used
+                    torch.autograd.graph.increment_version(unit.parameters[name])
             else:
                 self._engine.streamer.owe(unit, pending)
         self.steps += 1

@@ -98,6 +98,7 @@ class Streamer:
             self._check_running()
             self.settle(unit)
             unit.pending = pending
+            unit.updates += 1
 
     def settle(self, unit: Unit) -> None:
         """Run the update that the unit still owes."""

@@ -23,7 +23,7 @@ class Unit:
     """The parameters that are fetched, released, reduced, updated and saved as a whole.
 
     `holds` counts the forwards and `gathered` blocks that use the unit; `writable` those that may modify it. `pending`
-    is the update that it owes: the next fetch pays it.
+    is the update that it owes: the next fetch pays it; `updates` counts those that it was given.
     """
 
     def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -34,6 +34,7 @@ class Unit:
         self.always_resident = shard.params is None
         self.state = Residency.AT_REST
         self.pending: Pending = {}
+        self.updates = 0
         self.holds = 0
         self.writable = 0
         self._job: Job | None = None
@@ -67,6 +68,7 @@ class Unit:
         assert self.state is not Residency.FETCHING and not self.current, "nothing to fetch"
         fetch = self.state is Residency.AT_REST
         self.shard.buffer.materialize()
+        self.shard.buffer.mark_written()  # what the computation still does with the buffer comes first
         pending, self.pending = self.pending, {}
         steps: Iterator[Step]
         if pending:
