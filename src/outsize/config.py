@@ -15,6 +15,9 @@ import torch
 from outsize.plan.sizes import parse_bytes
 
 TIERS = ("auto", "device", "host", "disk")
+WARMUP_STEPS = 40
+"""Exact steps before the delayed update begins (ZeRO-Offload, Ren et al. 2021, section 5.2)."""
+
 ACTIVATIONS = ("auto", "keep", "recompute", "offload", "selective")
 
 
@@ -38,7 +41,7 @@ class Config:
     states: str = "auto"
     compute_dtype: torch.dtype | None = None
     state_format: str = "exact"
-    delayed_update: bool = False
+    delayed_update: bool | int = False
     activations: str = "auto"
     micro_batches: int = 1
     units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
@@ -61,8 +64,13 @@ class Config:
             raise ValueError(f"stage is {self.stage!r}; ZeRO stages are 0, 1, 2 and 3")
         if not _is_int(self.micro_batches) or self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches!r}; it must be an integer of at least 1")
-        if not isinstance(self.delayed_update, bool):
-            raise TypeError(f"delayed_update is {self.delayed_update!r}; it must be True or False")
+        if not isinstance(self.delayed_update, int):
+            raise TypeError(
+                f"delayed_update is {self.delayed_update!r}; it must be True, False or the number of exact steps "
+                f"before the delay begins"
+            )
+        if self.delayed_update < 0 or (self.delayed_update == 0 and self.delayed_update is not False):
+            raise ValueError(f"delayed_update is {self.delayed_update!r}; the number of exact steps is at least 1")
         object.__setattr__(self, "units", _unit_choice(self.units))
         self._refuse_what_is_not_built()
 
@@ -85,9 +93,6 @@ class Config:
     def _refuse_what_is_not_built(self) -> None:
         """A value that outsize does not act on yet is refused, never ignored."""
         missing = {
-            "compute_dtype=torch.float16": self.compute_dtype is torch.float16,
-            "state_format='compact'": self.state_format == "compact",
-            "delayed_update=True": self.delayed_update,
             f"activations={self.activations!r}": self.activations in ("offload", "selective"),
             f"micro_batches={self.micro_batches}": self.micro_batches > 1,
             "mesh": self.mesh is not None,
@@ -95,10 +100,18 @@ class Config:
         for what, asked in missing.items():
             if asked:
                 raise ValueError(f"{what} is not available in this version of outsize; leave it at its default")
-        if self.compute_dtype not in (None, torch.float32, torch.bfloat16):
+        if self.compute_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"compute_dtype is {self.compute_dtype!r}; use torch.float32, torch.bfloat16 or leave the model's own"
+                f"compute_dtype is {self.compute_dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or leave "
+                f"the model's own"
             )
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Exact steps before updates are delayed by one; None where they never are."""
+        if self.delayed_update is False:
+            return None
+        return WARMUP_STEPS if self.delayed_update is True else self.delayed_update
 
     @property
     def directories(self) -> tuple[Path, ...]:

@@ -261,7 +261,7 @@ def masters(run: Run) -> dict[str, torch.Tensor]:
             with outsize.gathered(unit.parameters[name]):
                 value = unit.parameters[name].detach().clone().reshape(-1)
             if slot.dtype == "bfloat16":
-                rest = unit.shard.read_array(unit.shard.arrays["remainder"], slot.offset, slot.end)
+                rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end)
                 value = ((value.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
             found[name] = value
     return found

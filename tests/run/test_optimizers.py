@@ -131,7 +131,7 @@ def test_bf16_weights_keep_exact_masters(workshop: Workshop, name: str) -> None:
     unit = outsize.api.assemble.prepared_of(model.weight).engine.units[0]
     with outsize.gathered(model):
         high = model.weight.detach().clone().as_subclass(Tensor)
-    low = unit.shard.read_array(unit.shard.arrays["remainder"], 0, 256).view(16, 16)
+    low = unit.shard.read_array(unit.shard.arrays["master"], 0, 256).view(16, 16)
     master = ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
     torch.testing.assert_close(master, plain.weight.data, rtol=0, atol=1e-7)
     assert not torch.equal(master, torch.ones(16, 16))

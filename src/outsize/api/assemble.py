@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from outsize.api.resources import Resources
-from outsize.api.survey import Survey, survey
+from outsize.api.survey import Kept, Survey, survey
 from outsize.config import Config
 from outsize.move.buffer import open_buffer
 from outsize.move.disk import DiskStore, StripedFile, allow_open_files
 from outsize.move.gradients import GradShard
 from outsize.move.memory import return_freed_memory
-from outsize.move.shard import REMAINDER, REMAINDER_BYTES, STATE_BYTES, StateArray, UnitShard
+from outsize.move.shard import (
+    BLOCK,
+    CODE_BYTES,
+    MASTER,
+    MASTER_BYTES,
+    MASTER_DTYPE,
+    SCALE_BYTES,
+    STATE_BYTES,
+    Codec,
+    Scales,
+    StateArray,
+    UnitShard,
+)
 from outsize.move.store import DeviceStore, HostStore, Store
-from outsize.optim.adam import AdamRule
+from outsize.optim.choice import rule_for
+from outsize.optim.compact import CODECS
 from outsize.optim.rules import Rule, split_master
-from outsize.optim.streamed import StreamedRule
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.layout import Slot, UnitLayout, array_layout
+from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
 from outsize.plan.placement import UnitTiers, staging_chunk_numel
+from outsize.plan.sizes import format_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
@@ -66,12 +79,11 @@ def prepared_of(param: torch.Tensor) -> Prepared | None:
     return prepared
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
-    """The native kernel where there is one, else the optimizer's own step on streamed pieces."""
-    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
-        amsgrad = any(group.get("amsgrad", False) for group in optimizer.param_groups)
-        return AdamRule(amsgrad, type(optimizer) is torch.optim.AdamW)
-    return StreamedRule(optimizer)
+def kept_by(rule: Rule | None, config: Config) -> Kept:
+    """What the rule keeps in the format that the user asked for."""
+    if rule is None:
+        return Kept()
+    return Kept(rule.arrays, frozenset(rule.codes) if config.state_format == "compact" else frozenset(), rule.whole)
 
 
 def assemble(
@@ -81,12 +93,12 @@ def assemble(
     load: Callable[[nn.Parameter], torch.Tensor],
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
-    rule = rule_for(optimizer) if optimizer is not None else None
-    plan = survey(model, optimizer, config, rule.arrays if rule is not None else ())
+    rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
+    plan = survey(model, optimizer, config, kept_by(rule, config))
     _check_devices(plan, config)
     _check_existing(plan, optimizer)
     clock = UpdateClock()
-    arrays = len(plan.arrays) + 3  # the remainder, the gradient, and on an accelerator the parameters
+    arrays = len(plan.kept.arrays) + 3  # the master, the gradient, and on an accelerator the parameters
     chunk = staging_chunk_numel(plan.budgets.staging_bytes, arrays, PIPELINE_DEPTH)
     on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
     if on_disk and config.compute_device.type == "cpu":
@@ -123,7 +135,7 @@ def _check_existing(plan: Survey, optimizer: torch.optim.Optimizer | None) -> No
         if param.grad is not None and param.grad.layout is not torch.strided:
             raise ValueError(f"the gradient of {name!r} is sparse ({param.grad.layout}); use dense gradients")
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
-        for key in plan.arrays:
+        for key in plan.kept.arrays:
             value = state.get(key)
             if isinstance(value, torch.Tensor) and value.shape != param.shape:
                 raise ValueError(
@@ -151,11 +163,12 @@ def _build(
 ) -> Prepared:
     lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
     shards = [
-        _open_shard(layout, tiers, plan, config, resources, lane)
+        _open_shard(layout, tiers, plan, config, rule, resources, lane)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
     ]
     resources.shards = shards
-    updater = ChunkUpdater(rule, chunk, resources.staging.slab_bytes, clock) if rule is not None else None
+    staging = resources.staging
+    updater = None if rule is None else ChunkUpdater(rule, chunk, staging.slab_bytes, staging.count, clock)
     units = [Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}) for shard in shards]
     streamer, keepers = _open_streamer(units, resources, updater, plan)
     scopes, framed, recompute = _modules(model, units, plan, config)
@@ -173,7 +186,8 @@ def _build(
     stepper = None
     if optimizer is not None:
         assert updater is not None
-        stepper = Stepper(engine, optimizer, updater)
+        arrays = LateArrays(plan, config, rule, resources)
+        stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps)
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
     for kind in (engine.guarded_class, engine.resident_class):
         kind.prepared = prepared
@@ -189,46 +203,136 @@ def _open_shard(
     tiers: UnitTiers,
     plan: Survey,
     config: Config,
+    rule: Rule | None,
     resources: Resources,
     lane: torch.cuda.Stream | None,
 ) -> UnitShard:
     device, ledger = config.compute_device, resources.ledger
-    optimized = any(slot.name in plan.optimized for slot in layout.slots)
-    sizes: dict[str, Any] = dict.fromkeys(plan.arrays, STATE_BYTES) if optimized else {}
-    if optimized and any(slot.dtype in REMAINDER_BYTES for slot in layout.slots):
-        sizes[REMAINDER] = REMAINDER_BYTES
-    layouts = {name: array_layout(layout, itemsizes) for name, itemsizes in sizes.items()}
+    codecs = _codecs(rule, config)
+    layouts = _array_layouts(layout, plan, codecs) if _is_optimized(layout, plan.optimized) else []
     wide = array_layout(layout, STATE_BYTES).nbytes
-    file = _UnitFile(resources, layout, tiers, sum(each.nbytes for each in layouts.values()), wide)
+    copies = 2 if config.delayed_update else 1
+    sizes = {
+        "params": layout.param_bytes,
+        "grads": copies * wide,
+        "states": sum(each.nbytes for _, each in layouts),
+    }
+    on_disk = sum(nbytes for kind, nbytes in sizes.items() if getattr(tiers, kind) == "disk")
+    file = _UnitFile(resources, f"unit-{layout.index:05d}", on_disk)
     params = file.open("params", tiers.params, layout.param_bytes, device, resources)
-    grads = None
+    grads = []
     if tiers.grads != "device":
-        disk = file.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
-        grads = GradShard(layout, disk, ledger)
+        for _ in range(copies):
+            disk = file.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
+            grads.append(GradShard(layout, disk, ledger))
     if tiers.params == "device":
         params = None
     shard = UnitShard(layout, tiers, open_buffer(layout.param_bytes, device, ledger, lane), params, grads, device)
-    for name, each in layouts.items():
-        store = file.open("states", tiers.states, each.nbytes, device, resources)
-        assert store is not None
-        shard.arrays[name] = StateArray(name, each, store)
+    _open_arrays(shard, layouts, codecs, file, resources)
     _preallocate(shard, plan)
     return shard
+
+
+def _is_optimized(layout: UnitLayout, optimized: Collection[str]) -> bool:
+    return any(slot.name in optimized for slot in layout.slots)
+
+
+def _codecs(rule: Rule | None, config: Config) -> dict[str, Codec]:
+    """The arrays that rest as 8-bit codes, and how."""
+    if rule is None or config.state_format != "compact":
+        return {}
+    return {name: CODECS[kind] for name, kind in rule.codes.items()}
+
+
+def _array_layouts(
+    layout: UnitLayout, plan: Survey, codecs: Mapping[str, Codec]
+) -> list[tuple[tuple[str, bool], ArrayLayout]]:
+    """((name, whether these are the scales of it), layout) of every array of a unit, in the order of its file."""
+    found: list[tuple[tuple[str, bool], ArrayLayout]] = []
+    for name in plan.kept.arrays:
+        found.append(((name, False), array_layout(layout, CODE_BYTES if name in codecs else STATE_BYTES)))
+        if name in codecs:
+            found.append(((name, True), array_layout(layout, SCALE_BYTES, BLOCK)))
+    if any(slot.dtype in MASTER_BYTES for slot in layout.slots):
+        found.append(((MASTER, False), array_layout(layout, MASTER_BYTES)))
+    return found
+
+
+def _open_arrays(
+    shard: UnitShard,
+    layouts: Sequence[tuple[tuple[str, bool], ArrayLayout]],
+    codecs: Mapping[str, Codec],
+    file: _UnitFile,
+    resources: Resources,
+) -> None:
+    stores = {}
+    for key, layout in layouts:
+        store = file.open("states", shard.tiers.states, layout.nbytes, shard.device, resources)
+        assert store is not None
+        stores[key] = (layout, store)
+    for (name, is_scales), (layout, store) in stores.items():
+        if not is_scales:
+            scales = Scales(*stores[name, True]) if (name, True) in stores else None
+            shard.arrays[name] = StateArray(name, layout, store, scales, codecs.get(name))
+
+
+@final
+class LateArrays:
+    """Opens the arrays of units whose parameters come to the optimizer after `prepare` (`add_param_group`)."""
+
+    def __init__(self, plan: Survey, config: Config, rule: Rule | None, resources: Resources) -> None:
+        self._plan = plan
+        self._config = config
+        self._rule = rule
+        self._resources = resources
+
+    def add(self, shard: UnitShard) -> None:
+        """Make sure that the unit has room for the optimizer's state.
+
+        Raises `ValueError` where the budget has none, `OSError` where the disk has none.
+        """
+        if shard.arrays:
+            return
+        codecs = _codecs(self._rule, self._config)
+        layouts = _array_layouts(shard.layout, self._plan, codecs)
+        needed = sum(layout.nbytes for _, layout in layouts)
+        shard.tiers = replace(shard.tiers, states=self._tier(shard, needed))
+        disk = needed if shard.tiers.states == "disk" else 0
+        file = _UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk)
+        _open_arrays(shard, layouts, codecs, file, self._resources)
+        for array in shard.arrays.values():
+            if isinstance(array.store, DiskStore):
+                array.store.preallocate(0, array.store.nbytes)
+            if array.scales is not None and isinstance(array.scales.store, DiskStore):
+                array.scales.store.preallocate(0, array.scales.store.nbytes)
+
+    def _tier(self, shard: UnitShard, needed: int) -> str:
+        if self._config.states != "auto":
+            return self._config.states
+        if shard.tiers.params != "device" and self._resources.disk is not None:
+            return "disk"
+        budgets, now = self._plan.budgets, self._resources.ledger.now
+        room = budgets.host if budgets.device is None else budgets.device
+        tiers = ("device", "host") if budgets.device is None else ("device",)
+        used = sum(nbytes for account, nbytes in now.items() if account.startswith(tiers))
+        if used + needed > room:
+            name = "host_memory" if budgets.device is None else "device_memory"
+            raise ValueError(
+                f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
+                f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or give the optimizer "
+                f"all parameters before outsize.prepare"
+            )
+        return "device"
 
 
 class _UnitFile:
     """Hands out the stores of one unit; those on disk lie behind each other in the unit's file."""
 
-    def __init__(self, resources: Resources, layout: UnitLayout, tiers: UnitTiers, states: int, grads: int) -> None:
-        nbytes = (
-            (layout.param_bytes if tiers.params == "disk" else 0)
-            + (grads if tiers.grads == "disk" else 0)
-            + (states if tiers.states == "disk" else 0)
-        )
+    def __init__(self, resources: Resources, name: str, nbytes: int) -> None:
         self._file: StripedFile | None = None
         self._position = 0
         if nbytes:
-            self._file = resources.open_file(f"unit-{layout.index:05d}", nbytes)
+            self._file = resources.open_file(name, nbytes)
 
     def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store | None:
         if tier == "disk":
@@ -250,11 +354,14 @@ def _preallocate(shard: UnitShard, plan: Survey) -> None:
     trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
     for slot in trained:
         low, high = shard.pages(slot.offset, slot.end)
-        if shard.grads is not None and isinstance(shard.grads.store, DiskStore):
-            shard.grads.store.preallocate(*shard.grads.span(low, high))
+        for grads in shard.grad_shards:
+            if isinstance(grads.store, DiskStore):
+                grads.store.preallocate(*grads.span(low, high))
         for array in shard.arrays.values():
             if isinstance(array.store, DiskStore):
                 array.store.preallocate(*array.layout.span(low, high))
+            if array.scales is not None and isinstance(array.scales.store, DiskStore):
+                array.scales.store.preallocate(0, array.scales.layout.nbytes)
 
 
 def _open_streamer(
@@ -364,17 +471,17 @@ def _adopt(unit: Unit, states: dict[Any, dict[str, Any]], load: Callable[[nn.Par
 
 def _adopt_value(shard: UnitShard, slot: Slot, value: torch.Tensor) -> None:
     target = shard.param(slot)
-    remainder = shard.arrays.get(REMAINDER)
-    if slot.dtype == "bfloat16" and value.dtype == torch.float32 and remainder is not None and slot.numel:
-        on_cpu = target.device.type == "cpu"
-        high = target.view(-1) if on_cpu else torch.empty(slot.numel, dtype=torch.bfloat16)
-        low = torch.empty(slot.numel, dtype=torch.int16)
-        split_master(value.detach().cpu().reshape(-1), high, low)
-        if not on_cpu:
-            target.copy_(high.view(slot.shape))
-        shard.write_array(remainder, slot.offset, slot.end, low)
-    else:
+    master = shard.arrays.get(MASTER)
+    if slot.dtype not in MASTER_BYTES or master is None or not slot.numel:
         target.copy_(value)
+        return
+    on_cpu = target.device.type == "cpu"
+    weight = target.view(-1) if on_cpu else torch.empty(slot.numel, dtype=target.dtype)
+    rest = torch.empty(slot.numel, dtype=MASTER_DTYPE[slot.dtype])
+    split_master(value.detach().cpu().reshape(-1).float(), weight, rest)
+    if not on_cpu:
+        target.copy_(weight.view(slot.shape))
+    shard.write_array(master, slot.offset, slot.end, rest)
 
 
 def _cast_buffers(model: nn.Module, config: Config) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
-from outsize.move.shard import REMAINDER, UnitShard
+from outsize.move.shard import MASTER, MASTER_BYTES, UnitShard
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
 
@@ -82,29 +82,31 @@ def _common(params: list[torch.Tensor]) -> Prepared | None:
 
 def _exact_before(unit: Unit) -> dict[str, torch.Tensor]:
     """Copies of the parameters whose master holds more bits than they show."""
-    if REMAINDER not in unit.shard.arrays:
+    if MASTER not in unit.shard.arrays:
         return {}
     slots = unit.shard.slots.values()
-    return {slot.name: unit.shard.param(slot).clone() for slot in slots if slot.dtype == "bfloat16" and slot.numel}
+    return {slot.name: unit.shard.param(slot).clone() for slot in slots if slot.dtype in MASTER_BYTES and slot.numel}
 
 
 def _store(unit: Unit, before: dict[str, torch.Tensor]) -> None:
     shard = unit.shard
     unit.await_written()
     for name, old in before.items():
-        _reset_remainder(shard, name, old)
+        _reset_master(shard, name, old)
     if shard.params is not None:
         shard.write_params()
 
 
-def _reset_remainder(shard: UnitShard, name: str, old: torch.Tensor) -> None:
+def _reset_master(shard: UnitShard, name: str, old: torch.Tensor) -> None:
     """A value that was modified is its own master from now on; the others keep theirs bit for bit."""
     slot = shard.slots[name]
-    changed = (shard.param(slot).view(torch.int16) != old.view(torch.int16)).view(-1).cpu()
+    value = shard.param(slot)
+    changed = (value.view(torch.int16) != old.view(torch.int16)).view(-1).cpu()
     if changed.any():
-        array = shard.arrays[REMAINDER]
-        remainder = shard.read_array(array, slot.offset, slot.end)
-        shard.write_array(array, slot.offset, slot.end, remainder.masked_fill_(changed, 0))
+        array = shard.arrays[MASTER]
+        master = shard.read_array(array, slot.offset, slot.end)
+        own = torch.zeros_like(master) if slot.dtype == "bfloat16" else value.reshape(-1).to("cpu", master.dtype)
+        shard.write_array(array, slot.offset, slot.end, torch.where(changed, own, master))
 
 
 def _show_gradients(

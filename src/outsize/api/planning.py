@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.assemble import prepared_of, rule_for
+from outsize.api.assemble import kept_by, prepared_of
 from outsize.api.public import check_arguments
-from outsize.api.survey import Survey, survey
+from outsize.api.survey import Kept, Survey, survey
 from outsize.config import Config, make_config
+from outsize.optim.choice import rule_for
 from outsize.plan.memory import DiskTraffic, OnDisk, StateBytes, disk_traffic
 from outsize.plan.placement import UnitBytes, UnitTiers
 from outsize.plan.tables import Plan, PlannedUnit
@@ -36,8 +37,10 @@ def plan(
                     "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
                 )
             return plan_of(prepared.survey)
-    arrays = rule_for(optimizer).arrays if optimizer is not None else ADAMW_ARRAYS
-    return plan_of(survey(model, optimizer, made, arrays, dry=True))
+    kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
+    if optimizer is not None:
+        kept = kept_by(rule_for(optimizer, made.state_format), made)
+    return plan_of(survey(model, optimizer, made, kept, dry=True))
 
 
 def plan_of(found: Survey) -> Plan:

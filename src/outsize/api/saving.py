@@ -210,7 +210,7 @@ def _optimizer_record(
         path = f"optimizer.param_groups[{index}]"
         names = tuple(prepared.engine.name_of(param) for param in group["params"])
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))
-    return OptimizerRecord(type(optimizer).__name__, prepared.survey.arrays, tuple(groups))
+    return OptimizerRecord(type(optimizer).__name__, prepared.survey.kept.arrays, tuple(groups))
 
 
 def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from outsize.config import Config
 from outsize.move.disk import free_bytes
-from outsize.move.shard import DTYPES, OWN_BYTES, REMAINDER_BYTES, STATE_BYTES
+from outsize.move.shard import BLOCK, CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.plan.layout import (
+    ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
     ModuleInfo,
     ParamInfo,
@@ -33,6 +34,23 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps: its per-element arrays, those of them that rest as 8-bit codes, and whether its update
+    needs whole parameters."""
+
+    arrays: tuple[str, ...] = ()
+    compact: frozenset[str] = frozenset()
+    whole: bool = False
+
+    def nbytes(self, dtype: str, numel: int) -> int:
+        """Bytes at rest of a parameter's state, the rest of its master included."""
+        codes = len(self.compact)
+        compact = CODE_BYTES[dtype] * numel + SCALE_BYTES.get(dtype, 0) * -(-numel // BLOCK)
+        exact = STATE_BYTES[dtype] * numel
+        return codes * compact + (len(self.arrays) - codes) * exact + MASTER_BYTES.get(dtype, 0) * numel
+
+
+@dataclass(frozen=True)
 class Survey:
     """Everything that `prepare` and `plan` decide before a byte moves."""
 
@@ -42,7 +60,7 @@ class Survey:
     unit_bytes: tuple[UnitBytes, ...]
     tiers: tuple[UnitTiers, ...]
     budgets: Budgets
-    arrays: tuple[str, ...]
+    kept: Kept
     optimized: frozenset[str]
 
     @property
@@ -54,7 +72,7 @@ def survey(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: Config,
-    arrays: tuple[str, ...],
+    kept: Kept,
     dry: bool = False,
 ) -> Survey:
     """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit.
@@ -74,11 +92,11 @@ def survey(
     budgets = find_budgets(config, dry)
     tree = _tree("", model, names, set())
     cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
-    layouts = lay_out(cuts, infos)
-    sizes = tuple(_bytes_of(layout, infos, len(arrays), optimized) for layout in layouts)
+    layouts = lay_out(cuts, infos, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
+    sizes = tuple(_bytes_of(layout, infos, kept, config) for layout in layouts)
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
     tiers = place(sizes, budgets, wanted)
-    return Survey(infos, parameters, layouts, sizes, tiers, budgets, arrays, optimized)
+    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized)
 
 
 def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> ParamInfo:
@@ -90,12 +108,7 @@ def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> Pa
             f"Register integer or complex values as buffers"
         )
     dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
-    trainable = optimized and param.requires_grad
-    if dtype == "float16" and trainable:
-        raise ValueError(
-            f"parameter {name!r} is float16; training in float16 is not available in this version: use bfloat16"
-        )
-    return ParamInfo(name, tuple(param.shape), dtype, OWN_BYTES[dtype], trainable)
+    return ParamInfo(name, tuple(param.shape), dtype, OWN_BYTES[dtype], optimized and param.requires_grad)
 
 
 def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> frozenset[str]:
@@ -142,14 +155,13 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
     return frozenset(chosen)
 
 
-def _bytes_of(layout: UnitLayout, infos: dict[str, ParamInfo], arrays: int, optimized: frozenset[str]) -> UnitBytes:
+def _bytes_of(layout: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config) -> UnitBytes:
     trained = [slot for slot in layout.slots if infos[slot.name].trainable]
     grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
-    states = sum(
-        slot.numel * (arrays * STATE_BYTES[slot.dtype] + REMAINDER_BYTES.get(slot.dtype, 0)) for slot in trained
+    grads = min(grads, layout.param_bytes) * (2 if config.delayed_update else 1)  # those of two steps
+    return UnitBytes(
+        layout.name or "model", layout.param_bytes, grads, sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
     )
-    grads = min(grads, layout.param_bytes) if trained else 0
-    return UnitBytes(layout.name or "model", layout.param_bytes, grads, states)
 
 
 def find_budgets(config: Config, dry: bool = False) -> Budgets:

@@ -46,7 +46,7 @@ def memory_of(prepared: Prepared) -> MemoryReport:
         bytes_read=prepared.resources.bytes_read,
         bytes_written=prepared.resources.bytes_written,
         state_bytes=prepared.survey.state_bytes,
-        skipped_steps=0,
+        skipped_steps=prepared.stepper.skipped_steps if prepared.stepper is not None else 0,
         predicted=schedule.right,
         mispredicted=schedule.wrong,
     )

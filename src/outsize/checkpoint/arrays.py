@@ -10,8 +10,8 @@ import torch
 
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, StateArray, UnitShard, page_range
-from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, chunk_ranges, slots_in
+from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard, page_range
+from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, chunk_ranges, slots_in
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8
@@ -66,20 +66,31 @@ class Weights(WritableArray):
 
 @final
 class States(WritableArray):
-    """One optimizer array, or the remainder."""
+    """One optimizer array, or what completes the masters. A compact one shows its values, not its codes."""
 
     def __init__(self, shard: UnitShard, array: StateArray) -> None:
-        super().__init__(shard.layout, array.layout)
+        super().__init__(shard.layout, array.layout if array.codec is None else array_layout(shard.layout, STATE_BYTES))
+        self._shard = shard
         self._array = array
 
     def dtype(self, slot: Slot) -> torch.dtype:
-        return self._array.dtype(slot.dtype)
+        return self._array.value_dtype(slot.dtype)
 
     def read(self, first: int, out: torch.Tensor) -> None:
-        self._array.store.read(first, out).wait()
+        if self._array.codec is None:
+            self._array.store.read(first, out).wait()
+            return
+        start, end = self.layout.elements(first, out.numel())
+        values = self._shard.read_array(self._array, start, end)
+        out.view(values.dtype).copy_(values)
 
     def write(self, first: int, source: torch.Tensor) -> None:
-        self._array.store.write(first, source).wait()
+        if self._array.codec is None:
+            self._array.store.write(first, source).wait()
+            return
+        start, end = self.layout.elements(first, source.numel())
+        dtype = self._array.value_dtype(self._shard.segment_at(start).dtype)
+        self._shard.write_array(self._array, start, end, source.view(dtype))
 
 
 @final

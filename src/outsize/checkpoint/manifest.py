@@ -19,6 +19,7 @@ FORMAT = "outsize checkpoint"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
 ALIGN_BYTES = 64
+MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -66,10 +67,10 @@ class GradRecord:
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """One parameter: its weight, the rest of its fp32 master if it is bf16, its optimizer state, its gradient."""
+    """One parameter: its weight, what completes a 16-bit one to its fp32 master, its optimizer state, its gradient."""
 
     weight: Region
-    remainder: Region | None = None
+    master: Region | None = None
     state: Mapping[str, Region] = field(default_factory=dict)
     scalars: Any = None
     """The optimizer's other values of this parameter, encoded; None where it has no state yet."""
@@ -85,13 +86,13 @@ class ParameterRecord:
 
     def regions(self) -> list[Region]:
         found = [self.weight, *self.state.values()]
-        found += [self.remainder] if self.remainder is not None else []
+        found += [self.master] if self.master is not None else []
         return found + ([self.grad.region] if self.grad is not None else [])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "weight": self.weight.to_json(),
-            "remainder": self.remainder and self.remainder.to_json(),
+            "master": self.master and self.master.to_json(),
             "state": {name: region.to_json() for name, region in self.state.items()},
             "scalars": self.scalars,
             "grad": self.grad and self.grad.to_json(),
@@ -101,15 +102,15 @@ class ParameterRecord:
     def from_json(cls, value: Any) -> ParameterRecord:
         record = cls(
             weight=Region.from_json(value["weight"]),
-            remainder=Region.from_json(value["remainder"]) if value["remainder"] is not None else None,
+            master=Region.from_json(value["master"]) if value["master"] is not None else None,
             state={str(name): Region.from_json(each) for name, each in value["state"].items()},
             scalars=value["scalars"],
             grad=GradRecord.from_json(value["grad"]) if value["grad"] is not None else None,
         )
         if any(region.shape != record.shape for region in record.regions()):
             raise ValueError("the arrays of one parameter have different shapes")
-        if record.remainder is not None and (record.dtype, record.remainder.dtype) != (torch.bfloat16, torch.int16):
-            raise ValueError("a remainder belongs to a bfloat16 weight and is int16")
+        if record.master is not None and MASTER_DTYPES.get(record.dtype) is not record.master.dtype:
+            raise ValueError("a master is int16 beside a bfloat16 weight and float32 beside a float16 one")
         others = [*record.state.values(), *([record.grad.region] if record.grad is not None else [])]
         if not all(region.dtype.is_floating_point for region in others):
             raise ValueError("optimizer state and gradients are floating-point")

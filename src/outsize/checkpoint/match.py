@@ -10,7 +10,7 @@ import torch
 from outsize.checkpoint.manifest import Manifest, OptimizerRecord, ParameterRecord
 
 LISTED = 10
-_CONVERTIBLE = {torch.float32, torch.bfloat16}
+_CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16}
 """A parameter may change between these: the fp32 master is kept exactly either way."""
 
 

@@ -19,13 +19,13 @@ from outsize.checkpoint.rng import check_rng
 from outsize.checkpoint.values import decode, from_inline
 from outsize.checkpoint.writer import EXTRA_FILE
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, REMAINDER, SlotState, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, SlotState, UnitShard
 from outsize.plan.layout import Slot
 
 
 @dataclass(frozen=True)
 class Masters:
-    """The two directions between an fp32 master and a bf16 weight with its remainder; both are exact."""
+    """The two directions between an fp32 master and a 16-bit weight with what completes it; both are exact."""
 
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -92,12 +92,12 @@ class Checkpoint:
     def load_weights(self, shard: UnitShard, masters: Masters) -> None:
         """Place the unit's parameters, and the rest of their masters; memory: one slab and one piece."""
         slab = HostBuffer(SLAB_BYTES)
-        remainder = shard.arrays.get(REMAINDER)
-        weights = _Weights(self.data, self.manifest.parameters, masters, remainder is not None)
+        master = shard.arrays.get(MASTER)
+        weights = _Weights(self.data, self.manifest.parameters, masters, master is not None)
         copy_in(Weights(shard), shard.slots, slab, weights.weight)
-        if remainder is not None:
-            halves = {name: slot for name, slot in shard.slots.items() if slot.dtype == "bfloat16"}
-            copy_in(States(shard, remainder), halves, slab, weights.remainder)
+        if master is not None:
+            halves = {name: slot for name, slot in shard.slots.items() if slot.dtype in MASTER_BYTES}
+            copy_in(States(shard, master), halves, slab, weights.master)
 
     def load_state(self, shard: UnitShard) -> None:
         """Place the unit's optimizer arrays and scalars; a parameter that had none has none again."""
@@ -121,33 +121,36 @@ class Checkpoint:
 
 
 class _Weights:
-    """Pieces of parameters and remainders in the live dtype, whatever dtype the checkpoint has."""
+    """Pieces of parameters and of what completes their masters in the live dtype, whatever the checkpoint has."""
 
     def __init__(self, data: DataReader, records: Mapping[str, ParameterRecord], masters: Masters, exact: bool) -> None:
         self._data = data
         self._records = records
         self._masters = masters
-        self._exact = exact  # whether a bf16 weight has a remainder here
+        self._exact = exact  # whether a 16-bit weight has a master here
 
     def weight(self, slot: Slot, start: int, end: int) -> torch.Tensor:
         record, live = self._records[slot.name], DTYPES[slot.dtype]
-        stored = self._data.read(record.weight, start, end)
-        if live is torch.bfloat16 and record.dtype is torch.float32 and self._exact:
-            return self._split(stored)[0]
-        if live is torch.float32 and record.remainder is not None:
-            return self._masters.join(stored, self._data.read(record.remainder, start, end))
-        return stored.to(live)
+        if record.dtype is live:
+            return self._data.read(record.weight, start, end)
+        exact = self._exact_values(record, start, end)
+        return self._split(exact, slot)[0] if self._exact and slot.dtype in MASTER_BYTES else exact.to(live)
 
-    def remainder(self, slot: Slot, start: int, end: int) -> torch.Tensor:
+    def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
         record = self._records[slot.name]
-        if record.dtype is torch.float32:
-            return self._split(self._data.read(record.weight, start, end))[1]
-        if record.remainder is None:
-            return torch.zeros(end - start, dtype=torch.int16)
-        return self._data.read(record.remainder, start, end)
+        if record.dtype is DTYPES[slot.dtype] and record.master is not None:
+            return self._data.read(record.master, start, end)
+        return self._split(self._exact_values(record, start, end), slot)[1]
 
-    def _split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.empty_like(master, dtype=torch.bfloat16)
-        remainder = torch.empty_like(master, dtype=torch.int16)
-        self._masters.split(master, weight, remainder)
-        return weight, remainder
+    def _exact_values(self, record: ParameterRecord, start: int, end: int) -> torch.Tensor:
+        """The fp32 master where there is one, else the weight in fp32 or wider."""
+        stored = self._data.read(record.weight, start, end)
+        if record.master is not None:
+            return self._masters.join(stored, self._data.read(record.master, start, end))
+        return stored if stored.dtype is torch.float64 else stored.float()
+
+    def _split(self, exact: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.empty_like(exact, dtype=DTYPES[slot.dtype])
+        rest = torch.empty_like(exact, dtype=MASTER_DTYPE[slot.dtype])
+        self._masters.split(exact.float(), weight, rest)
+        return weight, rest

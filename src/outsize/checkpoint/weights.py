@@ -21,7 +21,7 @@ from outsize.checkpoint.folder import sync, write_text
 from outsize.checkpoint.library import require_safetensors, storing
 from outsize.checkpoint.reader import Masters
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, REMAINDER, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard
 from outsize.plan.layout import Slot
 
 SINGLE_NAME = "model.safetensors"
@@ -48,18 +48,18 @@ def read_weight(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: Maste
     slab = HostBuffer(SLAB_BYTES)
     own = DTYPES[slot.dtype]
     out = torch.empty(slot.numel, dtype=dtype)
-    remainder = shard.arrays.get(REMAINDER) if own is torch.bfloat16 and dtype is not own else None
-    rest = torch.empty(slot.numel if remainder is not None else 0, dtype=torch.int16)
+    master = shard.arrays.get(MASTER) if slot.dtype in MASTER_BYTES and dtype is not own else None
+    rest = torch.empty(slot.numel if master is not None else 0, dtype=MASTER_DTYPE.get(slot.dtype))
 
     def keep_rest(_: Slot, first: int, content: torch.Tensor) -> None:
         rest[first : first + content.numel()] = content
 
     def keep(_: Slot, first: int, content: torch.Tensor) -> None:
         end = first + content.numel()
-        out[first:end] = content if remainder is None else masters.join(content, rest[first:end])
+        out[first:end] = content if master is None else masters.join(content, rest[first:end])
 
-    if remainder is not None:
-        copy_out(States(shard, remainder), {slot.name: slot}, slab, keep_rest)
+    if master is not None:
+        copy_out(States(shard, master), {slot.name: slot}, slab, keep_rest)
     copy_out(Weights(shard), {slot.name: slot}, slab, keep)
     return out.view(slot.shape)
 

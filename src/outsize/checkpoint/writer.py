@@ -27,7 +27,7 @@ from outsize.checkpoint.manifest import (
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
 from outsize.move.gradients import GradOps
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, REMAINDER, REMAINDER_BYTES, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard
 from outsize.plan.layout import Slot
 
 MODEL_FILE = "model.bin"
@@ -95,12 +95,12 @@ class _UnitPlan:
         self._slots = shard.layout.slots
         self._grads = {slot.name: snapshot.grads[slot.name] for slot in self._slots if slot.name in snapshot.grads}
         self._scalars = self._encode_scalars() if snapshot.optimizer is not None else {}
-        self._weights = self._reserve(self._slots)
-        halves = [slot for slot in self._slots if slot.dtype in REMAINDER_BYTES] if REMAINDER in shard.arrays else []
-        self._remainders = self._reserve(halves, torch.int16)
+        self._weights = {slot.name: self.file.reserve(DTYPES[slot.dtype], slot.shape) for slot in self._slots}
+        halves = [slot for slot in self._slots if slot.dtype in MASTER_BYTES] if MASTER in shard.arrays else []
+        self._masters = {slot.name: self.file.reserve(MASTER_DTYPE[slot.dtype], slot.shape) for slot in halves}
         trained = [slot for slot in self._slots if slot.name in self._scalars]
         self._states = {
-            name: {slot.name: self.file.reserve(array.dtype(slot.dtype), slot.shape) for slot in trained}
+            name: {slot.name: self.file.reserve(array.value_dtype(slot.dtype), slot.shape) for slot in trained}
             for name, array in shard.arrays.items()
             if array.public
         }
@@ -116,8 +116,8 @@ class _UnitPlan:
         slab = HostBuffer(SLAB_BYTES)
         with DataWriter(folder / self.file.name, self.file.nbytes) as file:
             _copy(Weights(self._shard), self._weights, slab, file)
-            if self._remainders:
-                _copy(States(self._shard, self._shard.arrays[REMAINDER]), self._remainders, slab, file)
+            if self._masters:
+                _copy(States(self._shard, self._shard.arrays[MASTER]), self._masters, slab, file)
             for name, regions in self._states.items():
                 _copy(States(self._shard, self._shard.arrays[name]), regions, slab, file)
             for name, region in self._loose.items():
@@ -136,9 +136,6 @@ class _UnitPlan:
             if state.initialised
         }
 
-    def _reserve(self, slots: Sequence[Slot], dtype: torch.dtype | None = None) -> dict[str, Region]:
-        return {slot.name: self.file.reserve(dtype or DTYPES[slot.dtype], slot.shape) for slot in slots}
-
     def _reserve_grad(self, slot: Slot) -> None:
         grad = self._grads.get(slot.name)
         if grad is None:
@@ -154,7 +151,7 @@ class _UnitPlan:
         grad = self._grads.get(name)
         return ParameterRecord(
             weight=self._weights[name],
-            remainder=self._remainders.get(name),
+            master=self._masters.get(name),
             state={array: regions[name] for array, regions in self._states.items() if name in regions},
             scalars=self._scalars.get(name),
             grad=None if region is None or grad is None else GradRecord(region, grad.ops, grad.norms),

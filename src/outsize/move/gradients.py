@@ -16,7 +16,7 @@ from outsize.move.conveyor import Step
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
+from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
 
 _OWN = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _WIDE = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
@@ -135,6 +135,17 @@ class GradShard:
     def of(self, slot: Slot) -> torch.Tensor:
         """One gradient in memory, as it rests (its operations not applied), 1-D."""
         return self.view(slot.offset, slot.end).view(self.dtype(slot))
+
+    def copy_of(self, slot: Slot) -> torch.Tensor:
+        """A copy of one gradient, as it rests, 1-D. Blocks."""
+        if self.in_memory:
+            return self.of(slot).clone()
+        start, end = slot.offset // PAGE_ELEMENTS * PAGE_ELEMENTS, round_up(slot.end, PAGE_ELEMENTS)
+        first, nbytes = self.span(start, end)
+        pages = HostBuffer(nbytes).bytes
+        self.read(first, pages)
+        offset, nbytes = self.span(start, slot.offset)[1], self.span(slot.offset, slot.end)[1]
+        return pages[offset : offset + nbytes].view(self.dtype(slot))
 
     def open(self, live: Collection[str]) -> None:
         """Make `flat` hold the contents. `live` names the gradients at rest that are still wanted."""

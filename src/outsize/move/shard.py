@@ -35,32 +35,101 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 OWN_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 STATE_DTYPE = {"float32": "float32", "float64": "float64", "bfloat16": "float32", "float16": "float32"}
 STATE_BYTES = {dtype: OWN_BYTES[state] for dtype, state in STATE_DTYPE.items()}
-REMAINDER_BYTES = {"bfloat16": 2}
-"""The 16-bit rest of the fp32 master of a bf16 parameter (DESIGN.md, "Exact state in 12 bytes")."""
+MASTER = "master"
+MASTER_BYTES = {"bfloat16": 2, "float16": 4}
+"""What completes a 16-bit parameter to its fp32 master: the 16-bit rest of a bf16 one, the master itself of an fp16
+one (DESIGN.md, "Exact state in 12 bytes")."""
 
-REMAINDER = "remainder"
+MASTER_DTYPE = {"bfloat16": torch.int16, "float16": torch.float32}
+BLOCK = 64
+"""Elements that share a scale in a compact array. Parameters begin on multiples of it, so none shares a block."""
+
+CODE_BYTES = {"float32": 1, "float64": 8, "bfloat16": 1, "float16": 1}  # float64 stays exact
+SCALE_BYTES = {"float32": 4, "bfloat16": 4, "float16": 4}
 READ_NUMEL = 1 << 21
 """Elements of one plain read step: large requests keep the drive busy, and the end of a unit comes soon."""
 
 
+class Codec(Protocol):
+    """How the values of a compact array become 8-bit codes (1-D) and a scale for each `BLOCK` of them, and back."""
+
+    dtype: torch.dtype
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Fill `codes` and `scales` (fp32) from fp32 `values`; what `decode` gave comes back bit for bit."""
+        ...
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The fp32 values."""
+        ...
+
+
+@final
+class Scales:
+    """The scales of a compact array at rest. A chunk's scales are no whole pages, so they move as one."""
+
+    def __init__(self, layout: ArrayLayout, store: Store) -> None:
+        self.layout = layout
+        self.store = store
+        self.gathered: HostBuffer | None = None  # while an update runs on a store that the CPU cannot reach
+
+    def part(self, start: int, end: int) -> torch.Tensor:
+        """The scales of the elements [start, end), fp32, in memory."""
+        first, nbytes = self.layout.span(start, end)
+        view = self.store.view(first, nbytes)
+        if view is None:
+            assert self.gathered is not None, "the scales are not in memory"
+            view = self.gathered.bytes[first : first + nbytes]
+        return view.view(torch.float32)
+
+    def in_place(self, start: int, end: int) -> torch.Tensor:
+        """As `part`, on whatever memory holds them, an accelerator's included."""
+        view = self.store.in_place(*self.layout.span(start, end))
+        assert view is not None
+        return view.view(torch.float32)
+
+
 @final
 class StateArray:
-    """One optimizer array of a unit (for example `exp_avg`), one value an element, at rest in a store."""
+    """One optimizer array of a unit (for example `exp_avg`), one value an element, at rest in a store.
 
-    def __init__(self, name: str, layout: ArrayLayout, store: Store) -> None:
+    A compact one holds codes; `scales` and `codec` turn them into values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: ArrayLayout,
+        store: Store,
+        scales: Scales | None = None,
+        codec: Codec | None = None,
+    ) -> None:
         self.name = name
         self.layout = layout
         self.store = store
+        self.scales = scales
+        self.codec = codec
 
     @property
     def public(self) -> bool:
         """Whether the array is part of the optimizer's state as torch names it."""
-        return self.name != REMAINDER
+        return self.name != MASTER
+
+    def compact(self, param_dtype: str) -> bool:
+        """Whether it holds codes where the parameter's dtype is this one."""
+        return self.codec is not None and param_dtype in SCALE_BYTES
 
     def dtype(self, param_dtype: str) -> torch.dtype:
-        if self.name == REMAINDER:
-            return torch.int16
-        return DTYPES[STATE_DTYPE[param_dtype]]
+        """The dtype of what rests."""
+        if self.name == MASTER:
+            return MASTER_DTYPE[param_dtype]
+        if self.codec is not None and self.compact(param_dtype):
+            return self.codec.dtype
+        return self.value_dtype(param_dtype)
+
+    def value_dtype(self, param_dtype: str) -> torch.dtype:
+        """The dtype of the values, decoded where they rest as codes."""
+        return MASTER_DTYPE[param_dtype] if self.name == MASTER else DTYPES[STATE_DTYPE[param_dtype]]
 
 
 @dataclass
@@ -70,7 +139,9 @@ class SlotUpdate:
     hyper: dict[str, object]
     ops: GradOps
     loose: torch.Tensor | None = None
-    """The gradient itself where it lies on the computing device; None where it rests in the unit's gradient shard."""
+    """The gradient itself where it lies on the computing device."""
+    resting: GradShard | None = None
+    """Where the gradient rests otherwise."""
 
 
 @dataclass
@@ -97,20 +168,25 @@ class UnitShard:
         tiers: UnitTiers,
         buffer: DeviceBuffer,
         params: Store | None,
-        grads: GradShard | None,
+        grads: Sequence[GradShard],
         device: torch.device,
     ) -> None:
         self.layout = layout
         self.tiers = tiers
         self.buffer = buffer
         self.params = params
-        self.grads = grads
+        self.grad_shards = list(grads)
         self.device = device
         self.arrays: dict[str, StateArray] = {}
         self.slot_states: dict[str, SlotState] = {}
         self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
         self.param_layout = array_layout(layout, OWN_BYTES)
         self.slots = {slot.name: slot for slot in layout.slots}
+
+    @property
+    def grads(self) -> GradShard | None:
+        """Where the gradients of the next backward come to rest; None where they stay on the device."""
+        return self.grad_shards[0] if self.grad_shards else None
 
     @property
     def on_device(self) -> bool:
@@ -131,28 +207,48 @@ class UnitShard:
         return self.buffer.flat[first : first + nbytes]
 
     def read_array(self, array: StateArray, start: int, end: int) -> torch.Tensor:
-        """A copy of the elements [start, end) of an array, 1-D; they lie in one segment. Blocks."""
+        """A copy of the values [start, end) of an array, 1-D; they lie in one segment. Blocks.
+
+        Where the array is compact, `start` is a multiple of `BLOCK`.
+        """
         if start == end:  # an empty parameter may lie behind the last segment
-            return torch.empty(0, dtype=array.dtype("float32"))
+            return torch.empty(0, dtype=torch.float32)
         segment = self.segment_at(start)
         low, high = page_range(start, end)
-        first, nbytes = array.layout.span(low, high)
-        pages = HostBuffer(nbytes)
-        array.store.read(first, pages.bytes).wait()
-        content = pages.bytes.view(array.dtype(segment.dtype))
-        return content[start - low : end - low].clone()
+        content = self._read_pages(array, low, high).view(array.dtype(segment.dtype))[start - low : end - low]
+        if array.codec is None or not array.compact(segment.dtype):
+            return content.clone()
+        assert array.scales is not None
+        scales = _read_all(array.scales)
+        first, nbytes = array.scales.layout.span(start, end)
+        return array.codec.decode(content, scales.bytes[first : first + nbytes].view(torch.float32))
 
     def write_array(self, array: StateArray, start: int, end: int, content: torch.Tensor) -> None:
-        """Overwrite the elements [start, end) of an array; its neighbours on the same pages stay. Blocks."""
+        """Overwrite the values [start, end) of an array; its neighbours on the same pages stay. Blocks.
+
+        Where the array is compact, `start` is a multiple of `BLOCK` and `end` is one too or ends a parameter.
+        """
         if start == end:
             return
         segment = self.segment_at(start)
         low, high = page_range(start, end)
+        pages = self._read_pages(array, low, high)
+        target = pages.view(array.dtype(segment.dtype))[start - low : end - low]
+        if array.codec is None or not array.compact(segment.dtype):
+            target.copy_(content)
+        else:
+            assert array.scales is not None
+            scales = _read_all(array.scales)
+            first, nbytes = array.scales.layout.span(start, end)
+            array.codec.encode(content.float(), target, scales.bytes[first : first + nbytes].view(torch.float32))
+            array.scales.store.write(0, scales.bytes).wait()
+        array.store.write(array.layout.span(low, high)[0], pages).wait()
+
+    def _read_pages(self, array: StateArray, low: int, high: int) -> torch.Tensor:
         first, nbytes = array.layout.span(low, high)
-        pages = HostBuffer(nbytes)
-        array.store.read(first, pages.bytes).wait()
-        pages.bytes.view(array.dtype(segment.dtype))[start - low : end - low].copy_(content)
-        array.store.write(first, pages.bytes).wait()
+        pages = HostBuffer(nbytes).bytes
+        array.store.read(first, pages).wait()
+        return pages
 
     def pages(self, start: int, end: int) -> tuple[int, int]:
         """The whole pages that hold the elements [start, end), within their segment, in elements."""
@@ -176,18 +272,27 @@ class UnitShard:
     def stores(self) -> Iterator[Store]:
         if self.params is not None:
             yield self.params
-        if self.grads is not None and self.grads.store is not None:
-            yield self.grads.store
+        for grads in self.grad_shards:
+            if grads.store is not None:
+                yield grads.store
         for array in self.arrays.values():
             yield array.store
+            if array.scales is not None:
+                yield array.scales.store
 
     def close(self) -> None:
         self.views.clear()
         for store in self.stores():
             store.close()
-        if self.grads is not None:
-            self.grads.close()
+        for grads in self.grad_shards:
+            grads.close()
         self.buffer.drop()
+
+
+def _read_all(scales: Scales) -> HostBuffer:
+    buffer = HostBuffer(scales.layout.nbytes)
+    scales.store.read(0, buffer.bytes).wait()
+    return buffer
 
 
 def page_range(start: int, end: int) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class AdamRule(Rule):
         _native.adamw(
             piece.param.data_ptr(),
             _CODES[piece.param.dtype],
-            0 if piece.remainder is None else piece.remainder.data_ptr(),
+            0 if piece.master is None else piece.master.data_ptr(),
             piece.states["exp_avg"].data_ptr(),
             piece.states["exp_avg_sq"].data_ptr(),
             piece.grad.data_ptr(),
@@ -80,7 +80,7 @@ def adam_formula(
     step: int,
 ) -> None:
     """torch's own sequence of operations (`torch.optim.adam`), for what the kernel does not serve."""
-    master = piece.param if piece.remainder is None else join_master(piece.param, piece.remainder)
+    master = piece.param if piece.master is None else join_master(piece.param, piece.master)
     exact = torch.float64 if master.dtype is torch.float64 else torch.float32
     grad = piece.ops.apply_(piece.grad.to(device=master.device, dtype=exact, copy=True))
     grad = -grad if maximize else grad
@@ -97,5 +97,5 @@ def adam_formula(
         second = torch.maximum(piece.states["max_exp_avg_sq"], exp_avg_sq, out=piece.states["max_exp_avg_sq"])
     denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(eps)
     master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
-    if piece.remainder is not None:
-        split_master(master, piece.param, piece.remainder)
+    if piece.master is not None:
+        split_master(master, piece.param, piece.master)

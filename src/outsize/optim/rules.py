@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 
@@ -16,18 +17,21 @@ from outsize.move.shard import SlotState
 class Piece:
     """A run of elements of one parameter with all that the update needs; every tensor is 1-D of the same length.
 
-    `param` is in the parameter's own dtype and is updated in place; `remainder` (int16) completes a bf16 parameter to
-    its fp32 master; `states` are in fp32 (fp64 for an fp64 parameter); `grad` is as it rests, `ops` not applied.
+    `param` is in the parameter's own dtype and is updated in place; `master` completes it to its fp32 master: the int16
+    remainder of a bf16 parameter, the fp32 master of an fp16 one. `states` are in fp32 (fp64 for an fp64 parameter), or
+    8-bit codes for the arrays that have `scales` (fp32, one for each block); `grad` is as it rests, `ops` not applied.
+    Where the rule wants whole parameters, the tensors have the parameter's shape.
     """
 
     param: torch.Tensor
-    remainder: torch.Tensor | None
+    master: torch.Tensor | None
     states: dict[str, torch.Tensor]
     grad: torch.Tensor
     ops: GradOps
     hyper: dict[str, object]
     state: SlotState
     threads: int = 1
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Rule(ABC):
@@ -35,6 +39,12 @@ class Rule(ABC):
 
     arrays: tuple[str, ...]
     """The names of the per-element arrays, as in `torch.optim`'s state."""
+
+    codes: ClassVar[dict[str, Literal["signed", "root"]]] = {}
+    """The arrays that may rest as 8-bit codes, and how. See Note [Compact]."""
+
+    whole: bool = False
+    """Whether the update needs whole parameters, in their shape."""
 
     @abstractmethod
     def apply(self, piece: Piece) -> None:

@@ -1,10 +1,12 @@
-"""Any elementwise `torch.optim` optimizer: its own `step()`, run on pieces, with its own state names."""
+"""Any other optimizer: its own `step()`, run on pieces or on whole parameters, with its own state names."""
 
 from __future__ import annotations
 
 import copy
 import threading
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -17,12 +19,27 @@ from outsize.optim.rules import Piece, Rule, join_master, split_master
 # and whose hyper-parameters are those of the step being run. It calls the class's own step function below torch's
 # profiling wrapper, so that hooks which the user registered fire once a step and not once a piece.
 
+# Note [The probe]
+# What an optimizer needs is found out by trying it on a small matrix: if a step on the matrix is, bit for bit, a step
+# on its two halves, it is elementwise and runs on pieces. If not, but a step on two matrices is a step on each alone,
+# it runs on whole parameters (Muon, Adafactor, LAMB). One that ties parameters together, that needs a closure or that
+# keeps what it learns in its param_groups can do neither and is refused with the reason.
+
 _PROBE_STEPS = 3
+
+
+@dataclass
+class _Subject:
+    """One parameter that the worker steps on."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 @final
 class StreamedRule(Rule):
-    """Runs `type(optimizer).step` on one piece at a time. See Note [A worker optimizer]."""
+    """Runs `type(optimizer).step` on one piece, or one whole parameter, at a time. See Note [A worker optimizer]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._lock = threading.Lock()
@@ -31,92 +48,121 @@ class StreamedRule(Rule):
         names: dict[str, None] = {}
         for group in optimizer.param_groups:
             hyper = {key: value for key, value in group.items() if key != "params"}
-            names.update(dict.fromkeys(self._probe(type(optimizer).__name__, hyper)))
+            arrays, whole = self._probe(type(optimizer).__name__, hyper)
+            names.update(dict.fromkeys(arrays))
+            self.whole = self.whole or whole
         self.arrays = tuple(names)
 
     def apply(self, piece: Piece) -> None:
-        master = piece.param if piece.remainder is None else join_master(piece.param, piece.remainder)
+        master = piece.param if piece.master is None else join_master(piece.param, piece.master)
         grad = piece.ops.apply_(piece.grad.to(device=master.device, dtype=master.dtype, copy=True))
         state: dict[str, Any] = {}
         if piece.state.initialised:
             state = {name: view for name, view in piece.states.items() if name in self.arrays}
             state.update({key: _copied(value) for key, value in piece.state.scalars.items()})
-        after = self._run(master, grad, state, piece.hyper)
+        subject = _Subject(master, grad, state)
+        with self._lock:  # the conveyor's thread and, for units in memory, the user's
+            self._run([subject], piece.hyper)
         piece.state.next_scalars = {}
-        for key, value in after.items():
-            if key in self.arrays and isinstance(value, torch.Tensor):
+        for key, value in subject.state.items():
+            if key in self.arrays and isinstance(value, torch.Tensor) and value.shape == master.shape:
                 if value.data_ptr() != piece.states[key].data_ptr():
                     piece.states[key].copy_(value)
-            elif isinstance(value, torch.Tensor) and value.shape == master.shape and value.numel() != 1:
+            elif not self.whole and isinstance(value, torch.Tensor) and value.shape == master.shape != (1,):
                 raise RuntimeError(
                     f"the optimizer started to keep {key!r} for each element after outsize.prepare; set the option "
                     f"that needs it (a momentum, for example) before prepare"
                 )
             else:
                 piece.state.next_scalars[key] = value
-        if piece.remainder is not None:
-            split_master(master, piece.param, piece.remainder)
+        if piece.master is not None:
+            split_master(master, piece.param, piece.master)
 
-    def _run(
-        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: dict[str, object]
-    ) -> dict[str, Any]:
-        with self._lock:  # the conveyor's thread and, for units in memory, the user's
-            return self._run_alone(param, grad, state, hyper)
+    def _run(self, subjects: Sequence[_Subject], hyper: dict[str, object]) -> None:
+        """One step of the worker on these parameters; their values and states change in place."""
+        worker = self._worker
+        worker.state = defaultdict(dict)
+        leaves = []
+        for subject in subjects:
+            leaf = subject.param.detach().requires_grad_()
+            leaf.grad = subject.grad
+            if subject.state:
+                worker.state[leaf] = subject.state
+            leaves.append(leaf)
+        group = {**hyper, "params": leaves}
+        worker.param_groups = [group]
+        try:
+            with torch.no_grad():
+                self._step(worker)
+            for subject, leaf in zip(subjects, leaves, strict=True):
+                if leaf.data_ptr() != subject.param.data_ptr():  # it put another tensor in place of the values
+                    subject.param.copy_(leaf)
+                subject.state = dict(worker.state.get(leaf, {}))
+            changed = [key for key, value in hyper.items() if _differs(group.get(key), value)]
+            if changed or group.keys() - hyper.keys() - {"params"}:
+                keys = changed or sorted(group.keys() - hyper.keys() - {"params"})
+                raise RuntimeError(f"its step() changes its param_groups ({', '.join(map(repr, keys))})")
+        finally:
+            worker.state = defaultdict(dict)
+            worker.param_groups = []
 
-    def _run_alone(
-        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: dict[str, object]
-    ) -> dict[str, Any]:
-        leaf = param.detach().requires_grad_()
-        leaf.grad = grad
-        self._worker.state = defaultdict(dict)
-        if state:
-            self._worker.state[leaf] = state
-        self._worker.param_groups = [{**hyper, "params": [leaf]}]
-        with torch.no_grad():
-            self._step(self._worker)
-        after = dict(self._worker.state.get(leaf, {}))
-        self._worker.state = defaultdict(dict)
-        self._worker.param_groups = []
-        return after
+    def _probe(self, name: str, hyper: dict[str, object]) -> tuple[list[str], bool]:
+        """(names of the per-element arrays, whether it needs whole parameters); raises `ValueError` if neither will do.
 
-    def _probe(self, name: str, hyper: dict[str, object]) -> list[str]:
-        """The names of the elementwise arrays; raises `ValueError` if the update is not elementwise."""
+        See Note [The probe].
+        """
         if isinstance(hyper.get("lr"), (int, float)):
             hyper = {**hyper, "lr": 0.01}  # a warm-up may start at 0, where nothing could be seen
         with torch.random.fork_rng(devices=[]):
             generator = torch.Generator().manual_seed(0)
-            whole = torch.randn(4, 6, generator=generator)
-            grads = [torch.randn(4, 6, generator=generator) for _ in range(_PROBE_STEPS)]
+            matrices = [torch.randn(4, 6, generator=generator) for _ in range(2)]
+            grads = [[torch.randn(4, 6, generator=generator) for _ in range(_PROBE_STEPS)] for _ in matrices]
             try:
-                together, state = self._probe_run(whole, grads, hyper)
-                halves = [
-                    self._probe_run(part, [grad.reshape(-1)[at : at + 12] for grad in grads], hyper)[0]
-                    for at, part in ((0, whole.reshape(-1)[:12]), (12, whole.reshape(-1)[12:]))
-                ]
+                alone = [self._try([matrix], [grad], hyper) for matrix, grad in zip(matrices, grads, strict=True)]
             except Exception as error:
-                raise _not_elementwise(name, f"its step() on a piece of a parameter raised: {error}") from error
-        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        for key, value in tensors.items():
-            if value.numel() not in (1, whole.numel()):
-                raise _not_elementwise(name, f"its state {key!r} has the shape {tuple(value.shape)}")
-        if not torch.equal(together.reshape(-1), torch.cat(halves)):
-            raise _not_elementwise(name, "its step on a whole parameter is not its step on the parameter's pieces")
-        return [key for key, value in tensors.items() if value.shape == whole.shape]
+                raise _refusal(name, f"its step() on one parameter raised: {error}") from error
+            together = self._try(matrices, grads, hyper)
+        if not all(torch.equal(a[0].param, b.param) for a, b in zip(alone, together, strict=True)):
+            raise _refusal(name, "its step on one parameter depends on the others")
+        state = {key: value for key, value in alone[0][0].state.items() if isinstance(value, torch.Tensor)}
+        arrays = [key for key, value in state.items() if value.shape == (4, 6)]
+        return arrays, not self._is_elementwise(matrices[0], grads[0], hyper, alone[0][0])
 
-    def _probe_run(
-        self, start: torch.Tensor, grads: list[torch.Tensor], hyper: dict[str, object]
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        param = start.clone()
-        state: dict[str, Any] = {}
-        for grad in grads:
-            state = self._run(param, grad.clone(), state, hyper)
-        return param, state
+    def _is_elementwise(
+        self, matrix: torch.Tensor, grads: list[torch.Tensor], hyper: dict[str, object], whole: _Subject
+    ) -> bool:
+        if any(isinstance(value, torch.Tensor) and value.numel() not in (1, 24) for value in whole.state.values()):
+            return False
+        halves = []
+        try:
+            for at in (0, 12):
+                pieces = [grad.reshape(-1)[at : at + 12] for grad in grads]
+                halves.append(self._try([matrix.reshape(-1)[at : at + 12]], [pieces], hyper)[0].param)
+        except Exception:  # it wants a matrix
+            return False
+        return torch.equal(whole.param.reshape(-1), torch.cat(halves))
+
+    def _try(
+        self, starts: list[torch.Tensor], grads: list[list[torch.Tensor]], hyper: dict[str, object]
+    ) -> list[_Subject]:
+        subjects = [_Subject(start.clone(), start) for start in starts]
+        for step in range(_PROBE_STEPS):
+            for subject, each in zip(subjects, grads, strict=True):
+                subject.grad = each[step].clone()
+            self._run(subjects, hyper)
+        return subjects
 
 
-def _not_elementwise(name: str, reason: str) -> ValueError:
+def _differs(now: object, before: object) -> bool:
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+        return not torch.equal(now, before)
+    return bool(now != before)
+
+
+def _refusal(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"{name} is not elementwise ({reason}), so it cannot run on streamed state; use an elementwise optimizer such "
-        f"as AdamW, SGD or Adagrad"
+        f"{name} can run neither on pieces of parameters nor on whole parameters one at a time ({reason}), so it "
+        f"cannot run on streamed state; use an optimizer such as AdamW, SGD, Adagrad, Muon or Adafactor"
     )
 
 

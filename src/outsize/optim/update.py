@@ -12,11 +12,26 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Step
-from outsize.move.shard import DTYPES, REMAINDER, Pending, ReadStep, SlotState, SlotUpdate, UnitShard, read_numel
+from outsize.move.gradients import GradShard
+from outsize.move.memory import HostBuffer
+from outsize.move.shard import (
+    DTYPES,
+    MASTER,
+    MASTER_BYTES,
+    OWN_BYTES,
+    STATE_BYTES,
+    Pending,
+    ReadStep,
+    Scales,
+    SlotState,
+    SlotUpdate,
+    UnitShard,
+    read_numel,
+)
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
 from outsize.optim.rules import Piece, Rule
-from outsize.plan.layout import PAGE_ELEMENTS, Segment, Slot, round_up, slots_in
+from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
 
 
 @dataclass
@@ -35,25 +50,53 @@ class UpdateClock:
 class ChunkUpdater:
     """Makes the steps that update a unit, for one rule and one size of chunk."""
 
-    def __init__(self, rule: Rule, chunk_numel: int, slab_bytes: int, clock: UpdateClock) -> None:
+    def __init__(self, rule: Rule, chunk_numel: int, slab_bytes: int, slabs: int, clock: UpdateClock) -> None:
         self.rule = rule
+        self.whole = rule.whole
         self.clock = clock
-        self._cores = len(os.sched_getaffinity(0))
-        self.threads = max(self._cores // 2, 1)  # behind the computation, which has the others
+        self.threads = max(update_threads() // 2, 1)  # behind the computation, which has the others
+        self.staging_slabs = slabs
         self._chunk_numel = chunk_numel
         self._slab_bytes = slab_bytes
 
     def steps(self, shard: UnitShard, pending: Pending, fetch: bool) -> Iterator[Step]:
         """In order of address: update steps where the update is owed, plain reads around them if `fetch`."""
+        moving = [
+            array.scales
+            for array in shard.arrays.values()
+            if array.scales is not None and array.scales.store.view(0, 0) is None
+        ]
+        if moving:
+            yield GatherScalesStep(moving)
         for segment in shard.layout.segments:
-            low, high = _owed_range(shard, segment, pending)
             plain = read_numel(shard, segment.itemsize, self._slab_bytes)
+            position = segment.start
+            for low, high in self._owed_ranges(shard, segment, pending):
+                if fetch:
+                    yield from _reads(shard, position, low, plain)
+                yield UpdateStep(self, shard, pending, low, high, fetch)
+                position = high
             if fetch:
-                yield from _reads(shard, segment.start, low, plain)
-            for start in range(low, high, self._chunk_numel):
-                yield UpdateStep(self, shard, pending, start, min(start + self._chunk_numel, high), fetch)
-            if fetch:
-                yield from _reads(shard, high, segment.end, plain)
+                yield from _reads(shard, position, segment.end, plain)
+        if moving:
+            yield ReturnScalesStep(moving)
+
+    def _owed_ranges(self, shard: UnitShard, segment: Segment, pending: Pending) -> Iterator[tuple[int, int]]:
+        """Whole pages of one segment in which updates are owed, in order, a chunk or (`whole`) a parameter each."""
+        slots = [shard.slots[name] for name in pending if shard.slots[name].numel]
+        slots = [slot for slot in slots if segment.start <= slot.offset < segment.end]
+        if not slots:
+            return
+        if self.rule.whole:
+            for slot in sorted(slots, key=lambda slot: slot.offset):
+                yield shard.pages(slot.offset, slot.end)
+            return
+        low = min(slot.offset for slot in slots) // PAGE_ELEMENTS * PAGE_ELEMENTS
+        high = min(round_up(max(slot.end for slot in slots), PAGE_ELEMENTS), segment.end)
+        itemsize = max(OWN_BYTES[segment.dtype], STATE_BYTES[segment.dtype])
+        numel = max(self._slab_bytes // itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS)
+        for start in range(low, high, min(numel, self._chunk_numel)):
+            yield start, min(start + min(numel, self._chunk_numel), high)
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None:
         """The whole update at once where everything lies on the computing device."""
@@ -62,20 +105,45 @@ class ChunkUpdater:
             slot = shard.slots[name]
             assert owed.loose is not None
             param = shard.param_piece(slot, slot.offset, slot.end)
-            piece = _piece(shard, slot, owed, param, _arrays_in_memory(shard, slot), self._cores)
-            piece.grad = owed.loose.reshape(-1)
-            _apply(self.rule, shard, slot, True, piece)
+            grad = owed.loose.reshape(-1)
+            arrays = _arrays_in_memory(shard, slot)
+            scales = {
+                name: array.scales.in_place(slot.offset, slot.end)
+                for name, array in shard.arrays.items()
+                if array.scales is not None and array.compact(slot.dtype)
+            }
+            self.update(shard, slot, owed, slot.end, param, arrays, scales, grad, update_threads())
         self.clock.add(time.perf_counter() - began)
 
+    def update(
+        self,
+        shard: UnitShard,
+        slot: Slot,
+        owed: SlotUpdate,
+        end: int,
+        param: torch.Tensor,
+        arrays: dict[str, torch.Tensor],
+        scales: dict[str, torch.Tensor],
+        grad: torch.Tensor,
+        threads: int,
+    ) -> None:
+        """Run the rule on the elements of a parameter up to `end`; its scalars move on when it ends there."""
+        state = shard.slot_states.setdefault(slot.name, SlotState())
+        master = arrays.pop(MASTER, None)
+        if self.rule.whole:
+            param, grad = param.view(slot.shape), grad.view(slot.shape)
+            master = None if master is None else master.view(slot.shape)
+            arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
+        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales))
+        if end == slot.end:
+            assert state.next_scalars is not None
+            state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True
 
-def _owed_range(shard: UnitShard, segment: Segment, pending: Pending) -> tuple[int, int]:
-    """The page-aligned range of the segment that holds all parameters with an update to run; empty if none."""
-    slots = [shard.slots[name] for name in pending if shard.slots[name].numel]
-    slots = [slot for slot in slots if segment.start <= slot.offset < segment.end]
-    if not slots:
-        return segment.end, segment.end
-    low = min(slot.offset for slot in slots) // PAGE_ELEMENTS * PAGE_ELEMENTS
-    return low, min(round_up(max(slot.end for slot in slots), PAGE_ELEMENTS), segment.end)
+
+def update_threads() -> int:
+    """The cores that this process may use, shared with the other ranks of the machine."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(len(os.sched_getaffinity(0)) // max(int(ranks) if ranks.isdigit() else 1, 1), 1)
 
 
 def _reads(shard: UnitShard, start: int, end: int, numel: int) -> Iterator[Step]:
@@ -94,11 +162,57 @@ def _arrays_in_memory(shard: UnitShard, slot: Slot) -> dict[str, torch.Tensor]:
 def _view_arrays(shard: UnitShard, slot: Slot) -> dict[str, torch.Tensor]:
     views = {}
     for name, array in shard.arrays.items():
+        if not array.public and slot.dtype not in MASTER_BYTES:
+            continue
         first, nbytes = array.layout.span(slot.offset, slot.end)
         view = array.store.in_place(first, nbytes)
         assert view is not None
         views[name] = view.view(array.dtype(slot.dtype))
     return views
+
+
+@final
+class GatherScalesStep(Step):
+    """The scales of a unit's compact arrays on their way into memory."""
+
+    def __init__(self, scales: Sequence[Scales]) -> None:
+        self._scales = scales
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        reads = []
+        for each in self._scales:
+            each.gathered = HostBuffer(each.layout.nbytes)
+            reads.append(each.store.read(0, each.gathered.bytes))
+        return reads
+
+    def finish(self) -> Sequence[Transfer]:
+        return ()
+
+
+@final
+class ReturnScalesStep(Step):
+    """The scales of a unit's compact arrays on their way back."""
+
+    def __init__(self, scales: Sequence[Scales]) -> None:
+        self._scales = scales
+        self._leaving: list[HostBuffer] = []  # they must live until they are written
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        return ()
+
+    def finish(self) -> Sequence[Transfer]:
+        writes = []
+        for each in self._scales:
+            assert each.gathered is not None
+            writes.append(each.store.write(0, each.gathered.bytes))
+            self._leaving.append(each.gathered)
+            each.gathered = None
+        return writes
+
+
+# Note [Whole parameters]
+# An optimizer that is not elementwise sees one whole parameter at a time. Its arrays do not fit the staging slabs, so
+# such a step brings memory of its own and takes all slabs: no two parameters are ever in memory at once.
 
 
 @final
@@ -113,13 +227,16 @@ class UpdateStep(Step):
         self._pending = pending
         self._start, self._end = start, end
         self._fetch = fetch
-        self._dtype = next(s.dtype for s in shard.layout.segments if s.start <= start < s.end)
+        self._grads = self._resting_grads()
         self._bytes: dict[str, torch.Tensor] = {}  # by array name, "params" and "grads" included
         self._staged: list[tuple[Store, int, torch.Tensor]] = []  # arrays to write back
-        self.slabs = self._count_slabs()
+        self._needed = self._count_slabs()
+        self.slabs = updater.staging_slabs if updater.rule.whole else self._needed
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         free = list(slabs)
+        if self._updater.rule.whole:  # see Note [Whole parameters]
+            free = [HostBuffer((self._end - self._start) * 8).bytes for _ in range(self._needed)]
         reads: list[Transfer] = []
         for name, array in self._shard.arrays.items():
             first, nbytes = array.layout.span(self._start, self._end)
@@ -135,24 +252,20 @@ class UpdateStep(Step):
         reads += self._begin_params(free)
         return reads
 
+    def _resting_grads(self) -> GradShard | None:
+        """Where the gradients lie that the update needs, None where it needs none from there."""
+        met = [self._pending.get(slot.name) for slot, _, _ in slots_in(self._shard.layout, self._start, self._end)]
+        return next((owed.resting for owed in met if owed is not None and not owed.ops.zero and owed.resting), None)
+
     def _count_slabs(self) -> int:
         arrays = self._shard.arrays.values()
         count = sum(array.store.view(0, 0) is None for array in arrays)
-        count += self._grads_from_disk()
+        count += self._grads is not None and self._grads.store is not None
         return count + (self._shard.device.type != "cpu")
 
-    def _grads_from_disk(self) -> bool:
-        grads = self._shard.grads
-        return grads is not None and grads.store is not None and self._grads_rest()
-
-    def _grads_rest(self) -> bool:
-        """Whether the update needs a gradient from the unit's gradient shard."""
-        met = [self._pending.get(slot.name) for slot, _, _ in slots_in(self._shard.layout, self._start, self._end)]
-        return any(owed is not None and owed.loose is None and not owed.ops.zero for owed in met)
-
     def _begin_grads(self, free: list[torch.Tensor]) -> list[Transfer]:
-        grads = self._shard.grads
-        if grads is None or not self._grads_rest():
+        grads = self._grads
+        if grads is None:
             return []
         if grads.store is None:
             self._bytes["grads"] = grads.view(self._start, self._end)
@@ -185,31 +298,33 @@ class UpdateStep(Step):
         return self._write_back()
 
     def _update(self, slot: Slot, low: int, high: int) -> None:
-        owed = self._pending[slot.name]
-        shard = self._shard
+        shard, owed = self._shard, self._pending[slot.name]
         arrays = {
-            name: self._part(name, array.layout.span(self._start, low)[1], array.layout.span(low, high)[1]).view(
-                array.dtype(slot.dtype)
-            )
+            name: self._part(name, array.layout, low, high).view(array.dtype(slot.dtype))
             for name, array in shard.arrays.items()
-            if name in self._bytes
+            if name in self._bytes and (array.public or slot.dtype in MASTER_BYTES)
         }
+        scales = {
+            name: array.scales.part(low, high)
+            for name, array in shard.arrays.items()
+            if array.scales is not None and array.compact(slot.dtype)
+        }
+        param = self._part("params", shard.param_layout, low, high).view(DTYPES[slot.dtype])
+        grad = self._gradient(slot, owed, low, high)
+        self._updater.update(shard, slot, owed, high, param, arrays, scales, grad, self._updater.threads)
+
+    def _gradient(self, slot: Slot, owed: SlotUpdate, low: int, high: int) -> torch.Tensor:
         if owed.loose is not None:
             grad = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
-            grad = grad.cpu() if grad.device.type != "cpu" else grad
-        elif owed.ops.zero:
-            grad = torch.zeros(high - low)
-        else:
-            assert shard.grads is not None
-            offset, nbytes = shard.grads.span(self._start, low)[1], shard.grads.span(low, high)[1]
-            grad = self._part("grads", offset, nbytes).view(shard.grads.dtype(slot))
-        offset, nbytes = shard.param_layout.span(self._start, low)[1], shard.param_layout.span(low, high)[1]
-        param = self._part("params", offset, nbytes).view(DTYPES[slot.dtype])
-        piece = _piece(shard, slot, owed, param, arrays, self._updater.threads)
-        piece.grad = grad
-        _apply(self._updater.rule, shard, slot, high == slot.end, piece)
+            return grad.cpu() if grad.device.type != "cpu" else grad
+        if owed.ops.zero:
+            return torch.zeros(high - low)
+        assert self._grads is not None
+        return self._part("grads", self._grads.contents, low, high).view(self._grads.dtype(slot))
 
-    def _part(self, name: str, offset: int, nbytes: int) -> torch.Tensor:
+    def _part(self, name: str, layout: ArrayLayout, low: int, high: int) -> torch.Tensor:
+        """The bytes of the elements [low, high) of what is in memory of an array."""
+        offset, nbytes = layout.span(self._start, low)[1], layout.span(low, high)[1]
         return self._bytes[name][offset : offset + nbytes]
 
     def _write_back(self) -> list[Transfer]:
@@ -221,21 +336,3 @@ class UpdateStep(Step):
         if shard.device.type != "cpu":
             writes.append(shard.buffer.fill(first, self._bytes["params"]))
         return writes
-
-
-def _apply(rule: Rule, shard: UnitShard, slot: Slot, last: bool, piece: Piece) -> None:
-    """Run the rule on one piece; the parameter's scalars move on when its `last` piece is done."""
-    rule.apply(piece)
-    state = shard.slot_states[slot.name]
-    if last:
-        assert state.next_scalars is not None
-        state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True
-
-
-def _piece(
-    shard: UnitShard, slot: Slot, owed: SlotUpdate, param: torch.Tensor, arrays: dict[str, torch.Tensor], threads: int
-) -> Piece:
-    """All of a piece but its gradient."""
-    state = shard.slot_states.setdefault(slot.name, SlotState())
-    remainder = arrays.pop(REMAINDER, None)
-    return Piece(param, remainder, arrays, param, owed.ops, owed.hyper, state, threads)

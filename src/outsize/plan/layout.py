@@ -204,12 +204,17 @@ def _holds_blocks(module: ModuleInfo) -> bool:
     return any(_holds_blocks(child) for child in module.children)
 
 
-def lay_out(cuts: tuple[UnitCut, ...], params: Mapping[str, ParamInfo], ranks: int = 1) -> tuple[UnitLayout, ...]:
-    """The layout of each unit; each segment is padded so that every rank's share is a whole number of pages."""
-    return tuple(_lay_out_unit(index, cut, params, ranks) for index, cut in enumerate(cuts))
+def lay_out(
+    cuts: tuple[UnitCut, ...], params: Mapping[str, ParamInfo], ranks: int = 1, align: int = ALIGN_ELEMENTS
+) -> tuple[UnitLayout, ...]:
+    """The layout of each unit; each segment is padded so that every rank's share is a whole number of pages.
+
+    With `align=PAGE_ELEMENTS` no two parameters share a page, so each can be read and written alone.
+    """
+    return tuple(_lay_out_unit(index, cut, params, ranks, align) for index, cut in enumerate(cuts))
 
 
-def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ranks: int) -> UnitLayout:
+def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ranks: int, align: int) -> UnitLayout:
     slots: list[Slot] = []
     segments: list[Segment] = []
     position = byte_position = 0
@@ -219,7 +224,7 @@ def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ran
         members.sort(key=lambda info: not info.trainable)  # trainable first: the update touches one compact range
         for info in members:
             slots.append(Slot(info.name, info.shape, dtype, position, info.numel))
-            position = round_up(position + info.numel, ALIGN_ELEMENTS)
+            position = round_up(position + info.numel, align)
         position = start + max(round_up(position - start, PAGE_ELEMENTS * ranks), PAGE_ELEMENTS * ranks)
         segments.append(Segment(dtype, members[0].itemsize, start, position - start, byte_position))
         byte_position += (position - start) * members[0].itemsize
@@ -243,25 +248,38 @@ def slots_in(layout: UnitLayout, start: int, end: int) -> Iterator[tuple[Slot, i
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Where one array of a unit (one value an element, or none in some segments) lies in its own bytes."""
+    """Where one array of a unit (one value for `per` elements, or none in some segments) lies in its own bytes."""
 
     starts: tuple[tuple[int, int, int, int], ...]  # (first element, end element, itemsize, first byte) a segment
     nbytes: int
+    per: int = 1
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """(first byte, number of bytes) of the elements [start, end), which lie in one segment."""
         for first, last, itemsize, byte_start in self.starts:
             if first <= start and end <= last:
-                return byte_start + (start - first) * itemsize, (end - start) * itemsize
+                assert (start - first) % self.per == 0, "a range begins where a value begins"
+                return byte_start + (start - first) // self.per * itemsize, -(-(end - start) // self.per) * itemsize
         raise AssertionError("a range never crosses a segment")
 
+    def elements(self, first: int, nbytes: int) -> tuple[int, int]:
+        """The elements [start, end) whose values are the bytes [first, first + nbytes): the inverse of `span`."""
+        for start, end, itemsize, byte_start in self.starts:
+            if itemsize and byte_start <= first < byte_start + (end - start) // self.per * itemsize:
+                low = start + (first - byte_start) // itemsize * self.per
+                return low, low + nbytes // itemsize * self.per
+        raise AssertionError("the bytes lie in one segment")
 
-def array_layout(layout: UnitLayout, itemsizes: Mapping[str, int]) -> ArrayLayout:
-    """The layout of an array whose elements take `itemsizes[dtype]` bytes where the parameter's dtype is `dtype`."""
+
+def array_layout(layout: UnitLayout, itemsizes: Mapping[str, int], per: int = 1) -> ArrayLayout:
+    """The layout of an array with a value of `itemsizes[dtype]` bytes for each `per` elements of such a parameter.
+
+    Where a value serves several elements the whole array, not each chunk of it, is a number of pages.
+    """
     starts = []
     position = 0
     for segment in layout.segments:
         itemsize = itemsizes.get(segment.dtype, 0)
         starts.append((segment.start, segment.end, itemsize, position))
-        position += segment.numel * itemsize
-    return ArrayLayout(tuple(starts), position)
+        position += segment.numel // per * itemsize
+    return ArrayLayout(tuple(starts), round_up(position, PAGE_ELEMENTS), per)

@@ -142,7 +142,17 @@ class _Placer:
         for kind in sorted(KINDS, key=lambda kind: self._wanted[kind] == "auto"):
             for unit, tiers in zip(self._units, chosen, strict=True):
                 tiers[kind] = self._tier(unit, kind)
+        for kind in ("grads", "states"):
+            self._place_what_may_come(kind, chosen)
         return tuple(UnitTiers(tiers["params"], tiers["grads"], tiers["states"], self._why(tiers)) for tiers in chosen)
+
+    def _place_what_may_come(self, kind: str, chosen: list[dict[str, str]]) -> None:
+        """A frozen unit has no gradients and states yet. Unless it lies on the device, they will go where those of the
+        others had to go."""
+        lowest = max((tiers[kind] for tiers in chosen), key=("device", "host", "disk").index)
+        for unit, tiers in zip(self._units, chosen, strict=True):
+            if self._wanted[kind] == "auto" and not getattr(unit, kind) and tiers["params"] != "device":
+                tiers[kind] = lowest if unit.params else tiers[kind]
 
     def _tier(self, unit: UnitBytes, kind: str) -> str:
         nbytes = getattr(unit, kind)

@@ -113,8 +113,8 @@ class Engine:
         if unit.updates != updates:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation was modified: optimizer.step() has updated "
-                f"{self.name_of(view, unit)!r} between the forward and this backward; call backward() before step(), or "
-                f"run the forward again"
+                f"{self.name_of(view, unit)!r} between the forward and this backward; call backward() before step(), "
+                f"or run the forward again"
             )
         self._acquire_for_node(unit)
         return view.detach()

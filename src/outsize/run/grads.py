@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from outsize.move.gradients import GradOps
+from outsize.move.gradients import GradOps, GradShard
 
 aten = torch.ops.aten
 
@@ -52,6 +52,7 @@ class RestingGrad(torch.Tensor):
     ops: GradOps
     norms: dict[float, torch.Tensor]
     loose: torch.Tensor | None
+    shard: GradShard | None
 
     @staticmethod
     def __new__(
@@ -65,7 +66,15 @@ class RestingGrad(torch.Tensor):
         self.ops = GradOps()
         self.norms = {2.0: norm}  # the memory of this norm stays the gradient's own
         self.loose = loose
+        self.shard = None
         return self
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """What is done to the gradient at rest is done in fp32: a scaler may unscale the gradient of an fp16 parameter,
+        which it refuses for a gradient in fp16."""
+        own: torch.dtype = torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
+        return torch.float32 if own is torch.float16 else own
 
     @property
     def home(self) -> GradHome:
@@ -97,11 +106,12 @@ class RestingGrad(torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(f"the gradient of {self.label!r} is at rest and cannot be pickled; use outsize.save")
 
-    def become(self, norm: torch.Tensor, loose: torch.Tensor | None) -> None:
-        """The bytes are others now: nothing is remembered but their norm."""
+    def become(self, norm: torch.Tensor, loose: torch.Tensor | None, shard: GradShard | None) -> None:
+        """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered."""
         self.ops = GradOps()
         self.norms = {2.0: self.norms[2.0].copy_(norm)}
         self.loose = loose
+        self.shard = shard
 
     def norm_of(self, order: float) -> torch.Tensor:
         """The vector norm of the gradient as it is now, fp32, 0-d."""

@@ -37,12 +37,16 @@ class GradKeeper:
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
-        self._shard: GradShard | None = unit.shard.grads
         self._slots = unit.shard.slots
         self._arrived: set[str] = set()
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, the one before] by parameter
+
+    # Note [Gradients of two steps]
+    # Under the delayed update the gradients of one step are held back until the next. A unit then has two gradient
+    # shards: `turn` gives the one that holds them to the held update, and the next backward fills the other. Each
+    # gradient at rest knows in which of them its bytes lie.
 
     # Note [Small things that live long]
     # A small block that is allocated while a large temporary lies beside it, and outlives it, splits the hole that the
@@ -61,6 +65,17 @@ class GradKeeper:
         for index, (name, param) in enumerate(self._unit.parameters.items()):
             norm = norms[torch.float64 if param.dtype is torch.float64 else torch.float32][index]
             self._resting[name] = [RestingGrad(param, name, self, norm), RestingGrad(param, name, self, norm.clone())]
+
+    @property
+    def _shard(self) -> GradShard | None:
+        """Where the gradients of this backward come to rest."""
+        return self._unit.shard.grads
+
+    def turn(self) -> None:
+        """The gradients at rest are held back: the next backward uses the other shard."""
+        if self._shard is not None:
+            self.flush_and_drop()
+            self._unit.shard.grad_shards.reverse()
 
     @property
     def collecting(self) -> bool:
@@ -119,12 +134,16 @@ class GradKeeper:
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
         self.check_current(grad)
+        if grad.shard is not self._shard:  # its bytes belong to an update that is held back
+            more = self.exact(grad).view(more.shape).add_(more.to("cpu"))
+            grad.ops = GradOps(zero=True)
         norm, loose = self._lay_down(grad.label, more, grad)
-        grad.become(norm, loose)
+        grad.become(norm, loose, self._shard)
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in the parameter's dtype and shape, operations applied."""
-        return self.exact(grad).to(device=grad.device, dtype=grad.dtype).view(grad.shape)
+        dtype = self._unit.parameters[grad.label].dtype
+        return self.exact(grad).to(device=grad.device, dtype=dtype).view(grad.shape)
 
     def exact(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in fp32 or wider, operations applied, 1-D."""
@@ -151,12 +170,12 @@ class GradKeeper:
             grad.loose = add_contribution(grad.loose, grad.ops, torch.zeros_like(grad.loose))
         else:
             assert self._shard is not None
-            self._open()
+            self._open()  # of this step's shard: what is held back is not scaled any more
             zeros = torch.zeros(self._slots[grad.label].numel, dtype=grad.dtype)
             self._shard.put(self._slots[grad.label], zeros, grad.ops)
             self._dirty = True
             self.finish()
-        grad.become(vector_norm(self._content(grad), 2.0), grad.loose)
+        grad.become(vector_norm(self._content(grad), 2.0), grad.loose, self._shard)
 
     def adopt(self, name: str, value: torch.Tensor) -> None:
         """Make `value` the parameter's gradient at rest, whatever there was."""
@@ -179,7 +198,7 @@ class GradKeeper:
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
             return RestingGrad(self._unit.parameters[name], name, self, norm, loose)
         resting.reverse()
-        resting[0].become(norm, None)
+        resting[0].become(norm, None, self._shard)
         return resting[0]
 
     def _lay_down(
@@ -222,14 +241,21 @@ class GradKeeper:
         shard.open(self._live())
 
     def _live(self) -> Collection[str]:
-        return [name for name, param in self._unit.parameters.items() if isinstance(param.grad, RestingGrad)]
+        return [
+            name
+            for name, param in self._unit.parameters.items()
+            if isinstance(param.grad, RestingGrad) and param.grad.shard is self._shard
+        ]
 
     def _content(self, grad: RestingGrad) -> torch.Tensor:
         """The gradient's values as they rest, 1-D."""
         if grad.loose is not None:
             return grad.loose.reshape(-1)
-        assert self._shard is not None
         slot: Slot = self._slots[grad.label]
+        if grad.shard is not self._shard:
+            assert grad.shard is not None
+            return grad.shard.copy_of(slot)
+        assert self._shard is not None
         was_open = self._shard.in_memory
         self._open()
         content = self._shard.of(slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, final
 
@@ -12,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from outsize.move.gradients import GradOps
 from outsize.move.shard import Pending, SlotState, SlotUpdate, UnitShard
+from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
@@ -23,8 +25,18 @@ from outsize.run.unit import Unit
 # needs the units. A unit that still owes an update when the next step comes runs it before that step is marked.
 
 
+class Arrays(Protocol):
+    """Opens the optimizer's arrays."""
+
+    def add(self, shard: UnitShard) -> None:
+        """Make sure that the unit has room for the optimizer's state; raises `ValueError` or `OSError`."""
+        ...
+
+
 class InPlaceUpdater(Protocol):
     """Runs the update of a unit that lies on the computing device altogether."""
+
+    whole: bool
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None: ...
 
@@ -33,11 +45,26 @@ class InPlaceUpdater(Protocol):
 class Stepper:
     """Stands behind the user's optimizer object: its `step`, its `state`, its `load_state_dict`."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, updater: InPlaceUpdater) -> None:
+    # Note [Delayed update]
+    # ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2): after `warmup` exact steps one
+    # step's gradients are held back; from then on each step applies the gradients of the step before it, with the
+    # hyper-parameters of now. A step that has no gradients before it to apply changes nothing.
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        updater: InPlaceUpdater,
+        arrays: Arrays,
+        warmup: int | None,
+    ) -> None:
         self.steps = 0
+        self.skipped_steps = 0
         self._engine = engine
         self._optimizer = optimizer
         self._updater = updater
+        self._arrays = arrays
+        self._warmup = warmup
         self._attach()
 
     def _attach(self) -> None:
@@ -53,9 +80,9 @@ class Stepper:
         if scheduled:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)
-        optimizer._step_supports_amp_scaling = False  # a scaler unscales the gradients itself, fused or not
+        optimizer._step_supports_amp_scaling = True  # so that a scaler tells us of the steps that it skips
         optimizer.load_state_dict = self.load_state_dict
-        optimizer.add_param_group = _refuse_add_param_group
+        optimizer.add_param_group = self.add_param_group
         optimizer.state = StreamedState(self._engine)
 
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
@@ -70,21 +97,38 @@ class Stepper:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # only what parameters are, never their values
-            self._mark()
+            if self._overflowed():
+                self.skipped_steps += 1
+            else:
+                self._mark(self._unscale_by())
         hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
             hook(optimizer, (closure,) if closure is not None else (), kwargs)
         return loss
 
-    def _mark(self) -> None:
+    # Note [Loss scaling]
+    # `torch.amp.GradScaler` looks for what is not finite before it calls `step`, and gives what it found and the scale
+    # that is still to be taken out to an optimizer that says it can deal with them, as attributes for the call.
+
+    def _overflowed(self) -> bool:
+        found = getattr(self._optimizer, "found_inf", None)
+        return found is not None and bool(found)
+
+    def _unscale_by(self) -> float:
+        scale = getattr(self._optimizer, "grad_scale", None)
+        return 1.0 if scale is None else float(torch.as_tensor(scale).double().reciprocal().float())
+
+    def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
-        pendings = self._collect()
+        pendings = self._collect(factor)
         if not any(pendings.values()):
             raise RuntimeError(
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
             )
         self._check_finite(pendings)
+        if self._delays:
+            pendings = self._hold_back(pendings)
         for unit, pending in pendings.items():
             if not pending:
                 continue
@@ -100,14 +144,36 @@ class Stepper:
         self._engine.streamer.schedule.step()
         self._engine.streamer.prefetch()
 
-    def _collect(self) -> dict[Unit, Pending]:
+    @property
+    def _delays(self) -> bool:
+        return self._warmup is not None and self.steps >= self._warmup
+
+    def _hold_back(self, pendings: dict[Unit, Pending]) -> dict[Unit, Pending]:
+        """Keep these gradients for the next step; returns those of the step before, with today's hyper-parameters."""
+        ready: dict[Unit, Pending] = {}
+        groups = {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
+        for unit, pending in pendings.items():
+            self._engine.streamer.settle(unit)  # it may still owe an exact update out of the same bytes
+            ready[unit] = {
+                name: replace(owed, hyper=_hyper(groups[id(unit.parameters[name])]))
+                for name, owed in unit.held.items()
+                if id(unit.parameters[name]) in groups
+            }
+            unit.held = {
+                name: owed if owed.loose is None else replace(owed, loose=owed.loose.clone())
+                for name, owed in pending.items()
+            }
+            self._engine.keepers[unit.index].turn()
+        return ready
+
+    def _collect(self, factor: float) -> dict[Unit, Pending]:
         pendings: dict[Unit, Pending] = {unit: {} for unit in self._engine.units}
         for group in self._optimizer.param_groups:
-            hyper = {key: _snapshot(value) for key, value in group.items() if key != "params"}
+            hyper = _hyper(group)
             for param in group["params"]:
                 if param.grad is not None:
                     unit, slot = self._engine.unit_of(param)
-                    pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper)
+                    pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper, factor)
         return pendings
 
     def _check_finite(self, pendings: dict[Unit, Pending]) -> None:
@@ -134,29 +200,95 @@ class Stepper:
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts."""
-        groups, saved = self._optimizer.param_groups, state_dict["param_groups"]
+        """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts.
+
+        Raises `ValueError`, with nothing changed, for the state of another optimizer or of other parameters.
+        """
+        optimizer: Any = self._optimizer
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(optimizer, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        groups, saved, state = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
+        if not isinstance(saved, list) or not isinstance(state, dict):
+            keys = sorted(map(str, state_dict))
+            raise ValueError(f"an optimizer's state dict has 'param_groups' and 'state', this has {keys}")
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
                 f"the state dict has parameter groups of {[len(g['params']) for g in saved]} parameters, the optimizer "
                 f"of {[len(g['params']) for g in groups]}; load the state of the same optimizer"
             )
+        wanted: list[tuple[Unit, Slot, dict[str, Any]]] = []
+        for group, other in zip(groups, saved, strict=True):
+            for param, index in zip(group["params"], other["params"], strict=True):
+                if state.get(index):
+                    unit, slot = self._engine.unit_of(param)
+                    self._check_state(unit, slot, state[index])
+                    wanted.append((unit, slot, state[index]))
         for group, other in zip(groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
-            for param, index in zip(group["params"], other["params"], strict=True):
-                if index in state_dict["state"]:
-                    unit, slot = self._engine.unit_of(param)
-                    self._engine.streamer.settle(unit)
-                    unit.await_written()
-                    store_state(unit.shard, slot.name, state_dict["state"][index])
+        for unit, slot, entry in wanted:
+            self._engine.streamer.settle(unit)
+            unit.await_written()
+            store_state(unit.shard, slot.name, entry)
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+
+    def _check_state(self, unit: Unit, slot: Slot, entry: dict[str, Any]) -> None:
+        kept = {name for name, array in unit.shard.arrays.items() if array.public}
+        arrays = {
+            key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.shape == slot.shape != ()
+        }
+        wrong = [key for key in arrays - kept if slot.numel > 1 and not self._updater.whole]
+        missing = [key for key in kept - entry.keys() if key != "max_exp_avg_sq"]
+        shapes = [key for key in kept & entry.keys() if isinstance(entry[key], torch.Tensor)]
+        shapes = [key for key in shapes if entry[key].numel() != slot.numel]
+        if wrong or missing or shapes:
+            raise ValueError(
+                f"the state dict does not fit {type(self._optimizer).__name__}: for {slot.name!r} it has "
+                f"{sorted(map(str, entry))}, this optimizer keeps {sorted(kept)} of shape {tuple(slot.shape)}; load "
+                f"the state of the same optimizer. Nothing was changed"
+            )
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """As in torch: train further parameters of the prepared model, with hyper-parameters of their own.
+
+        Raises `ValueError` for a parameter that the model does not have, or that another group has already.
+        """
+        if not isinstance(group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(group)}")
+        params = group["params"]
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given = [each[1] if isinstance(each, tuple) else each for each in given]
+        for param in given:
+            if isinstance(param, torch.Tensor) and not self._engine.owns(param):
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is not in the model that outsize.prepare prepared; "
+                    f"build the whole model before prepare"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            type(self._optimizer).add_param_group(self._optimizer, {**group, "params": group["params"]})
+            try:
+                for unit in dict.fromkeys(self._engine.unit_of(param)[0] for param in given):
+                    self._arrays.add(unit.shard)
+            except BaseException:
+                self._optimizer.param_groups.pop()
+                raise
 
 
-def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
-    if isinstance(grad, RestingGrad):
-        grad.home.check_current(grad)
-        return SlotUpdate(hyper, grad.ops, grad.loose)
+def _hyper(group: dict[str, Any]) -> dict[str, object]:
+    """The hyper-parameters of a group as they are now."""
+    return {key: _snapshot(value) for key, value in group.items() if key != "params"}
+
+
+def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], factor: float) -> SlotUpdate:
     if grad.layout is not torch.strided:
         raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
+    if isinstance(grad, RestingGrad):
+        grad.home.check_current(grad)
+    if factor != 1.0:
+        grad.mul_(factor)
+    if isinstance(grad, RestingGrad):
+        return SlotUpdate(hyper, grad.ops, grad.loose, grad.shard)
     if unit.shard.on_device:
         return SlotUpdate(hyper, GradOps(), grad.detach())
     return SlotUpdate(hyper, GradOps(), grad.detach().clone())  # the user's own tensor, which may change
@@ -171,21 +303,16 @@ def _snapshot(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _refuse_add_param_group(group: dict[str, Any]) -> None:
-    raise RuntimeError(
-        "add_param_group after outsize.prepare is not available in this version; give the optimizer all parameters "
-        "before prepare (frozen ones too: they cost nothing until they are unfrozen)"
-    )
-
-
 def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     """Write one parameter's optimizer state, as torch keeps it, into the unit's stores."""
     slot = shard.slots[name]
     scalars = {}
     for key, value in state.items():
+        if key in shard.arrays and value is None:  # SGD before its first step
+            continue
         if key in shard.arrays and isinstance(value, torch.Tensor):
             array = shard.arrays[key]
-            content = value.detach().to("cpu", array.dtype(slot.dtype)).contiguous().view(-1)
+            content = value.detach().to("cpu", array.value_dtype(slot.dtype)).contiguous().view(-1)
             shard.write_array(array, slot.offset, slot.end, content)
         else:
             scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value

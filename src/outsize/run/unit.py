@@ -24,6 +24,7 @@ class Unit:
 
     `holds` counts the forwards and `gathered` blocks that use the unit; `writable` those that may modify it. `pending`
     is the update that it owes: the next fetch pays it; `updates` counts those that it was given.
+    `held` is the gradient of the last step where updates are delayed by one.
     """
 
     def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -34,6 +35,7 @@ class Unit:
         self.always_resident = shard.params is None
         self.state = Residency.AT_REST
         self.pending: Pending = {}
+        self.held: Pending = {}
         self.updates = 0
         self.holds = 0
         self.writable = 0
