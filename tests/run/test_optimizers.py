@@ -1,7 +1,8 @@
-"""Every elementwise optimizer trains as torch's own; one that is not is refused with the reason."""
+"""Every optimizer that can run on streamed state trains as in torch; any other is refused with the reason."""
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import outsize
-from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train
+from outsize.optim.choice import rule_for
+from outsize.optim.streamed import StreamedRule
+from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train, weights
 
 OPTIM = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -70,6 +73,59 @@ class Layerwise(torch.optim.Optimizer):
                 if param.grad is not None:
                     trust = param.norm() / param.grad.norm().clamp(min=1e-6)
                     param.sub_(param.grad * trust * group["lr"])
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2020): Adam's direction, scaled by the norms of the parameter and of the direction."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+                state["step"] += 1
+                state["exp_avg"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
+                trust = param.norm() / update.norm().clamp(min=1e-6)
+                param.data = param.data - group["lr"] * trust * update  # as much third-party code has it
+
+
+class Coupled(torch.optim.Optimizer):
+    """Normalises the gradients of all parameters together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()  # type: ignore[union-attr]
+        for param in params:
+            param.sub_(param.grad / norm)  # type: ignore[operator]
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps its step count in its param_groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"] / group["count"])
 
 
 OPTIMIZERS["Lion of a third party"] = lambda params: Lion(params)
@@ -153,31 +209,121 @@ def test_groups_of_one_optimizer_may_differ_in_momentum(workshop: Workshop) -> N
     workshop.pair(lambda: Stack(depth=2), grouped, "squeezed").train(batches(4))
 
 
-REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "LBFGS": lambda params: OPTIM.LBFGS(params),
-    "SparseAdam": lambda params: OPTIM.SparseAdam(list(params)),
-    "Adafactor": lambda params: OPTIM.Adafactor(params),
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": lambda params: OPTIM.Adafactor(params, lr=1e-2),
     "Layerwise": lambda params: Layerwise(params),
+    "LAMB of a third party": lambda params: Lamb(params),
 }
 if hasattr(optim, "Muon"):
-    REFUSED["Muon"] = lambda params: OPTIM.Muon([param for param in params if param.ndim == 2])
+    WHOLE["Muon"] = lambda params: OPTIM.Muon([param for param in params if param.ndim == 2], lr=1e-2)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_that_needs_whole_parameters_gets_them(workshop: Workshop, tier: str, name: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: WHOLE[name](model.parameters()), tier)
+    pair.train(batches(5), clip=1.0, rel=2e-6)
+    mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
+    assert mine.keys() == theirs.keys()
+    for index, entry in theirs.items():
+        for key, value in entry.items():
+            torch.testing.assert_close(torch.as_tensor(mine[index][key]), torch.as_tensor(value), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameters_of_bf16_have_exact_masters_and_the_same_bits_on_every_tier(
+    workshop: Workshop, name: str
+) -> None:
+    found = []
+    for tier in ("device", "host", "disk", "squeezed"):
+        torch.manual_seed(0)
+        model = Stack(depth=2)
+        optimizer = WHOLE[name](model.parameters())
+        workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
+        trace = train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(4)], clip=1.0)
+        found.append((trace.losses, weights(model)))
+    for losses, values in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(values[name], value) for name, value in found[0][1].items())
+
+
+def test_a_parameter_larger_than_the_staging_arena_is_updated_whole(workshop: Workshop) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 3000), nn.Tanh(), nn.Linear(3000, 4))
+
+    workshop.pair(wide, lambda model: OPTIM.Adafactor(model.parameters(), lr=1e-2), "disk", host_memory="2MiB").train(
+        batches(3)
+    )
+
+
+def test_whole_state_survives_a_checkpoint(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: OPTIM.Adafactor(model.parameters(), lr=1e-2), "disk")
+    pair.train(batches(3))
+    outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
+    again = workshop.pair(lambda: Stack(depth=2), lambda model: OPTIM.Adafactor(model.parameters(), lr=1e-2), "host")
+    outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
+    expected = train(pair.model, pair.optimizer, batches(3))
+    assert train(again.model, again.optimizer, batches(3)).losses == expected.losses
+    ours, theirs = weights(again.model), weights(pair.model)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "LBFGS": (lambda params: OPTIM.LBFGS(params), "closure"),
+    "SparseAdam": (lambda params: OPTIM.SparseAdam(list(params)), "dense gradients"),
+    "Coupled": (lambda params: Coupled(params), "depends on the others"),
+    "Counting": (lambda params: Counting(params), "changes its param_groups .'count'"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_that_is_not_elementwise_is_refused_by_name_and_nothing_is_changed(workshop: Workshop, name: str) -> None:
+def test_one_that_can_do_neither_is_refused_with_the_reason_and_nothing_is_changed(
+    workshop: Workshop, name: str
+) -> None:
     model = Stack(depth=2)
-    optimizer = REFUSED[name](model.parameters())
-    with pytest.raises(ValueError, match=rf"{name} is not elementwise"):
-        outsize.prepare(model, optimizer, **workshop.fields("disk"))
+    make, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"{name} can run neither on pieces .*{reason}"):
+        outsize.prepare(model, make(model.parameters()), **workshop.fields("disk"))
     assert all(type(param) is nn.Parameter for param in model.parameters())
     squared_error(model, batches(1)[0]).backward()
 
 
-def test_refusing_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop) -> None:
+def test_trying_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop) -> None:
     model = Stack(depth=2)
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="elementwise"):
-        outsize.prepare(model, Layerwise(model.parameters()), **workshop.fields("disk"))
+    with pytest.raises(ValueError, match="closure"):
+        outsize.prepare(model, OPTIM.LBFGS(model.parameters()), **workshop.fields("disk"))
     optimizer = Lion(model.parameters())
     workshop.prepare(model, optimizer, **dict.fromkeys(KINDS, "disk"))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- the table in the documentation ----------------------------------------------------------------------------------
+
+
+def table_of_optimizers() -> str:
+    """What `docs/optimizers.md` says, found out by trying every optimizer of this version of torch."""
+    lines = ['| optimizer | how it runs | `state_format="compact"` |', "|---|---|---|"]
+    for name in sorted(name for name in dir(optim) if name[0].isupper() and name != "Optimizer"):
+        params = [nn.Parameter(torch.zeros(4, 6))]
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        lines.append(f"| `torch.optim.{name}` | {_how(getattr(optim, name)(params, **options))} |")
+    lines.append(f"| `outsize.optim.Lion` | {_how(outsize.optim.Lion([nn.Parameter(torch.zeros(4, 6))]))} |")
+    return "\n".join(lines)
+
+
+def _how(optimizer: torch.optim.Optimizer) -> str:
+    try:
+        rule = rule_for(optimizer)
+    except ValueError as error:
+        reason = str(error).split("(", 1)[1].split("), so it")[0]
+        return f"refused: {reason} | "
+    compact = "yes" if rule.arrays and not set(rule.arrays) - set(rule.codes) else ""
+    if not isinstance(rule, StreamedRule):
+        return f"native kernel, one pass | {compact}"
+    return f"its own `step()` on {'whole parameters' if rule.whole else 'pieces'} | {compact}"
+
+
+def test_the_table_in_the_documentation_is_true() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    missing = [line for line in table_of_optimizers().splitlines() if line not in page]
+    assert not missing, "write these lines into docs/optimizers.md:\n" + "\n".join(missing)

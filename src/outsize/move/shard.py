@@ -189,6 +189,11 @@ class UnitShard:
         return self.grad_shards[0] if self.grad_shards else None
 
     @property
+    def has_state(self) -> bool:
+        """Whether the optimizer keeps arrays for the unit's parameters."""
+        return any(array.public for array in self.arrays.values())
+
+    @property
     def on_device(self) -> bool:
         """Whether parameters, gradients and states all lie on the computing device."""
         return self.tiers.params == self.tiers.grads == self.tiers.states == "device"

@@ -54,7 +54,7 @@ class StreamedRule(Rule):
         self.arrays = tuple(names)
 
     def apply(self, piece: Piece) -> None:
-        master = piece.param if piece.master is None else join_master(piece.param, piece.master)
+        master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)
         grad = piece.ops.apply_(piece.grad.to(device=master.device, dtype=master.dtype, copy=True))
         state: dict[str, Any] = {}
         if piece.state.initialised:

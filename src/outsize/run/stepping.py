@@ -346,7 +346,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
             self._engine.streamer.settle(unit)  # the first update makes the state
             for name, param in unit.parameters.items():
                 state = unit.shard.slot_states.get(name)
-                if state is not None and state.initialised:
+                if state is not None and state.initialised and (state.scalars or unit.shard.has_state):
                     yield param
 
     def __len__(self) -> int:
