@@ -1,61 +1,98 @@
-// The small kernels: norms, accumulation, split masters.
-#include "kernels.hpp"
+// Which instruction set is in use, and the kernels that need nothing but its loops.
+#include <algorithm>
+#include <stdexcept>
+
+#include "loops.hpp"
+#include "native.hpp"
 
 namespace outsize {
 
 namespace {
 
-// Element i goes to lane i % kLanes, the lanes are added in order: one order on every machine.
-constexpr std::size_t kLanes = 16;
-
-template <class Format>
-OUTSIZE_INLINE void squared_norm_loop(const typename Format::Storage* values, std::size_t numel, double* total) {
-    double lanes[kLanes] = {};
-    const std::size_t whole = numel / kLanes * kLanes;
-    for (std::size_t i = 0; i < whole; i += kLanes) {
-        for (std::size_t lane = 0; lane < kLanes; ++lane) {
-            const double value = Format::widen(values[i + lane]);
-            lanes[lane] += value * value;
-        }
-    }
-    for (std::size_t i = whole; i < numel; ++i) {
-        const double value = Format::widen(values[i]);
-        lanes[i - whole] += value * value;
-    }
-    *total = 0;
-    for (const double lane : lanes) *total += lane;
+// The sets that this processor has, the widest last.
+const std::vector<const Loops*>& sets() {
+    static const std::vector<const Loops*> found = [] {
+        std::vector<const Loops*> all{&kBaselineLoops};
+#if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+            all.push_back(&kAvx2Loops);
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            all.push_back(&kAvx512Loops);
+#endif
+        return all;
+    }();
+    return found;
 }
 
-template <class Format>
-OUTSIZE_INLINE void accumulate_loop(float* __restrict destination, const typename Format::Storage* __restrict source,
-                                    std::size_t numel, float scale) {
-    for (std::size_t i = 0; i < numel; ++i) destination[i] = destination[i] * scale + Format::widen(source[i]);
+std::atomic<const Loops*>& chosen() {
+    static std::atomic<const Loops*> set{sets().back()};
+    return set;
 }
+
+// A sum runs over parts of one size, whatever the number of threads; the parts are added in order.
+constexpr std::size_t kNormPart = std::size_t{1} << 16;
 
 }  // namespace
 
-double squared_norm(const void* values, DType dtype, std::size_t numel) {
-    double total = 0;
-    with_format(dtype, [&]<class Format>(Format) {
-        OUTSIZE_DISPATCH(squared_norm_loop<Format>, static_cast<const typename Format::Storage*>(values), numel,
-                         &total);
+const Loops& loops() { return *chosen().load(std::memory_order_relaxed); }
+
+std::string instruction_set() { return loops().name; }
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Loops* set : sets()) names.emplace_back(set->name);
+    return names;
+}
+
+void use_instruction_set(const std::string& name) {
+    for (const Loops* set : sets()) {
+        if (set->name == name) return chosen().store(set);
+    }
+    throw std::invalid_argument("name is '" + name + "', which is no instruction set of this processor");
+}
+
+double squared_norm(const void* values, DType dtype, std::size_t numel, int threads) {
+    const auto loop = loops().squared_norm[static_cast<std::size_t>(dtype)];
+    const std::size_t itemsize = dtype == DType::kFloat32 ? 4 : 2;
+    std::vector<double> sums((numel + kNormPart - 1) / kNormPart);
+    const std::size_t parts = std::clamp<std::size_t>(sums.size(), 1, static_cast<std::size_t>(threads));
+    run_parts(static_cast<int>(parts), [&](int part) {
+        const std::size_t end = sums.size() * (static_cast<std::size_t>(part) + 1) / parts;
+        for (std::size_t k = sums.size() * static_cast<std::size_t>(part) / parts; k < end; ++k) {
+            const std::size_t at = k * kNormPart;
+            sums[k] = loop(static_cast<const char*>(values) + at * itemsize, std::min(kNormPart, numel - at));
+        }
     });
+    double total = 0;
+    for (const double sum : sums) total += sum;
     return total;
 }
 
 void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale) {
-    with_format(dtype, [&]<class Format>(Format) {
-        OUTSIZE_DISPATCH(accumulate_loop<Format>, destination, static_cast<const typename Format::Storage*>(source),
-                         numel, scale);
-    });
+    loops().accumulate[static_cast<std::size_t>(dtype)](destination, source, numel, scale);
 }
 
 void split_master(const float* master, std::uint16_t* bf16, std::int16_t* remainder, std::size_t numel) {
-    OUTSIZE_DISPATCH(split_loop, master, bf16, remainder, numel);
+    loops().split_master(master, bf16, remainder, numel);
 }
 
 void join_master(const std::uint16_t* bf16, const std::int16_t* remainder, float* master, std::size_t numel) {
-    OUTSIZE_DISPATCH(join_loop, bf16, remainder, master, numel);
+    loops().join_master(bf16, remainder, master, numel);
+}
+
+void encode(const float* values, void* codes, float* scales, std::size_t numel, bool root) {
+    if (root)
+        loops().encode_root(values, static_cast<std::uint8_t*>(codes), scales, numel);
+    else
+        loops().encode_signed(values, static_cast<std::int8_t*>(codes), scales, numel);
+}
+
+void decode(const void* codes, const float* scales, float* values, std::size_t numel, bool root) {
+    if (root)
+        loops().decode_root(static_cast<const std::uint8_t*>(codes), scales, values, numel);
+    else
+        loops().decode_signed(static_cast<const std::int8_t*>(codes), scales, values, numel);
 }
 
 }  // namespace outsize

@@ -152,39 +152,77 @@ class DiskEngine final : private PieceListener {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// Calls body(part) for every part in [0, parts), on this thread and on pool threads, and returns when all are done.
-// The threads persist; the body must not throw.
+// Calls body(part) for every part in [0, parts) and returns when all are done: part 0 on this thread, part i always on
+// the pool's thread i. The threads persist; the body must not throw.
 void run_parts(int parts, const std::function<void(int)>& body);
 
-struct AdamW {
-    double lr, beta1, beta2, eps, weight_decay;
-    bool decoupled, maximize;
-    std::int64_t step;  // counts from 1
-    double grad_scale = 1.0;
-    double clamp_min, clamp_max;
-};
+// Elements that share one scale in a compact state; see Note [8-bit states] in loops.inc.
+inline constexpr std::size_t kStateBlock = 64;
 
-// The memory an update works on; all arrays have `numel` elements and do not overlap.
-struct AdamWArrays {
-    void* param;              // fp32, or bf16 when `remainder` is given
-    std::int16_t* remainder;  // null for fp32; see Note [Split master] in kernels.hpp
-    float* exp_avg;
-    float* exp_avg_sq;
-    float* max_exp_avg_sq;  // null without amsgrad
+// The memory that an update works on; all arrays have `numel` elements and do not overlap.
+struct Arrays {
+    void* param;  // fp32; bf16 with its int16 remainder as master; fp16, only written, with its fp32 master
+    DType param_dtype;
+    void* master;  // null for fp32
     const void* grad;
     DType grad_dtype;
+    std::vector<void*> states;   // fp32, or codes of one byte when there are scales
+    std::vector<float*> scales;  // one fp32 for each block of kStateBlock elements of each state, or none
     std::size_t numel;
+    float grad_scale = 1.0f;  // the gradient is scaled, then clamped, then negated when maximizing
+    float clamp_min, clamp_max;
+
+    bool compact() const { return !scales.empty(); }
 };
 
-void adamw(const AdamWArrays& arrays, const AdamW& options, int threads);
+// Steps count from 1. Each function names the states that `arrays` must have, in order; nothing is checked here.
+
+struct Adam {  // exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq
+    double lr, beta1, beta2, eps, weight_decay;
+    bool decoupled, maximize, amsgrad;
+    std::int64_t step;
+};
+
+struct Sgd {  // momentum_buffer if momentum is not 0
+    double lr, momentum, dampening, weight_decay;
+    bool nesterov, maximize;
+    bool first;  // there is no momentum yet: it starts as the gradient
+};
+
+struct Adagrad {  // sum
+    double lr, lr_decay, eps, weight_decay;
+    bool maximize;
+    std::int64_t step;
+};
+
+struct Lion {  // exp_avg; decay is decoupled
+    double lr, beta1, beta2, weight_decay;
+    bool maximize;
+};
+
+void adam(const Arrays& arrays, const Adam& options, int threads);
+void sgd(const Arrays& arrays, const Sgd& options, int threads);
+void adagrad(const Arrays& arrays, const Adagrad& options, int threads);
+void lion(const Arrays& arrays, const Lion& options, int threads);
+
+// The instruction set in use, those that the processor has (the widest last), and a choice for tests: it throws
+// std::invalid_argument if the processor lacks it. All give the same bits.
+std::string instruction_set();
+std::vector<std::string> instruction_sets();
+void use_instruction_set(const std::string& name);
 
 // Sum of squares in double, in one fixed order.
-double squared_norm(const void* values, DType dtype, std::size_t numel);
+double squared_norm(const void* values, DType dtype, std::size_t numel, int threads);
 
 // destination = destination * scale + source
 void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale);
 
+// See Note [Split master] in simd.hpp.
 void split_master(const float* master, std::uint16_t* bf16, std::int16_t* remainder, std::size_t numel);
 void join_master(const std::uint16_t* bf16, const std::int16_t* remainder, float* master, std::size_t numel);
+
+// To and from a compact state: int8 codes of a signed array, uint8 codes of the roots of an array of squares.
+void encode(const float* values, void* codes, float* scales, std::size_t numel, bool root);
+void decode(const void* codes, const float* scales, float* values, std::size_t numel, bool root);
 
 }  // namespace outsize

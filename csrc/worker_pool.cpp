@@ -1,4 +1,9 @@
 // A process-wide pool of threads that persists between calls: starting a thread costs more than a small update.
+//
+// Note [First touch]
+// Part i of a call always runs on thread i (part 0 on the caller). A system with several memory nodes puts a page on
+// the node of the thread that first touches it, so an array that was filled in parts is later updated by threads near
+// it. A part never moves to whoever is free: parts are equal, and a stolen one would be far from its memory.
 #include <pthread.h>
 
 #include <deque>
@@ -10,43 +15,38 @@ namespace outsize {
 
 namespace {
 
-// One run_parts call. Whoever is free, the caller included, takes the next part.
+// One run_parts call.
 struct Job {
-    Job(int parts, const std::function<void(int)>& body) : parts(parts), body(body), left(parts) {}
+    Job(int parts, const std::function<void(int)>& body) : body(body), left(parts - 1) {}
 
-    bool work_on_one() {
-        const int part = next.fetch_add(1);
-        if (part >= parts) return false;
+    void work_on(int part) {
         body(part);
         const std::lock_guard lock(mutex);
         if (--left == 0) finished.notify_all();
-        return true;
     }
 
-    const int parts;
+    void wait() {
+        std::unique_lock lock(mutex);
+        finished.wait(lock, [this] { return left == 0; });
+    }
+
     const std::function<void(int)>& body;  // outlives the job: the caller waits for every part
-    std::atomic<int> next{0};
     std::mutex mutex;
     std::condition_variable finished;
-    int left;
+    int left;  // parts on pool threads that have not finished
 };
 
-// Immortal: its threads wait in it until the process ends, so nothing has to be joined at exit or after a fork.
-class WorkerPool {
+// One thread, which does the same part of every job, in the order in which they come.
+class Worker {
   public:
-    void run(int parts, const std::function<void(int)>& body) {
-        const auto job = std::make_shared<Job>(parts, body);
-        const int helpers = parts - 1;
+    explicit Worker(int part) : part_(part), thread_([this] { serve(); }) {}
+
+    void push(std::shared_ptr<Job> job) {
         {
             const std::lock_guard lock(mutex_);
-            while (static_cast<int>(threads_.size()) < helpers) threads_.emplace_back([this] { serve(); });
-            jobs_.insert(jobs_.end(), static_cast<std::size_t>(helpers), job);
+            jobs_.push_back(std::move(job));
         }
-        changed_.notify_all();
-        while (job->work_on_one()) {
-        }
-        std::unique_lock lock(job->mutex);
-        job->finished.wait(lock, [&] { return job->left == 0; });
+        changed_.notify_one();
     }
 
   private:
@@ -57,16 +57,36 @@ class WorkerPool {
             const std::shared_ptr<Job> job = std::move(jobs_.front());
             jobs_.pop_front();
             lock.unlock();
-            while (job->work_on_one()) {
-            }
+            job->work_on(part_);
             lock.lock();
         }
     }
 
-    std::mutex mutex_;  // guards everything below
+    const int part_;
+    std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::shared_ptr<Job>> jobs_;
-    std::vector<std::thread> threads_;
+    std::thread thread_;  // last: it uses all of the above
+};
+
+// Immortal: its threads wait in it until the process ends, so nothing has to be joined at exit or after a fork.
+class WorkerPool {
+  public:
+    void run(int parts, const std::function<void(int)>& body) {
+        const auto job = std::make_shared<Job>(parts, body);
+        {
+            const std::lock_guard lock(mutex_);
+            while (static_cast<int>(workers_.size()) < parts - 1)
+                workers_.push_back(std::make_unique<Worker>(static_cast<int>(workers_.size()) + 1));
+            for (int part = 1; part < parts; ++part) workers_[static_cast<std::size_t>(part) - 1]->push(job);
+        }
+        body(0);
+        job->wait();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Worker>> workers_;  // workers_[i] does part i + 1
 };
 
 std::atomic<WorkerPool*> process_pool{nullptr};

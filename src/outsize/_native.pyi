@@ -4,8 +4,11 @@ Memory given as an address must stay alive and untouched until the call returns 
 finished. Every function releases the GIL.
 """
 
+from collections.abc import Sequence
 from math import inf
-from typing import Literal, final
+from typing import Literal, TypedDict, final
+
+from typing_extensions import Unpack
 
 FLOAT32: int
 BFLOAT16: int
@@ -52,39 +55,93 @@ class DiskEngine:
 def probe_uring() -> int:
     """0 if io_uring reads and writes here (it is tried), else the errno."""
 
-def adamw(
-    param: int,
-    param_dtype: int,
-    remainder: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    grad: int,
-    grad_dtype: int,
-    numel: int,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
-    step: int,
-    grad_scale: float = 1.0,
-    clamp_min: float = -inf,
-    clamp_max: float = inf,
-    max_exp_avg_sq: int = 0,
-    threads: int = 1,
-) -> None:
-    """Update `numel` weights in place with Adam (or AdamW, when `decoupled`), in one pass.
+@final
+class Arrays:
+    """The memory of one update: `numel` elements of a weight, its gradient and the optimizer's states.
 
-    `param` is fp32 with `remainder=0`, or bf16 with an int16 remainder; the moments are fp32; `grad` is of any dtype
-    and is scaled, then clamped, then negated if `maximize`. `step` counts from 1. Neither `threads`, nor alignment,
-    nor the machine changes the bits.
+    `param` is fp32 (`master` is 0), bf16 with its int16 remainder as `master`, or fp16 with its fp32 master; the fp16
+    param is only written. `grad` is of any dtype; it is scaled, then clamped (NaN passes), then negated to maximize.
+    `states` are fp32; with `scales` (one fp32 per 64 elements of each state) they are 8-bit codes, see `encode`.
     """
 
-def squared_norm(address: int, dtype: int, numel: int) -> float:
-    """Sum of squares, accumulated in double in one fixed order."""
+    def __init__(
+        self,
+        *,
+        param: int,
+        param_dtype: int,
+        master: int,
+        grad: int,
+        grad_dtype: int,
+        states: Sequence[int],
+        scales: Sequence[int],
+        numel: int,
+        grad_scale: float = 1.0,
+        clamp_min: float = -inf,
+        clamp_max: float = inf,
+    ) -> None:
+        """Raise ValueError for a null address, an unknown dtype, or a master that does not fit the dtype."""
+
+# The updates. Neither `threads`, nor alignment, nor the machine changes the bits. They raise ValueError when the number
+# of states is not the optimizer's, or for a step (they count from 1) or a number of threads out of range.
+
+class AdamOptions(TypedDict):
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+    amsgrad: bool
+    step: int
+
+def adam(arrays: Arrays, *, threads: int = 1, **options: Unpack[AdamOptions]) -> None:
+    """Adam, or AdamW when `decoupled`. States: exp_avg, exp_avg_sq and, with `amsgrad`, max_exp_avg_sq."""
+
+class SgdOptions(TypedDict):
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    first: bool
+
+def sgd(arrays: Arrays, *, threads: int = 1, **options: Unpack[SgdOptions]) -> None:
+    """SGD. States: momentum_buffer if `momentum` is not 0; it is started from the gradient when `first`."""
+
+class AdagradOptions(TypedDict):
+    lr: float
+    lr_decay: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+    step: int
+
+def adagrad(arrays: Arrays, *, threads: int = 1, **options: Unpack[AdagradOptions]) -> None:
+    """Adagrad. States: sum."""
+
+class LionOptions(TypedDict):
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool
+
+def lion(arrays: Arrays, *, threads: int = 1, **options: Unpack[LionOptions]) -> None:
+    """Lion, with decoupled decay. States: exp_avg."""
+
+def instruction_set() -> str:
+    """The one in use: "avx512", "avx2", "portable" or "neon". All give the same bits."""
+
+def instruction_sets() -> list[str]:
+    """Those that this processor has, the widest last."""
+
+def use_instruction_set(name: str) -> None:
+    """For tests: use this one from now on; ValueError if the processor lacks it."""
+
+def squared_norm(address: int, dtype: int, numel: int, threads: int = 1) -> float:
+    """Sum of squares, accumulated in double in one fixed order, whatever the number of threads."""
 
 def accumulate(dst: int, src: int, src_dtype: int, numel: int, scale: float = 1.0) -> None:
     """dst = dst * float32(scale) + float32(src); `dst` is fp32."""
@@ -94,3 +151,9 @@ def split_master(master: int, bf16: int, remainder: int, numel: int) -> None:
 
 def join_master(bf16: int, remainder: int, master: int, numel: int) -> None:
     """bits(master) = (bf16_bits << 16) + remainder: the inverse of `split_master`."""
+
+def encode(values: int, codes: int, scales: int, numel: int, root: bool) -> None:
+    """fp32 to 8-bit codes (int8, or uint8 of the roots) and one fp32 scale per block of 64 elements."""
+
+def decode(codes: int, scales: int, values: int, numel: int, root: bool) -> None:
+    """8-bit codes and scales to fp32. What was decoded encodes to the same bytes."""

@@ -58,9 +58,10 @@ def save(
     record = _optimizer_record(prepared, optimizer, encoded=True)
     settle(prepared)
     grads = _gradients(prepared) if optimizer is not None else {}
+    held = _held(prepared) if optimizer is not None else {}
     shards = [unit.shard for unit in prepared.engine.units]
     rng = capture_rng(prepared.config.compute_device)
-    write_checkpoint(target, Snapshot(shards, grads, buffers, record, rng, stored))
+    write_checkpoint(target, Snapshot(shards, grads, held, buffers, record, rng, stored))
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -113,6 +114,8 @@ def _restore(
             _restore_gradients(prepared, checkpoint, unit)
     _restore_buffers(checkpoint, buffers)
     if optimizer is not None:
+        assert prepared.stepper is not None and checkpoint.manifest.optimizer is not None
+        prepared.stepper.steps = checkpoint.manifest.optimizer.steps
         for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
             group.update(hyper)
         restore_rng(checkpoint.rng, prepared.config.compute_device)
@@ -136,15 +139,23 @@ def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -
     keeper.flush_and_drop()
     for param in unit.parameters.values():
         param.grad = None
+    records = {name: checkpoint.manifest.parameters[name] for name in unit.parameters}
+    keeper.restore_held(
+        {
+            name: (checkpoint.data.read(record.held.region), record.held.ops)
+            for name, record in records.items()
+            if record.held is not None
+        }
+    )
     for name, param in unit.parameters.items():
-        record = checkpoint.manifest.parameters[name].grad
-        if record is None:
+        grad = records[name].grad
+        if grad is None:
             continue
-        content = checkpoint.data.read(record.region).to(param.device)
+        content = checkpoint.data.read(grad.region).to(param.device)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
-            param.grad = record.ops.apply_(content.to(param.dtype))
+            param.grad = grad.ops.apply_(content.to(param.dtype))
         else:
-            keeper.restore(name, content, record.ops, record.norms)
+            keeper.restore(name, content, grad.ops, grad.norms)
     keeper.finish()
     keeper.flush_and_drop()
 
@@ -191,12 +202,21 @@ def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
             grad = param.grad
             if isinstance(grad, RestingGrad):
                 norms = {order: norm.item() for order, norm in grad.norms.items()}
-                found[name] = GradAtRest(grad.ops, norms, grad.loose)
+                found[name] = GradAtRest(grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:
                 if grad.layout is not torch.strided:
                     raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); it cannot be saved")
                 found[name] = GradAtRest(content=grad)
     return found
+
+
+def _held(prepared: Prepared) -> dict[str, GradAtRest]:
+    """The gradients that a delayed update holds back until the next step."""
+    return {
+        name: GradAtRest(owed.ops, {}, owed.loose, owed.resting)
+        for unit in prepared.engine.units
+        for name, owed in unit.held.items()
+    }
 
 
 def _optimizer_record(
@@ -210,7 +230,10 @@ def _optimizer_record(
         path = f"optimizer.param_groups[{index}]"
         names = tuple(prepared.engine.name_of(param) for param in group["params"])
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))
-    return OptimizerRecord(type(optimizer).__name__, prepared.survey.kept.arrays, tuple(groups))
+    assert prepared.stepper is not None
+    delayed = prepared.config.warmup_steps is not None
+    arrays = prepared.survey.kept.arrays
+    return OptimizerRecord(type(optimizer).__name__, arrays, tuple(groups), prepared.stepper.steps, delayed)
 
 
 def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:

@@ -75,6 +75,8 @@ class ParameterRecord:
     scalars: Any = None
     """The optimizer's other values of this parameter, encoded; None where it has no state yet."""
     grad: GradRecord | None = None
+    held: GradRecord | None = None
+    """The gradient that a delayed update holds back until the next step."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +89,7 @@ class ParameterRecord:
     def regions(self) -> list[Region]:
         found = [self.weight, *self.state.values()]
         found += [self.master] if self.master is not None else []
-        return found + ([self.grad.region] if self.grad is not None else [])
+        return found + [grad.region for grad in (self.grad, self.held) if grad is not None]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -96,6 +98,7 @@ class ParameterRecord:
             "state": {name: region.to_json() for name, region in self.state.items()},
             "scalars": self.scalars,
             "grad": self.grad and self.grad.to_json(),
+            "held": self.held and self.held.to_json(),
         }
 
     @classmethod
@@ -106,12 +109,14 @@ class ParameterRecord:
             state={str(name): Region.from_json(each) for name, each in value["state"].items()},
             scalars=value["scalars"],
             grad=GradRecord.from_json(value["grad"]) if value["grad"] is not None else None,
+            held=GradRecord.from_json(value["held"]) if value["held"] is not None else None,
         )
         if any(region.shape != record.shape for region in record.regions()):
             raise ValueError("the arrays of one parameter have different shapes")
         if record.master is not None and MASTER_DTYPES.get(record.dtype) is not record.master.dtype:
             raise ValueError("a master is int16 beside a bfloat16 weight and float32 beside a float16 one")
-        others = [*record.state.values(), *([record.grad.region] if record.grad is not None else [])]
+        grads = [grad.region for grad in (record.grad, record.held) if grad is not None]
+        others = [*record.state.values(), *grads]
         if not all(region.dtype.is_floating_point for region in others):
             raise ValueError("optimizer state and gradients are floating-point")
         return record
@@ -142,22 +147,32 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """The optimizer's class, the names of its per-element arrays, and its groups."""
+    """The optimizer's class, the names of its per-element arrays, its groups, and the steps that it has taken."""
 
     kind: str
     arrays: tuple[str, ...]
     groups: tuple[GroupRecord, ...]
+    steps: int = 0
+    delayed: bool = False
+    """Whether it delays its updates; only then can it hold gradients back."""
 
     def to_json(self) -> dict[str, Any]:
         groups = [{"hyper": group.hyper, "parameters": list(group.parameters)} for group in self.groups]
-        return {"class": self.kind, "arrays": list(self.arrays), "groups": groups}
+        return {
+            "class": self.kind,
+            "arrays": list(self.arrays),
+            "groups": groups,
+            "steps": self.steps,
+            "delayed": self.delayed,
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> OptimizerRecord:
         groups = tuple(
             GroupRecord(dict(each["hyper"]), tuple(map(str, each["parameters"]))) for each in value["groups"]
         )
-        return cls(str(value["class"]), tuple(map(str, value["arrays"])), groups)
+        steps, delayed = _natural(value["steps"]), bool(value["delayed"])
+        return cls(str(value["class"]), tuple(map(str, value["arrays"])), groups, steps, delayed)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str) -> N
     problems = []
     if stored.kind != live.kind:
         problems.append(f"its optimizer is {stored.kind}, this one is {live.kind}")
+    if not live.delayed and any(record.held is not None for record in manifest.parameters.values()):
+        problems.append("it holds gradients of a delayed update, which only a run with delayed_update=True can apply")
     if set(stored.arrays) != set(live.arrays):
         problems.append(f"its optimizer keeps {_listed(stored.arrays)}, this one {_listed(live.arrays)}")
     if len(stored.groups) != len(live.groups):

@@ -25,7 +25,7 @@ from outsize.checkpoint.manifest import (
     Region,
 )
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
-from outsize.move.gradients import GradOps
+from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard
 from outsize.plan.layout import Slot
@@ -36,11 +36,12 @@ EXTRA_FILE = "extra.safetensors"
 
 @dataclass(frozen=True)
 class GradAtRest:
-    """A gradient as it rests; `content` is None where it rests in the gradient shard of its unit."""
+    """A gradient as it rests: in a gradient shard of its unit, or as `content`."""
 
     ops: GradOps = field(default_factory=GradOps)
     norms: Mapping[float, float] = field(default_factory=dict)
     content: torch.Tensor | None = None
+    resting: GradShard | None = None
 
 
 @final
@@ -60,10 +61,12 @@ class Extra:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds. The shards are settled; `buffers` maps names to (values, persistent)."""
+    """What a checkpoint holds. The shards are settled; `held` are the gradients that a delayed update holds
+    back; `buffers` maps names to (values, persistent)."""
 
     shards: Sequence[UnitShard]
     grads: Mapping[str, GradAtRest]
+    held: Mapping[str, GradAtRest]
     buffers: Mapping[str, tuple[torch.Tensor, bool]]
     optimizer: OptimizerRecord | None
     rng: Any
@@ -93,7 +96,6 @@ class _UnitPlan:
         self.file = FilePlan(f"unit-{shard.layout.index:05d}.bin")
         self._shard = shard
         self._slots = shard.layout.slots
-        self._grads = {slot.name: snapshot.grads[slot.name] for slot in self._slots if slot.name in snapshot.grads}
         self._scalars = self._encode_scalars() if snapshot.optimizer is not None else {}
         self._weights = {slot.name: self.file.reserve(DTYPES[slot.dtype], slot.shape) for slot in self._slots}
         halves = [slot for slot in self._slots if slot.dtype in MASTER_BYTES] if MASTER in shard.arrays else []
@@ -104,10 +106,8 @@ class _UnitPlan:
             for name, array in shard.arrays.items()
             if array.public
         }
-        self._loose: dict[str, Region] = {}
-        self._resting: dict[str, Region] = {}
-        for slot in self._slots:
-            self._reserve_grad(slot)
+        self._grads = _GradPlan(shard, snapshot.grads, self.file)
+        self._held = _GradPlan(shard, snapshot.held, self.file)
 
     def records(self) -> dict[str, ParameterRecord]:
         return {slot.name: self._record(slot.name) for slot in self._slots}
@@ -120,13 +120,8 @@ class _UnitPlan:
                 _copy(States(self._shard, self._shard.arrays[MASTER]), self._masters, slab, file)
             for name, regions in self._states.items():
                 _copy(States(self._shard, self._shard.arrays[name]), regions, slab, file)
-            for name, region in self._loose.items():
-                content = self._grads[name].content
-                assert content is not None
-                file.write(region.offset, content.detach().reshape(-1).cpu())
-            if self._resting:
-                assert self._shard.grads is not None
-                _copy(Gradients(self._shard.layout, self._shard.grads), self._resting, slab, file)
+            self._grads.write(file, slab)
+            self._held.write(file, slab)
 
     def _encode_scalars(self) -> dict[str, Any]:
         states = self._shard.slot_states
@@ -136,26 +131,44 @@ class _UnitPlan:
             if state.initialised
         }
 
-    def _reserve_grad(self, slot: Slot) -> None:
-        grad = self._grads.get(slot.name)
-        if grad is None:
-            return
-        if grad.content is not None:
-            self._loose[slot.name] = self.file.reserve(grad.content.dtype, slot.shape)
-        else:
-            assert self._shard.grads is not None
-            self._resting[slot.name] = self.file.reserve(self._shard.grads.dtype(slot), slot.shape)
-
     def _record(self, name: str) -> ParameterRecord:
-        region = self._loose.get(name) or self._resting.get(name)
-        grad = self._grads.get(name)
         return ParameterRecord(
             weight=self._weights[name],
             master=self._masters.get(name),
             state={array: regions[name] for array, regions in self._states.items() if name in regions},
             scalars=self._scalars.get(name),
-            grad=None if region is None or grad is None else GradRecord(region, grad.ops, grad.norms),
+            grad=self._grads.record(name),
+            held=self._held.record(name),
         )
+
+
+class _GradPlan:
+    """Where one unit's gradients of one step go in the unit's file."""
+
+    def __init__(self, shard: UnitShard, grads: Mapping[str, GradAtRest], file: FilePlan) -> None:
+        self._layout = shard.layout
+        self._grads = {slot.name: grads[slot.name] for slot in shard.layout.slots if slot.name in grads}
+        self._regions: dict[str, Region] = {}
+        for slot in shard.layout.slots:
+            grad = self._grads.get(slot.name)
+            if grad is not None and grad.content is not None:
+                self._regions[slot.name] = file.reserve(grad.content.dtype, slot.shape)
+            elif grad is not None and grad.resting is not None:
+                self._regions[slot.name] = file.reserve(grad.resting.dtype(slot), slot.shape)
+
+    def record(self, name: str) -> GradRecord | None:
+        grad = self._grads.get(name)
+        return None if grad is None else GradRecord(self._regions[name], grad.ops, grad.norms)
+
+    def write(self, file: DataWriter, slab: HostBuffer) -> None:
+        resting: dict[GradShard, dict[str, Region]] = {}
+        for name, grad in self._grads.items():
+            if grad.content is not None:
+                file.write(self._regions[name].offset, grad.content.detach().reshape(-1).cpu())
+            elif grad.resting is not None:
+                resting.setdefault(grad.resting, {})[name] = self._regions[name]
+        for shard, regions in resting.items():
+            _copy(Gradients(self._layout, shard), regions, slab, file)
 
 
 def _copy(array: RestingArray, regions: Mapping[str, Region], slab: HostBuffer, file: DataWriter) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 
 from outsize import _native
 from outsize.move.gradients import GradOps
 from outsize.move.shard import SlotState
+from outsize.optim.compact import CodeKind, decode, encode
 
 
 @dataclass
 class Piece:
     """A run of elements of one parameter with all that the update needs; every tensor is 1-D of the same length.
 
-    `param` is in the parameter's own dtype and is updated in place; `master` completes it to its fp32 master: the int16
-    remainder of a bf16 parameter, the fp32 master of an fp16 one. `states` are in fp32 (fp64 for an fp64 parameter), or
-    8-bit codes for the arrays that have `scales` (fp32, one for each block); `grad` is as it rests, `ops` not applied.
-    Where the rule wants whole parameters, the tensors have the parameter's shape.
+    `param` is in the parameter's own dtype and is updated in place; `master` is the int16 remainder of a bf16 parameter
+    or the fp32 master of an fp16 one; `states` are in fp32 (fp64 for an fp64 parameter), or, when compact, the 8-bit
+    codes of the arrays that have `scales` [blocks]; `grad` is as it rests, `ops` not applied.
     """
 
     param: torch.Tensor
@@ -33,6 +36,10 @@ class Piece:
     threads: int = 1
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def remainder(self) -> torch.Tensor | None:
+        return self.master
+
 
 class Rule(ABC):
     """One optimizer's arithmetic."""
@@ -40,11 +47,8 @@ class Rule(ABC):
     arrays: tuple[str, ...]
     """The names of the per-element arrays, as in `torch.optim`'s state."""
 
-    codes: ClassVar[dict[str, Literal["signed", "root"]]] = {}
-    """The arrays that may rest as 8-bit codes, and how. See Note [Compact]."""
-
-    whole: bool = False
-    """Whether the update needs whole parameters, in their shape."""
+    codes: Mapping[str, CodeKind] = MappingProxyType({})
+    """The arrays that can be kept compact, and how."""
 
     @abstractmethod
     def apply(self, piece: Piece) -> None:
@@ -56,28 +60,77 @@ def number(value: object) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
 
 
+def pair(value: object) -> tuple[float, float]:
+    """A pair of hyper-parameters, such as `betas`."""
+    assert isinstance(value, (tuple, list))
+    first, second = value
+    return number(first), number(second)
+
+
+def refuse_new_array(name: str) -> NoReturn:
+    """An option that needs an array was set when it was too late to make one."""
+    raise RuntimeError(
+        f"the optimizer started to keep {name!r} for each element after outsize.prepare; set the option "
+        f"that needs it (a momentum, for example) before prepare"
+    )
+
+
+@dataclass
+class Opened:
+    """A piece as torch's own operations take it, all in fp32 (or fp64); updated in place."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+
+@contextmanager
+def opened(piece: Piece, codes: Mapping[str, CodeKind]) -> Iterator[Opened]:
+    """The piece with its master, decoded states and finished gradient; on leaving they are written back."""
+    param = piece.param if piece.master is None else join_master(piece.param, piece.master)
+    grad = piece.ops.apply_(piece.grad.to(device=param.device, dtype=param.dtype, copy=True))
+    states = dict(piece.states)
+    for name, scales in piece.scales.items():
+        states[name] = decode(states[name], scales, codes[name] == "root")
+    yield Opened(param, grad, states)
+    for name, scales in piece.scales.items():
+        encode(states[name], piece.states[name], scales, codes[name] == "root")
+    if piece.master is not None:
+        split_master(param, piece.param, piece.master)
+
+
 # Note [The 16-bit remainder]
 # bits(master) = (bits(bf16) << 16) + remainder with remainder in [-2**15, 2**15): the bf16 value is the master rounded
 # to nearest, ties up in bits. Both directions are exact, so the fp32 master costs two bytes beside the bf16 weight.
+#
+# fp16 has other exponent bits, so its master is kept whole: the fp32 master is the truth and the fp16 parameter is the
+# master rounded to nearest even.
 
 
-def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a bf16 parameter and its remainder. See Note [The 16-bit remainder]."""
-    if param.device.type == "cpu":
-        master = torch.empty(param.numel(), dtype=torch.float32)
-        _native.join_master(param.data_ptr(), remainder.data_ptr(), master.data_ptr(), param.numel())
+def join_master(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter and its remainder, or of an fp16 parameter: then `master` itself."""
+    if param.dtype is torch.float16:
         return master
-    bits = (param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    if param.device.type == "cpu":
+        whole = torch.empty(param.numel(), dtype=torch.float32)
+        _native.join_master(param.data_ptr(), master.data_ptr(), whole.data_ptr(), param.numel())
+        return whole
+    bits = (param.view(torch.int16).to(torch.int32) << 16) + master.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def split_master(master: torch.Tensor, param: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Write the fp32 `master` into a bf16 parameter and its remainder. See Note [The 16-bit remainder]."""
-    if param.device.type == "cpu":
-        held = master.contiguous()
-        _native.split_master(held.data_ptr(), param.data_ptr(), remainder.data_ptr(), param.numel())
+def split_master(whole: torch.Tensor, param: torch.Tensor, master: torch.Tensor) -> None:
+    """Write the fp32 master `whole` into a 16-bit parameter and what `master` keeps of it: `join_master`'s inverse."""
+    if param.dtype is torch.float16:
+        param.copy_(whole)
+        if master.data_ptr() != whole.data_ptr():
+            master.copy_(whole)
         return
-    bits = master.contiguous().view(torch.int32)
+    if param.device.type == "cpu":
+        held = whole.contiguous()
+        _native.split_master(held.data_ptr(), param.data_ptr(), master.data_ptr(), param.numel())
+        return
+    bits = whole.contiguous().view(torch.int32)
     high = ((bits.to(torch.int64) + 0x8000) >> 16).to(torch.int32)
     param.copy_(high.to(torch.int16).view(torch.bfloat16))
-    remainder.copy_((bits.to(torch.int64) - (high.to(torch.int64) << 16)).to(torch.int16))
+    master.copy_((bits.to(torch.int64) - (high.to(torch.int64) << 16)).to(torch.int16))

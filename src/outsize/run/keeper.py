@@ -9,6 +9,7 @@ import torch
 
 from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
+from outsize.move.shard import SlotUpdate
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.unit import Unit
@@ -191,6 +192,21 @@ class GradKeeper:
         grad.ops = ops
         grad.norms.update({order: torch.full_like(grad.norms[2.0], norm) for order, norm in norms.items()})
         self._unit.parameters[name].grad = grad
+
+    def restore_held(self, held: Mapping[str, tuple[torch.Tensor, GradOps]]) -> None:
+        """Hold gradients back as a checkpoint has them: bytes as they rested, and operations not yet applied."""
+        self._unit.held = {}
+        shard = self._shard
+        if held and shard is not None:
+            shard.open(())
+            for name, (content, _) in held.items():
+                shard.put(self._slots[name], content, None)
+            self._dirty = True
+            self.finish()
+            self.turn()
+        for name, (content, ops) in held.items():
+            loose = content.to(self._unit.shard.device) if shard is None else None
+            self._unit.held[name] = SlotUpdate({}, ops, loose, shard)
 
     def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
         norm, loose = self._lay_down(name, grad, None)

@@ -1,0 +1,60 @@
+"""Adagrad: the native one-pass kernel, and torch's own operations where the kernel does not run."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from outsize import _native
+from outsize.optim.compact import encode
+from outsize.optim.native import native_arrays, runs_natively
+from outsize.optim.rules import Opened, Piece, Rule, number, opened
+
+
+@final
+class AdagradRule(Rule):
+    """Adagrad (Duchi et al. 2011) with learning-rate decay, coupled decay and maximize, as in torch."""
+
+    def __init__(self) -> None:
+        self.arrays = ("sum",)
+        self.codes = {"sum": "root"}
+
+    def apply(self, piece: Piece) -> None:
+        hyper, state = piece.hyper, piece.state
+        step = number(state.scalars.get("step", 0.0)) + 1.0
+        state.next_scalars = {"step": step}
+        if not state.initialised:
+            _fill_sum(piece, number(hyper.get("initial_accumulator_value", 0.0)))
+        options: _native.AdagradOptions = {
+            "lr": number(hyper["lr"]),
+            "lr_decay": number(hyper["lr_decay"]),
+            "eps": number(hyper["eps"]),
+            "weight_decay": number(hyper["weight_decay"]),
+            "maximize": bool(hyper.get("maximize", False)),
+            "step": int(step),
+        }
+        if runs_natively(piece):
+            _native.adagrad(native_arrays(piece, self.arrays), **options, threads=piece.threads)
+        else:
+            with opened(piece, self.codes) as tensors:
+                adagrad_formula(tensors, **options)
+
+
+def _fill_sum(piece: Piece, value: float) -> None:
+    total = piece.states["sum"]
+    if "sum" in piece.scales:
+        encode(torch.full_like(total, value, dtype=torch.float32), total, piece.scales["sum"], True)
+    else:
+        total.fill_(value)
+
+
+def adagrad_formula(
+    tensors: Opened, *, lr: float, lr_decay: float, eps: float, weight_decay: float, maximize: bool, step: int
+) -> None:
+    """torch's own sequence of operations (`torch.optim.adagrad`), for what the kernel does not serve."""
+    grad = -tensors.grad if maximize else tensors.grad
+    if weight_decay != 0:
+        grad = grad.add(tensors.param, alpha=weight_decay)
+    total = tensors.states["sum"].addcmul_(grad, grad, value=1)
+    tensors.param.addcdiv_(grad, total.sqrt().add_(eps), value=-lr / (1 + (step - 1) * lr_decay))
