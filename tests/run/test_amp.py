@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import outsize
+from tests.conftest import Stack, Workshop, batches, prepared, squared_error, weights
 
 OVERFLOWS_AT = 3
 
@@ -44,3 +46,160 @@ def test_the_scaler_grows_backs_off_and_skips_as_in_torch(tier: str, tmp_path: P
     losses, scales = train(model, optimizer)
     assert scales == expected_scales
     assert losses == pytest.approx(expected_losses, rel=1e-6)
+
+
+# -- fp16 ------------------------------------------------------------------------------------------------------------
+
+OVERFLOWS = (2, 5)
+
+
+def half_precision_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x.half(), y.half()) for x, y in batches(count)]
+
+
+def train_by_hand(data: list[tuple[Tensor, Tensor]], clip: bool) -> tuple[list[float], list[float], list[Tensor]]:
+    """fp16 weights beside fp32 masters: what Micikevicius et al. 2018 describe, with torch's own scaler rules."""
+    torch.manual_seed(0)
+    model = Stack(depth=2)
+    masters = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    model = model.half()
+    scale, growth, losses, scales = 1024.0, 0, [], []
+    for step, batch in enumerate(data):
+        loss = squared_error(model, batch).float()
+        (loss * scale * (float("inf") if step in OVERFLOWS else 1.0)).backward()
+        grads = [param.grad.float() for param in model.parameters() if param.grad is not None]
+        if all(torch.isfinite(grad).all() for grad in grads):
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad * (1.0 / scale)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(masters, 0.1)
+            optimizer.step()
+            with torch.no_grad():
+                for param, master in zip(model.parameters(), masters, strict=True):
+                    param.copy_(master)
+            growth += 1
+        else:
+            scale, growth = scale * 0.5, 0
+        if growth == 2:
+            scale, growth = scale * 2.0, 0
+        model.zero_grad()
+        losses.append(loss.item())
+        scales.append(scale)
+    return losses, scales, masters
+
+
+def train_half(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]], clip: bool
+) -> tuple[list[float], list[float]]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    losses, scales = [], []
+    for step, batch in enumerate(data):
+        loss = squared_error(model, batch).float()
+        scaler.scale(loss * (float("inf") if step in OVERFLOWS else 1.0)).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_fp16_trains_as_with_masters_kept_by_hand(workshop: Workshop, tier: str, clip: bool) -> None:
+    data = half_precision_batches(10)
+    expected_losses, expected_scales, masters = train_by_hand(data, clip)
+    torch.manual_seed(0)
+    model = Stack(depth=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    workshop.prepare(model, optimizer, tier, compute_dtype=torch.float16)
+    losses, scales = train_half(model, optimizer, data, clip)
+    assert scales == expected_scales
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, value in zip(weights(model), masters, strict=True):
+        torch.testing.assert_close(exact_masters(model)[name].view(value.shape), value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights(model)[name], exact_masters(model)[name].view(value.shape).half())
+    assert outsize.memory(model).skipped_steps == len(OVERFLOWS)
+
+
+def exact_masters(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for unit in prepared(model).engine.units:
+        prepared(model).engine.streamer.settle(unit)
+        unit.await_written()
+        for slot in unit.shard.layout.slots:
+            found[slot.name] = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end)
+    return found
+
+
+def test_fp16_gives_the_same_bits_on_every_tier(workshop: Workshop) -> None:
+    found = []
+    for tier in ("device", "host", "disk", "squeezed"):
+        torch.manual_seed(0)
+        model = Stack(depth=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        workshop.prepare(model, optimizer, tier, compute_dtype=torch.float16)
+        found.append((train_half(model, optimizer, half_precision_batches(8), clip=True), exact_masters(model)))
+    for trace, masters in found[1:]:
+        assert trace == found[0][0]
+        assert all(torch.equal(masters[name], value) for name, value in found[0][1].items())
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_leaves_weights_and_moments_untouched(workshop: Workshop, tier: str, poison: float) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), tier=tier, compute_dtype=torch.float16)
+    data = half_precision_batches(4)
+    train_half(pair.model, pair.optimizer, data[:2], clip=False)
+    before = (exact_masters(pair.model), copy.deepcopy(pair.optimizer.state_dict()["state"]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    model, optimizer = pair.model, pair.optimizer
+    model.blocks[0].up.weight.register_hook(  # type: ignore[union-attr]
+        lambda grad: torch.where(torch.arange(grad.numel()).view_as(grad) == 7, poison, grad)
+    )
+    scaler.scale(squared_error(model, data[2]).float()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert scaler.get_scale() == 8.0
+    assert outsize.memory(model).skipped_steps == 1
+    assert all(torch.equal(value, before[0][name]) for name, value in exact_masters(model).items())
+    for index, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[1][index][k])) for k, v in entry.items())
+
+
+def test_a_scaler_tells_of_skipped_steps_of_fp32_parameters_too(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale(squared_error(pair.model, batches(1)[0]) * factor).backward()
+        scaler.step(pair.optimizer)
+        scaler.update()
+        pair.optimizer.zero_grad()
+    assert outsize.memory(pair.model).skipped_steps == 1
+
+
+def test_fp16_state_goes_through_a_checkpoint_into_other_dtypes_and_back(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), tier="disk", compute_dtype=torch.float16)
+    train_half(pair.model, pair.optimizer, half_precision_batches(5), clip=True)
+    masters = exact_masters(pair.model)
+    outsize.save(workshop.disk.parent / "half", pair.model, pair.optimizer)
+    single = workshop.pair(lambda: Stack(depth=2), tier="host")
+    outsize.load(workshop.disk.parent / "half", single.model, single.optimizer)
+    assert all(torch.equal(value.view(-1), masters[name]) for name, value in weights(single.model).items())
+    outsize.save(workshop.disk.parent / "single", single.model, single.optimizer)
+    again = workshop.pair(lambda: Stack(depth=2), tier="host", compute_dtype=torch.float16)
+    outsize.load(workshop.disk.parent / "single", again.model, again.optimizer)
+    assert all(torch.equal(value, masters[name]) for name, value in exact_masters(again.model).items())
+    assert all(torch.equal(value, weights(pair.model)[name]) for name, value in weights(again.model).items())
+
+
+def test_an_fp16_model_of_the_users_own_trains(workshop: Workshop, tier: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(depth=2).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    workshop.prepare(model, optimizer, tier)
+    losses, _ = train_half(model, optimizer, half_precision_batches(1) * 12, clip=True)
+    assert losses[-1] < losses[0] * 0.9

@@ -32,7 +32,7 @@ from outsize.move.shard import (
 )
 from outsize.move.store import DeviceStore, HostStore, Store
 from outsize.optim.choice import rule_for
-from outsize.optim.compact import CODECS
+from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
 from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
@@ -241,7 +241,7 @@ def _codecs(rule: Rule | None, config: Config) -> dict[str, Codec]:
     """The arrays that rest as 8-bit codes, and how."""
     if rule is None or config.state_format != "compact":
         return {}
-    return {name: CODECS[kind] for name, kind in rule.codes.items()}
+    return {name: BlockCodec(kind) for name, kind in rule.codes.items()}
 
 
 def _array_layouts(

@@ -53,7 +53,10 @@ READ_NUMEL = 1 << 21
 class Codec(Protocol):
     """How the values of a compact array become 8-bit codes (1-D) and a scale for each `BLOCK` of them, and back."""
 
-    dtype: torch.dtype
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        ...
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Fill `codes` and `scales` (fp32) from fp32 `values`; what `decode` gave comes back bit for bit."""

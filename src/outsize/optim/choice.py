@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from outsize.optim.adagrad import AdagradRule
 from outsize.optim.adam import AdamRule
+from outsize.optim.lion import Lion, LionRule
 from outsize.optim.rules import Rule
+from outsize.optim.sgd import SGDRule
 from outsize.optim.streamed import StreamedRule
 
 
@@ -31,4 +34,10 @@ def _rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     groups = optimizer.param_groups
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         return AdamRule(any(group.get("amsgrad", False) for group in groups), kind is torch.optim.AdamW)
+    if kind is torch.optim.SGD:
+        return SGDRule(any(group["momentum"] != 0 for group in groups))
+    if kind is torch.optim.Adagrad:
+        return AdagradRule()
+    if kind is Lion:
+        return LionRule()
     return StreamedRule(optimizer)

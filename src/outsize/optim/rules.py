@@ -50,6 +50,9 @@ class Rule(ABC):
     codes: Mapping[str, CodeKind] = MappingProxyType({})
     """The arrays that can be kept compact, and how."""
 
+    whole: bool = False
+    """Whether the update needs whole parameters, in their shape."""
+
     @abstractmethod
     def apply(self, piece: Piece) -> None:
         """Update the piece in place and set `piece.state.next_scalars`."""
