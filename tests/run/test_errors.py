@@ -128,11 +128,11 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
     refused(Stack(), adamw(Stack()), "parameter group 0 holds a parameter of shape .* not in the model")
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_parameters_that_cannot_be_trained_are_named(dtype: torch.dtype) -> None:
     model = Stack()
     model.odd = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=dtype is not torch.int64)
-    refused(model, adamw(model), "parameter 'odd' is (torch.)?(complex64|int64|float16)")
+    refused(model, adamw(model), "parameter 'odd' is (torch.)?(complex64|int64)")
 
 
 def test_parameters_on_the_meta_device_are_named() -> None:
@@ -308,10 +308,65 @@ def test_one_gradient_that_is_not_finite_is_named(workshop: Workshop, tier: str)
         pair.optimizer.step()
 
 
-def test_adding_a_parameter_group_after_prepare_is_refused(workshop: Workshop) -> None:
-    pair = workshop.pair(tier="disk")
-    with pytest.raises(RuntimeError, match="give the optimizer all parameters"):
+def test_adding_a_group_of_foreign_parameters_is_refused(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with pytest.raises(ValueError, match=r"shape \(1,\) is not in the model.*before prepare"):
         pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        pair.optimizer.add_param_group({"params": [pair.model.head.weight]})
+    assert len(pair.optimizer.param_groups) == 1
+    pair.train(batches(2))
+
+
+def test_adding_a_group_beyond_the_budget_is_refused_and_leaves_the_optimizer_as_it_was(workshop: Workshop) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    workshop.prepare(model, optimizer, "device", host_memory="700KiB")
+    with pytest.raises(ValueError, match=r"host_memory=700.0 KiB.*raise host_memory"):
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert len(optimizer.param_groups) == 1
+    model[0](torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("other", ["SGD", "Adagrad", "another model's", "nonsense"])
+def test_a_state_dict_of_another_optimizer_is_refused_and_nothing_is_changed(workshop: Workshop, other: str) -> None:
+    pair = workshop.pair(tier="disk")
+    pair.train(batches(2))
+    before = copy.deepcopy(pair.optimizer.state_dict())
+    model = Stack(width=16, hidden=44 if other == "another model's" else 40)
+    kinds = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "Adagrad": torch.optim.Adagrad}
+    optimizer = kinds.get(other, torch.optim.AdamW)(model.parameters())
+    train(model, optimizer, batches(1))
+    state = {"a": 1} if other == "nonsense" else optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"param_groups|does not fit AdamW.*Nothing was changed"):
+        pair.optimizer.load_state_dict(state)
+    after = pair.optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, entry in before["state"].items():
+        assert all(torch.equal(after["state"][index][key], value) for key, value in entry.items())
+    pair.train(batches(2))
+
+
+def test_an_error_of_the_update_reaches_the_user_with_its_message(workshop: Workshop) -> None:
+    class Angry(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            if self.param_groups[0]["lr"] == 13:
+                raise ArithmeticError("thirteen is too many")
+            super().step()
+
+    model = Stack(depth=2)
+    optimizer = Angry(model.parameters(), lr=0.1)
+    workshop.prepare(model, optimizer, "disk")
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["lr"] = 13
+    squared_error(model, batches(1)[0]).backward()
+    optimizer.step()
+    with pytest.raises(ArithmeticError, match="thirteen is too many"):
+        squared_error(model, batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"training stopped after an error .*thirteen is too many"):
+        squared_error(model, batches(1)[0])
 
 
 # -- exceptions in mid-step ----------------------------------------------------------------------------------------

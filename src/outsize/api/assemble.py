@@ -307,22 +307,32 @@ class LateArrays:
                 array.scales.store.preallocate(0, array.scales.store.nbytes)
 
     def _tier(self, shard: UnitShard, needed: int) -> str:
-        if self._config.states != "auto":
-            return self._config.states
-        if shard.tiers.params != "device" and self._resources.disk is not None:
-            return "disk"
-        budgets, now = self._plan.budgets, self._resources.ledger.now
-        room = budgets.host if budgets.device is None else budgets.device
-        tiers = ("device", "host") if budgets.device is None else ("device",)
-        used = sum(nbytes for account, nbytes in now.items() if account.startswith(tiers))
+        tier = self._config.states
+        if tier == "auto":
+            tier = "device" if shard.tiers.params == "device" or self._resources.disk is None else "disk"
+        name, tiers, room = self._budget(tier)
+        now = self._resources.ledger.now
+        used = sum(nbytes for account, nbytes in now.items() if account.split("/")[0] in tiers)
         if used + needed > room:
-            name = "host_memory" if budgets.device is None else "device_memory"
             raise ValueError(
                 f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
                 f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or give the optimizer "
                 f"all parameters before outsize.prepare"
             )
-        return "device"
+        return tier
+
+    def _budget(self, tier: str) -> tuple[str, tuple[str, ...], int]:
+        """(the field, the tiers that share it, its bytes)."""
+        budgets = self._plan.budgets
+        if tier == "disk":
+            return "disk_space", ("disk",), budgets.disk or 0
+        if budgets.device is None:
+            return "host_memory", ("device", "host"), budgets.host
+        return (
+            ("device_memory", ("device",), budgets.device)
+            if tier == "device"
+            else ("host_memory", ("host",), budgets.host)
+        )
 
 
 class _UnitFile:

@@ -1,0 +1,172 @@
+"""What users do with an optimizer between steps: groups, hyper-parameters, hooks, state. Plain torch is the oracle."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from tests.conftest import Workshop, batches, squared_error, train, weights
+
+
+def head_only(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.head.parameters(), lr=1e-2)  # type: ignore[union-attr]
+
+
+def body(model: nn.Module) -> dict[str, Any]:
+    return {"params": list(model.blocks.parameters()), "lr": 1e-3, "weight_decay": 0.3}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+def test_a_group_added_in_mid_run_trains_as_in_torch(workshop: Workshop, tier: str, state_format: str) -> None:
+    pair = workshop.pair(optimizer=head_only, tier=tier, state_format=state_format)
+    for model, optimizer in pair.both:
+        train(model, optimizer, batches(2))
+        optimizer.add_param_group(body(model))
+        train(model, optimizer, batches(4), clip=1.0)
+    pair.check(atol=1e-5 if state_format == "exact" else 2e-2)
+    assert [len(group["params"]) for group in pair.optimizer.param_groups] == [2, 18 + 6]
+
+
+def test_a_group_added_in_mid_run_is_in_the_checkpoint(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(optimizer=head_only, tier=tier)
+    train(pair.model, pair.optimizer, batches(2))
+    pair.optimizer.add_param_group(body(pair.model))
+    train(pair.model, pair.optimizer, batches(2))
+    outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
+    again = workshop.pair(optimizer=head_only, tier=tier)
+    again.optimizer.add_param_group(body(again.model))
+    outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
+    expected = train(pair.model, pair.optimizer, batches(3)).losses
+    assert train(again.model, again.optimizer, batches(3)).losses == expected
+
+
+def test_a_single_parameter_and_named_ones_may_be_added(workshop: Workshop) -> None:
+    pair = workshop.pair(optimizer=lambda model: torch.optim.SGD([model.head.bias], lr=0.1), tier="disk")  # type: ignore[union-attr]
+    for model, optimizer in pair.both:
+        optimizer.add_param_group({"params": model.head.weight, "lr": 0.05})  # type: ignore[dict-item]
+        train(model, optimizer, batches(3))
+    pair.check()
+
+
+def test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go(workshop: Workshop) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    for layer in list(model)[:4]:
+        layer.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outsize.prepare(model, optimizer, host_memory="1800KiB", disk=workshop.disk, device="cpu", units=nn.Linear)
+    workshop.watch(model)
+    data = [(torch.randn(4, 256), torch.randn(4, 256))]
+    train(model, optimizer, data)
+    before = outsize.memory(model)
+    for layer in list(model)[:4]:
+        layer.requires_grad_(True)
+    train(model, optimizer, data * 2)
+    after = outsize.memory(model)
+    for account in after.now:
+        if account.split("/")[0] in ("device", "host") and "resident" not in account and "flight" not in account:
+            assert after.now[account] <= before.now.get(account, 0) + 4096, account
+
+
+def test_hyper_parameters_change_in_mid_run(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for step, batch in enumerate(batches(6)):
+        for model, optimizer in pair.both:
+            group = optimizer.param_groups[0]
+            group["lr"] = 1e-2 / (step + 1)
+            group["betas"] = (0.9 - 0.1 * step, 0.99)
+            group["weight_decay"] = 0.1 * step
+            group["eps"] = 10.0 ** -(8 - step)
+            train(model, optimizer, [batch])
+    pair.check()
+
+
+def test_what_changes_after_step_belongs_to_the_next_one(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 100.0
+        optimizer.param_groups[0]["params"], kept = [], optimizer.param_groups[0]["params"]
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["params"] = kept
+        for param in kept:
+            param.grad = None
+    pair.check()
+
+
+def test_an_emptied_group_trains_nothing(workshop: Workshop, tier: str) -> None:
+    def grouped(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}], lr=1e-2)
+
+    pair = workshop.pair(optimizer=grouped, tier=tier)
+    for model, optimizer in pair.both:
+        train(model, optimizer, batches(1))
+        optimizer.param_groups[0]["params"].clear()
+        train(model, optimizer, batches(3))
+    pair.check()
+
+
+def test_step_hooks_fire_once_a_step_and_may_change_the_gradients(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    calls: list[str] = []
+    for model, optimizer in pair.both:
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, model: nn.Module = model) -> None:
+            calls.append("pre")
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        train(model, optimizer, batches(3))
+    assert calls == ["pre", "post"] * 6
+    pair.check()
+
+
+def test_load_state_dict_runs_its_hooks(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    pair.train(batches(2))
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    seen: list[str] = []
+
+    def doubled(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append("pre")
+        groups = [{**group, "lr": 2 * group["lr"]} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    pair.optimizer.register_load_state_dict_pre_hook(doubled)
+    pair.optimizer.register_load_state_dict_post_hook(lambda _: seen.append("post"))
+    pair.optimizer.load_state_dict(state)
+    assert seen == ["pre", "post"]
+    assert pair.optimizer.param_groups[0]["lr"] == 2e-2
+
+
+@pytest.mark.parametrize("key", ["lr", "eps", "betas", "weight_decay"])
+def test_values_out_of_range_are_torchs_own_errors(key: str) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **{key: (2.0, 2.0) if key == "betas" else -1.0})
+    if key in ("lr", "betas", "weight_decay"):
+        with pytest.raises(ValueError, match="Invalid"):
+            outsize.optim.Lion([nn.Parameter(torch.zeros(1))], **{key: (2.0, 2.0) if key == "betas" else -1.0})
+
+
+def test_nan_in_the_state_spreads_as_in_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        train(model, optimizer, batches(1))
+        state = copy.deepcopy(optimizer.state_dict())
+        state["state"][0]["exp_avg"].view(-1)[3] = float("nan")
+        optimizer.load_state_dict(state)
+        squared_error(model, batches(1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine, theirs = weights(pair.model), weights(pair.plain)
+    assert all(torch.equal(mine[name].isnan(), value.isnan()) for name, value in theirs.items())
+    assert sum(int(value.isnan().sum()) for value in mine.values()) == 1
