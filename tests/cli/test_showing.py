@@ -150,3 +150,10 @@ def test_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert min(rates.disk_read, rates.disk_write, rates.memory, rates.flops) > 0
     assert "GB/s" in probe.describe(rates)
     assert not any(tmp_path.iterdir())
+
+
+def test_skipped_steps_are_shown() -> None:
+    skipped = record(4, skipped_steps=3)
+    assert "(3 steps skipped)" in display.line(skipped, 10)
+    assert any("3 steps skipped" in text for _, text in display.panel_rows(skipped, None))
+    assert "skipped" not in display.line(record(4), 10)

@@ -34,9 +34,9 @@ def check_files(run: Path) -> None:
     assert model.config.use_cache
 
 
-def resume_is_exact(text: Path, model: Path, out: Path) -> None:
+def resume_is_exact(text: Path, model: Path, out: Path, *more: str) -> None:
     """Steps 4 and 5, taken again from the checkpoint of step 3, see the same losses bit for bit."""
-    words = arguments(text, model, out, "--name", "run", "--steps", "5", "--save-every", "3")
+    words = arguments(text, model, out, "--name", "run", "--steps", "5", "--save-every", "3", *more)
     assert main(words) == 0
     whole = losses(out / "run")
     assert main([*words, "--resume", str(out / "run" / "checkpoints" / "step-3")]) == 0
@@ -134,3 +134,13 @@ def test_plan_of_70_b_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", "--shape", "70b", "--device", "cpu", "--host-memory", "2TiB"]) == 0
     assert "68,976.6 M parameters" in capsys.readouterr().out
     assert metrics.process_memory("VmHWM") - before < 500e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_run_with_compact_state_and_delayed_updates_is_exactly_resumed(
+    text: Path, tiny_model: Path, tmp_path: Path, dtype: str
+) -> None:
+    options = ["--dtype", dtype, "--state-format", "compact", "--delayed-update", "2"]
+    resume_is_exact(text, tiny_model, tmp_path / "runs", *options)
+    check_files(tmp_path / "runs" / "run")

@@ -33,6 +33,8 @@ class MemoryReport:
             f"model states {format_bytes(self.state_bytes)}; disk read {format_bytes(self.bytes_read)}, written "
             f"{format_bytes(self.bytes_written)}; waited {self.wait_seconds:.2f} s, updates {self.update_seconds:.2f} s"
         )
+        if self.skipped_steps:
+            lines.append(f"{self.skipped_steps} steps skipped because a gradient was not finite")
         return "\n".join(lines)
 
 

@@ -107,6 +107,7 @@ class LiveDisplay(Display):
 def panel_rows(record: Record, held_out: tuple[int, float] | None) -> list[tuple[str, str]]:
     """What the panel says, as (label, text)."""
     held = f" · held-out {held_out[1]:.3f} at step {held_out[0]}" if held_out else ""
+    held += f" · {record.skipped_steps} steps skipped" if record.skipped_steps else ""
     return [
         ("loss", f"{record.loss:.3f}{held} · gradient norm {record.grad_norm:.2f} · lr {record.lr:.1e}"),
         ("speed", f"{record.tokens_per_second:,.0f} tokens/s · {record.step_seconds:.2f} s a step"),
@@ -121,6 +122,7 @@ def panel_rows(record: Record, held_out: tuple[int, float] | None) -> list[tuple
 def line(record: Record, steps: int) -> str:
     """The same on one line, for a log."""
     held = f" held-out {record.held_out_loss:.3f}" if record.held_out_loss is not None else ""
+    held += f" ({record.skipped_steps} steps skipped)" if record.skipped_steps else ""
     return (
         f"step {record.step}/{steps} {clock(record.elapsed_seconds)} loss {record.loss:.3f}{held} "
         f"| {record.tokens_per_second:,.0f} tokens/s | {record.step_seconds:.2f} s: {_split(record)} "

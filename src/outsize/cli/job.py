@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STATE_FORMATS = ("exact", "compact")
 TIERS = ("auto", "device", "host", "disk")
 DEFAULT_NAME = "default"
 LATEST = "latest"
-_CONFIG_FIELDS = ("device", "device_memory", "host_memory", "disk_space", "params", "grads", "states", "activations")
+CONFIG_FIELDS = (
+    *("device", "device_memory", "host_memory", "disk_space"),
+    *("params", "grads", "states", "activations", "state_format"),
+)
+"""The options that are fields of `outsize.Config` under the same name."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Job:
     states: str = "disk"
     activations: str = "recompute"
     dtype: str = "fp32"
+    state_format: str = "exact"
+    delayed_update: int = 0
     steps: int = 150
     minutes: float = 8.0
     batch: int = 4
@@ -51,7 +58,7 @@ class Job:
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch", 1), ("seq_len", 2), ("warmup", 0)):
+        for name, least in (("steps", 1), ("batch", 1), ("seq_len", 2), ("warmup", 0), ("delayed_update", 0)):
             self._at_least(name, least)
         for name in ("eval_every", "save_every", "minutes", "clip", "weight_decay", "seed"):
             self._at_least(name, 0)
@@ -71,9 +78,10 @@ class Job:
 
     def config_fields(self, folder: RunFolder) -> dict[str, Any]:
         """The keywords of `outsize.init`, `prepare` and `plan`; the disk tier is in the run's folder unless told."""
-        given = {name: getattr(self, name) for name in _CONFIG_FIELDS if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in CONFIG_FIELDS if getattr(self, name) is not None}
         disk = [str(path) for path in self.disk or (folder.disk,)]
-        return {**given, "disk": disk, "compute_dtype": DTYPES[self.dtype]}
+        delay = self.delayed_update or False
+        return {**given, "disk": disk, "compute_dtype": DTYPES[self.dtype], "delayed_update": delay}
 
     def command(self, folder: Path, resume: Path) -> str:
         """The command line that goes on in `folder` from a checkpoint."""
@@ -149,7 +157,25 @@ def add_memory_arguments(parser: argparse.ArgumentParser, default: Job) -> None:
     for kind in ("params", "grads", "states"):
         memory.add_argument(f"--{kind}", choices=TIERS, default=getattr(default, kind), help="tier")
     memory.add_argument("--activations", default=default.activations, help="keep, recompute, auto")
-    memory.add_argument("--dtype", choices=tuple(DTYPES), default=default.dtype, help="dtype of the computation")
+    memory.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default=default.dtype,
+        help="dtype of the computation; fp16 trains with dynamic loss scaling",
+    )
+    memory.add_argument(
+        "--state-format",
+        choices=STATE_FORMATS,
+        default=default.state_format,
+        help="exact: fp32 moments; compact: 8-bit moments",
+    )
+    memory.add_argument(
+        "--delayed-update",
+        type=int,
+        metavar="STEPS",
+        default=default.delayed_update,
+        help="exact steps before updates are delayed by one; 0: never",
+    )
 
 
 def _add_recipe(parser: argparse.ArgumentParser, default: Job) -> None:

@@ -24,6 +24,8 @@ class Memory(Protocol):
     def bytes_written(self) -> int: ...
     @property
     def state_bytes(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Record:
     rss_bytes: int
     base_rss_bytes: int  # after the imports, before the model
     state_bytes: int
+    skipped_steps: int = 0  # since the start or the last resume
     held_out_loss: float | None = None
     memory: Mapping[str, int] = field(default_factory=dict)  # "tier/kind" -> bytes
 

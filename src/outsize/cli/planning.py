@@ -10,13 +10,12 @@ import torch
 
 import outsize
 from outsize.cli import models
-from outsize.cli.job import DTYPES, Job, add_memory_arguments
+from outsize.cli.job import CONFIG_FIELDS, DTYPES, Job, add_memory_arguments
 
 SUMMARY = "say what would go where, without allocating anything"
 DESCRIPTION = (
     "Build a model on the meta device and print the plan: tiers, budgets, bytes moved a step. 70 B in seconds."
 )
-_FIELDS = ("device", "device_memory", "host_memory", "disk_space", "params", "grads", "states", "activations")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +32,10 @@ _DEFAULTS = Job(host_memory=None, params="auto", grads="auto", states="auto", ac
 def run(args: argparse.Namespace) -> int:
     config = models.llama(args.shape) if args.shape else models.configuration(args.model)
     model = models.on_meta(config)
-    fields: dict[str, Any] = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    fields: dict[str, Any] = {name: getattr(args, name) for name in CONFIG_FIELDS if getattr(args, name) is not None}
     if args.disk:
         fields["disk"] = [str(path) for path in args.disk]
     optimizer = torch.optim.AdamW(model.parameters())
+    fields["delayed_update"] = args.delayed_update or False
     print(outsize.plan(model, optimizer, compute_dtype=DTYPES[args.dtype], **fields))
     return 0

@@ -90,6 +90,7 @@ class Training:
         self.held_out_tokens = corpus.Tokens.open(files.held_out, wanted.seq_len)
         self.schedule = Schedule(wanted.lr, wanted.warmup, wanted.steps, wanted.seconds)
         self.model, self.optimizer, self.device = _build(wanted, folder, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=wanted.dtype == "fp16")
         self.step, self.held_out_before = 0, float("nan")
         self._saved: int | None = None
         self._started, self._read_before, self._written_before = started, 0, 0
@@ -114,9 +115,11 @@ class Training:
             group["lr"] = lr
         tokens = self.train_tokens.batch(self.job.seed, self.step, self.job.batch).to(self.device)
         loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip or float("inf"))
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         self.step += 1
         return self._record(float(loss.detach()), float(norm), lr, tokens.numel(), time.monotonic() - start, before)
@@ -143,6 +146,7 @@ class Training:
             rss_bytes=process_memory(),
             base_rss_bytes=self.base_rss,
             state_bytes=memory.state_bytes,
+            skipped_steps=memory.skipped_steps,
             memory=dict(memory.now),
         )
 
@@ -173,6 +177,7 @@ class Training:
             "bytes_written": self._written_before + memory.bytes_written,
             "schedule": {"lr": self.job.lr, "warmup": self.job.warmup, "steps": self.job.steps},
             "data": self._data_order(),
+            "scaler": self.scaler.state_dict(),
         }
         outsize.save(str(target), self.model, self.optimizer, extra=extra)
         self._saved = self.step
@@ -187,6 +192,8 @@ class Training:
                 f"{checkpoint} was made with {extra['data']}, now it is {self._data_order()}; "
                 "give the same text, --batch, --seq-len and --seed"
             )
+        if extra["scaler"]:
+            self.scaler.load_state_dict(extra["scaler"])
         self.step, self.held_out_before = int(extra["step"]), float(extra["held_out_before"])
         self._saved = self.step
         self._started -= float(extra["elapsed_seconds"])
