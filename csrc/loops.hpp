@@ -1,9 +1,9 @@
-// The inner loops, by instruction set: what update.cpp and kernels.cpp call, and what loops.inc implements.
+// The inner loops, by instruction set: what update.cpp and kernels.cpp call, and what loops_impl.hpp implements.
 //
 // Note [Instruction sets]
-// loops.inc is compiled once per instruction set, each time with other compiler flags, and fills one table of function
-// pointers. The table is chosen at run time, so one binary serves every machine. The compiler may fuse nothing by
-// itself
+// loops_impl.hpp is compiled once per instruction set, each time with other compiler flags, and fills one table of
+// function pointers. The table is chosen at run time, so one binary serves every machine. The compiler may fuse nothing
+// by itself
 // (-ffp-contract=off) and a spelled-out fma is exact everywhere (a library call in the portable set, where the
 // processor has none), so all sets give the same bits. These files must not emit functions that another file shares:
 // the linker could keep the copy that needs AVX-512. So everything in them lies in an unnamed namespace, and they call
@@ -26,10 +26,9 @@ enum class WeightFormat : std::uint8_t {
 inline constexpr std::size_t kWeightFormats = 3;
 inline constexpr std::size_t kMostStates = 3;
 
-// What is done to a gradient as it is read: scaled, clamped (NaN passes), and its sign flipped where `sign` is set.
+// What is done to a gradient as it is read: scaled, then clamped (NaN passes).
 struct GradScalars {
     float scale, clamp_min, clamp_max;
-    std::uint32_t sign;
 };
 
 // The memory of one call; nothing overlaps.
@@ -81,8 +80,7 @@ using UpdateLoops = UpdateLoop<Scalars>[kWeightFormats][kDTypes];
 
 struct Loops {
     const char* name;
-    UpdateLoops<AdamScalars> adam;
-    UpdateLoops<AdamScalars> adam_amsgrad;
+    UpdateLoops<AdamScalars> adam[2][2];  // [amsgrad][coupled decay]
     UpdateLoops<SgdScalars> sgd_plain;
     UpdateLoops<SgdScalars> sgd_momentum;
     UpdateLoops<AdagradScalars> adagrad;

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #define OUTSIZE_LOOPS kAvx512Loops
 #define OUTSIZE_LOOPS_NAME "avx512"
-#include "loops.inc"
+#include "loops_impl.hpp"
 #ifndef OUTSIZE_AVX512
 #error "this file needs -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 #endif

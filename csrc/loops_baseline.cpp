@@ -5,4 +5,4 @@
 #else
 #define OUTSIZE_LOOPS_NAME "portable"
 #endif
-#include "loops.inc"
+#include "loops_impl.hpp"

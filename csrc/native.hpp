@@ -156,7 +156,7 @@ enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // the pool's thread i. The threads persist; the body must not throw.
 void run_parts(int parts, const std::function<void(int)>& body);
 
-// Elements that share one scale in a compact state; see Note [8-bit states] in loops.inc.
+// Elements that share one scale in a compact state; see Note [8-bit states] in loops_impl.hpp.
 inline constexpr std::size_t kStateBlock = 64;
 
 // The memory that an update works on; all arrays have `numel` elements and do not overlap.

@@ -1,5 +1,5 @@
 // Vectors of the instruction set that the including file is compiled for: fp32 lanes, and the 16-bit formats around
-// them. Included by loops.inc only. See Note [Instruction sets].
+// them. Included by loops_impl.hpp only. See Note [Instruction sets].
 //
 // The types are the compiler's generic vectors (GCC and Clang), whose operators mean the same on every machine;
 // intrinsics stand only where no operator does (fma, square root, 16-bit conversions).
@@ -92,13 +92,26 @@ OUTSIZE_INLINE F32 sqrt(F32 value) {
 
 OUTSIZE_INLINE F32 magnitude(F32 value) { return bits_as<F32>(bits_as<U32>(value) & 0x7fffffffu); }
 
-// Keeps the low half of every lane.
-OUTSIZE_INLINE U16 narrow(U32 value) {
+// Note [Conversions by hand]
+// GCC's __builtin_convertvector between 8, 16 and 32 bits takes two to ten times the instructions that AVX2 needs, and
+// the update is short of places in the processor's window, not of arithmetic. Elsewhere it is one instruction.
+
+template <class To, class From>
+OUTSIZE_INLINE To converted(From value) {
 #if defined(OUTSIZE_AVX2)
-    const auto low = bits_as<__m256i>(value & 0xffffu);
-    return bits_as<U16>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08)));
+    if constexpr (__is_same(From, U16)) return bits_as<To>(_mm256_cvtepu16_epi32(bits_as<__m128i>(value)));
+    if constexpr (__is_same(From, I16)) return bits_as<To>(_mm256_cvtepi16_epi32(bits_as<__m128i>(value)));
+    if constexpr (__is_same(From, U8))
+        return bits_as<To>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits_as<long long>(value))));
+    if constexpr (__is_same(From, I8))
+        return bits_as<To>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bits_as<long long>(value))));
+    if constexpr (__is_same(To, U8)) {  // the low byte of every lane
+        const __m256i bytes = _mm256_shuffle_epi8(bits_as<__m256i>(value), _mm256_set1_epi32(0x0c080400));
+        const __m256i both = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+        return bits_as<To>(_mm_cvtsi128_si64(_mm256_castsi256_si128(both)));
+    }
 #else
-    return __builtin_convertvector(value, U16);
+    return __builtin_convertvector(value, To);
 #endif
 }
 
@@ -112,7 +125,7 @@ struct Float32 {
 struct BFloat16 {
     using Storage = std::uint16_t;
     OUTSIZE_INLINE static F32 read(const std::uint16_t* source) {
-        return bits_as<F32>(__builtin_convertvector(load<U16>(source), U32) << 16);
+        return bits_as<F32>(converted<U32>(load<U16>(source)) << 16);
     }
 };
 
@@ -126,7 +139,7 @@ struct Float16 {
 #elif defined(__aarch64__)
         return vcvt_f32_f16(load<float16x4_t>(source));
 #else
-        const U32 bits = __builtin_convertvector(load<U16>(source), U32);
+        const U32 bits = converted<U32>(load<U16>(source));
         const U32 exponent = bits & 0x7c00u;
         const U32 shifted = (bits & 0x7fffu) << 13;
         const U32 normal = shifted + (112u << 23);
@@ -158,7 +171,7 @@ struct Float16 {
         U32 half = large < (113u << 23) ? subnormal : normal;
         half = large >= 0x477ff000u ? U32{} + 0x7c00u : half;  // 65520, halfway from the largest to 65536
         half = large > 0x7f800000u ? nan : half;
-        store(target, narrow((bits >> 16 & 0x8000u) | half));
+        store(target, __builtin_convertvector((bits >> 16 & 0x8000u) | half, U16));
 #endif
     }
 };
@@ -173,17 +186,48 @@ struct Float16 {
 // subnormals, so it cannot give these bits; integer arithmetic serves every instruction set.
 struct Split {
     OUTSIZE_INLINE static F32 read(const std::uint16_t* bf16, const std::int16_t* remainder) {
-        const U32 high = __builtin_convertvector(load<U16>(bf16), U32) << 16;
-        return bits_as<F32>(high + bits_as<U32>(__builtin_convertvector(load<I16>(remainder), I32)));
+        const U32 high = converted<U32>(load<U16>(bf16)) << 16;
+        return bits_as<F32>(high + bits_as<U32>(converted<I32>(load<I16>(remainder))));
     }
 
     // The low half of bits(master), read as signed, is exactly what rounding left over.
     OUTSIZE_INLINE static void write(std::uint16_t* bf16, std::int16_t* remainder, F32 master) {
-        const U32 bits = bits_as<U32>(master);
-        store(bf16, narrow((bits + 0x8000u) >> 16));
-        store(remainder, narrow(bits));
+        const U32 rounded = bits_as<U32>(master) + 0x8000u;  // which flips the highest bit of the low half
+#if defined(OUTSIZE_AVX2)
+        // Sorts the halves: within 128 bits, then across.
+        const auto halves = bits_as<__m256i>(rounded ^ 0x8000u);
+        const __m128i sort = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+        const __m256i near = _mm256_shuffle_epi8(halves, _mm256_broadcastsi128_si256(sort));
+        const __m256i sorted = _mm256_permute4x64_epi64(near, 0xd8);
+        store(remainder, _mm256_castsi256_si128(sorted));
+        store(bf16, _mm256_extracti128_si256(sorted, 1));
+#else
+        store(bf16, __builtin_convertvector(rounded >> 16, U16));
+        store(remainder, __builtin_convertvector(rounded ^ 0x8000u, U16));
+#endif
     }
 };
+
+// The squares of a vector, exact in double, added to two vectors of sums.
+#if defined(OUTSIZE_AVX512)
+typedef __m512d F64;
+#elif defined(OUTSIZE_AVX2)
+typedef __m256d F64;
+#else
+typedef double F64 __attribute__((vector_size(16)));
+#endif
+
+OUTSIZE_INLINE void add_squares(F32 value, F64& low, F64& high) {
+#if defined(OUTSIZE_AVX512)
+    const F64 a = _mm512_cvtps_pd(_mm512_castps512_ps256(value)), b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
+#elif defined(OUTSIZE_AVX2)
+    const F64 a = _mm256_cvtps_pd(_mm256_castps256_ps128(value)), b = _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
+#else
+    const F64 a = {value[0], value[1]}, b = {value[2], value[3]};
+#endif
+    low += a * a;
+    high += b * b;
+}
 
 }  // namespace
 

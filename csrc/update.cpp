@@ -17,8 +17,10 @@ static_assert(kPartElements % kStateBlock == 0);
 constexpr std::size_t kWindow = 512;
 static_assert(kWindow % kStateBlock == 0);
 
+// To negate what was scaled and clamped is to scale by the negative and clamp to the mirrored bounds, bit for bit.
 GradScalars grad_scalars(const Arrays& arrays, bool maximize) {
-    return {arrays.grad_scale, arrays.clamp_min, arrays.clamp_max, maximize ? 0x80000000u : 0u};
+    if (maximize) return {-arrays.grad_scale, -arrays.clamp_max, -arrays.clamp_min};
+    return {arrays.grad_scale, arrays.clamp_min, arrays.clamp_max};
 }
 
 std::size_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -109,7 +111,7 @@ void adam(const Arrays& arrays, const Adam& options, int threads) {
         .eps = rounded(options.eps),
         .minus_step_size = rounded(-(options.lr / (1 - std::pow(options.beta1, step)))),
     };
-    update(arrays, options.amsgrad ? loops().adam_amsgrad : loops().adam, scalars, 0b110, threads);
+    update(arrays, loops().adam[options.amsgrad][scalars.coupled != 0], scalars, 0b110, threads);
 }
 
 void sgd(const Arrays& arrays, const Sgd& options, int threads) {

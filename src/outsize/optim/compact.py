@@ -21,7 +21,7 @@ CODE_DTYPES = {"signed": torch.int8, "root": torch.uint8}
 # signed: code = round(127 * compand(x / scale)) with compand(u) = 2u / (1 + |u|), scale = max |x| of the block;
 # root: code = round(255 * sqrt(x) / scale), at least 1 where x > 0, scale = max sqrt(x) of the block.
 # What was decoded encodes to the same bytes. A block with a value that is not finite decodes to NaN. The kernels do the
-# same operations in the same order (loops.inc, which gives the reasons), so every device has the same bits.
+# same operations in the same order (loops_impl.hpp, which gives the reasons), so every device has the same bits.
 
 _SMALLEST_SCALE = 2.0**-126
 _SMALLEST_ROOT = 2.0**-63
