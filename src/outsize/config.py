@@ -42,6 +42,7 @@ class Config:
     compute_dtype: torch.dtype | None = None
     state_format: str = "exact"
     delayed_update: bool | int = False
+    update: str = "fetch"
     activations: str = "auto"
     micro_batches: int = 1
     units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
@@ -60,6 +61,7 @@ class Config:
                 raise ValueError(f"{name}='disk' needs a directory: pass disk='/path/on/a/fast/drive'")
         _one_of("activations", self.activations, ACTIVATIONS)
         _one_of("state_format", self.state_format, ("exact", "compact"))
+        _one_of("update", self.update, ("fetch", "backward"))
         if not _is_int(self.stage) or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is {self.stage!r}; ZeRO stages are 0, 1, 2 and 3")
         if not _is_int(self.micro_batches) or self.micro_batches < 1:
@@ -71,6 +73,8 @@ class Config:
             )
         if self.delayed_update < 0 or (self.delayed_update == 0 and self.delayed_update is not False):
             raise ValueError(f"delayed_update is {self.delayed_update!r}; the number of exact steps is at least 1")
+        if self.delayed_update and self.update == "backward":
+            raise ValueError("update='backward' applies gradients at once and delayed_update a step later; choose one")
         object.__setattr__(self, "units", _unit_choice(self.units))
         self._refuse_what_is_not_built()
 

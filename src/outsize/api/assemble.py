@@ -187,7 +187,7 @@ def _build(
     if optimizer is not None:
         assert updater is not None
         arrays = LateArrays(plan, config, rule, resources)
-        stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps)
+        stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps, config.update == "backward")
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
     for kind in (engine.guarded_class, engine.resident_class):
         kind.prepared = prepared

@@ -201,6 +201,11 @@ def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
         for name, param in unit.parameters.items():
             grad = param.grad
             if isinstance(grad, RestingGrad):
+                if grad.spent:
+                    assert prepared.stepper is not None
+                    if prepared.stepper.awaits_step(unit):
+                        grad.expect_unspent("saved before optimizer.step()")
+                    continue
                 norms = {order: norm.item() for order, norm in grad.norms.items()}
                 found[name] = GradAtRest(grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:

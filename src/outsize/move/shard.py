@@ -145,6 +145,8 @@ class SlotUpdate:
     """The gradient itself where it lies on the computing device."""
     resting: GradShard | None = None
     """Where the gradient rests otherwise."""
+    in_memory: bool = False
+    """Whether `resting` keeps its contents in memory until the update has run."""
 
 
 @dataclass

@@ -228,6 +228,9 @@ class UpdateStep(Step):
         self._start, self._end = start, end
         self._fetch = fetch
         self._grads = self._resting_grads()
+        self._grads_in_memory = self._grads is not None and (
+            self._grads.store is None or any(owed.in_memory for owed in pending.values())
+        )
         self._bytes: dict[str, torch.Tensor] = {}  # by array name, "params" and "grads" included
         self._staged: list[tuple[Store, int, torch.Tensor]] = []  # arrays to write back
         self._needed = self._count_slabs()
@@ -260,14 +263,14 @@ class UpdateStep(Step):
     def _count_slabs(self) -> int:
         arrays = self._shard.arrays.values()
         count = sum(array.store.view(0, 0) is None for array in arrays)
-        count += self._grads is not None and self._grads.store is not None
+        count += self._grads is not None and not self._grads_in_memory
         return count + (self._shard.device.type != "cpu")
 
     def _begin_grads(self, free: list[torch.Tensor]) -> list[Transfer]:
         grads = self._grads
         if grads is None:
             return []
-        if grads.store is None:
+        if self._grads_in_memory or grads.store is None:
             self._bytes["grads"] = grads.view(self._start, self._end)
             return []
         first, nbytes = grads.span(self._start, self._end)

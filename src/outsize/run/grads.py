@@ -53,6 +53,7 @@ class RestingGrad(torch.Tensor):
     norms: dict[float, torch.Tensor]
     loose: torch.Tensor | None
     shard: GradShard | None
+    spent: bool
 
     @staticmethod
     def __new__(
@@ -67,6 +68,7 @@ class RestingGrad(torch.Tensor):
         self.norms = {2.0: norm}  # the memory of this norm stays the gradient's own
         self.loose = loose
         self.shard = None
+        self.spent = False
         return self
 
     @property
@@ -112,6 +114,15 @@ class RestingGrad(torch.Tensor):
         self.norms = {2.0: self.norms[2.0].copy_(norm)}
         self.loose = loose
         self.shard = shard
+        self.spent = False
+
+    def expect_unspent(self, what: str) -> None:
+        """Raise if the gradient was applied in the backward already."""
+        if self.spent:
+            raise RuntimeError(
+                f"the gradient of {self.label!r} cannot be {what}: with update='backward' it was applied as soon as it "
+                f"was complete; use update='fetch' (the default) for clipping, loss scaling and accumulation"
+            )
 
     def norm_of(self, order: float) -> torch.Tensor:
         """The vector norm of the gradient as it is now, fp32, 0-d."""
@@ -132,6 +143,7 @@ class RestingGrad(torch.Tensor):
         return known if isfinite(self.ops.scale) else torch.zeros_like(known)
 
     def scale(self, factor: float) -> None:
+        self.expect_unspent("scaled or clipped")
         ops = self.ops.scaled(factor)
         if ops is None:
             self.home.fold(self)
@@ -212,6 +224,7 @@ def _foreach_zero_(grads: list[Any]) -> None:
 
 
 def _clamp_(grad: RestingGrad, min: Any = None, max: Any = None) -> RestingGrad:
+    grad.expect_unspent("clamped")
     low = -inf if min is None else _factors.read(min)
     high = inf if max is None else _factors.read(max)
     grad.ops = grad.ops.clamped(low, high)

@@ -39,6 +39,7 @@ class GradKeeper:
         self._conveyor = conveyor
         self._make_room = make_room
         self._slots = unit.shard.slots
+        self.update_now: Callable[[Unit], bool] | None = None  # where the update runs in the backward
         self._arrived: set[str] = set()
         self._writing: Job | None = None
         self._dirty = False
@@ -106,6 +107,10 @@ class GradKeeper:
         """The unit's backward is over: what came together goes to where it rests."""
         self._arrived.clear()
         shard = self._shard
+        if self.update_now is not None and self.update_now(self._unit):  # out of memory: nothing has to be written
+            self._dirty = False
+            self._writing = self._unit.job
+            return
         if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
             self._dirty = False
             self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
@@ -135,6 +140,8 @@ class GradKeeper:
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
         self.check_current(grad)
+        if not grad.ops.zero:
+            grad.expect_unspent("added to")
         if grad.shard is not self._shard:  # its bytes belong to an update that is held back
             more = self.exact(grad).view(more.shape).add_(more.to("cpu"))
             grad.ops = GradOps(zero=True)
@@ -149,6 +156,7 @@ class GradKeeper:
     def exact(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in fp32 or wider, operations applied, 1-D."""
         self.check_current(grad)
+        grad.expect_unspent("read")
         content = self._content(grad)
         return grad.ops.apply_(content.to(wide_dtype(content.dtype), copy=True))
 

@@ -57,6 +57,7 @@ class Stepper:
         updater: InPlaceUpdater,
         arrays: Arrays,
         warmup: int | None,
+        in_backward: bool,
     ) -> None:
         self.steps = 0
         self.skipped_steps = 0
@@ -65,6 +66,11 @@ class Stepper:
         self._updater = updater
         self._arrays = arrays
         self._warmup = warmup
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._applied: dict[Unit, Pending] = {}  # in this backward. See Note [The update in the backward]
+        if in_backward:
+            for keeper in engine.keepers:
+                keeper.update_now = self._update_now
         self._attach()
 
     def _attach(self) -> None:
@@ -106,6 +112,55 @@ class Stepper:
             hook(optimizer, (closure,) if closure is not None else (), kwargs)
         return loss
 
+    # Note [The update in the backward]
+    # Where the user promises that nothing happens to gradients between `backward` and `step` (update="backward"), the
+    # update of a unit starts as soon as its gradients are complete, out of memory: on disk they are neither written nor
+    # read. `step` then only checks the promise. Units that lie on the device altogether are updated by `step`.
+
+    def _update_now(self, unit: Unit) -> bool:
+        if unit.shard.on_device:
+            return False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if unit in self._applied:
+                raise RuntimeError(
+                    f"a second backward reached {unit.name!r} before optimizer.step(): with update='backward' every "
+                    f"backward is a step; use update='fetch' (the default) to accumulate gradients"
+                )
+            groups = self._groups()
+            pending = {
+                name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)
+                for name, param in unit.parameters.items()
+                if param.grad is not None and id(param) in groups
+            }
+            if not pending:
+                return False
+            self._check_finite({unit: pending})
+            for name in pending:
+                grad = unit.parameters[name].grad
+                assert isinstance(grad, RestingGrad)
+                grad.spent = True
+            self._applied[unit] = pending
+            return self._engine.streamer.update_now(unit, pending)
+
+    def awaits_step(self, unit: Unit) -> bool:
+        """Whether a backward has applied the unit's gradients and `step` was not called yet."""
+        return unit in self._applied
+
+    def _check_promise(self, unit: Unit, name: str, hyper: dict[str, object]) -> None:
+        applied = self._applied[unit].get(name)
+        grad = unit.parameters[name].grad
+        if applied is None or not isinstance(grad, RestingGrad) or not grad.spent:
+            raise RuntimeError(
+                f"{name!r} was given another gradient after the backward had applied its own (update='backward'); use "
+                f"update='fetch' (the default)"
+            )
+        changed = [key for key, value in hyper.items() if _differs(value, applied.hyper.get(key))]
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]!r} of a parameter group changed between backward() and step(), after the backward had "
+                f"applied the gradient of {name!r} (update='backward'); change it before the backward"
+            )
+
     # Note [Loss scaling]
     # `torch.amp.GradScaler` looks for what is not finite before it calls `step`, and gives what it found and the scale
     # that is still to be taken out to an optimizer that says it can deal with them, as attributes for the call.
@@ -121,12 +176,14 @@ class Stepper:
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
         pendings = self._collect(factor)
-        if not any(pendings.values()):
+        if not any(pendings.values()) and not self._applied:
             raise RuntimeError(
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
             )
         self._check_finite(pendings)
+        self._applied.clear()
+        self._group_of = {}  # groups may change between steps
         if self._delays:
             pendings = self._hold_back(pendings)
         for unit, pending in pendings.items():
@@ -151,7 +208,7 @@ class Stepper:
     def _hold_back(self, pendings: dict[Unit, Pending]) -> dict[Unit, Pending]:
         """Keep these gradients for the next step; returns those of the step before, with today's hyper-parameters."""
         ready: dict[Unit, Pending] = {}
-        groups = {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
+        groups = self._groups()
         for unit, pending in pendings.items():
             self._engine.streamer.settle(unit)  # it may still owe an exact update out of the same bytes
             ready[unit] = {
@@ -166,6 +223,13 @@ class Stepper:
             self._engine.keepers[unit.index].turn()
         return ready
 
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by the parameter's id; looked up once for all units of a backward."""
+        groups = self._optimizer.param_groups
+        if len(self._group_of) != sum(len(group["params"]) for group in groups):
+            self._group_of = {id(param): group for group in groups for param in group["params"]}
+        return self._group_of
+
     def _collect(self, factor: float) -> dict[Unit, Pending]:
         pendings: dict[Unit, Pending] = {unit: {} for unit in self._engine.units}
         for group in self._optimizer.param_groups:
@@ -173,6 +237,9 @@ class Stepper:
             for param in group["params"]:
                 if param.grad is not None:
                     unit, slot = self._engine.unit_of(param)
+                    if unit in self._applied:
+                        self._check_promise(unit, slot.name, hyper)
+                        continue
                     pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper, factor)
         return pendings
 
@@ -273,6 +340,12 @@ class Stepper:
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
+
+
+def _differs(now: object, before: object) -> bool:
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+        return not torch.equal(now, before)
+    return bool(now != before)
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, object]:

@@ -100,6 +100,17 @@ class Streamer:
             unit.pending = pending
             unit.updates += 1
 
+    def update_now(self, unit: Unit, pending: Pending) -> bool:
+        """Start the update of a unit whose values are in memory; otherwise its next fetch runs it. Returns which."""
+        with self._lock:
+            self.owe(unit, pending)
+            if unit.state is not Residency.RESIDENT or unit.holds:
+                return False
+            for owed in pending.values():
+                owed.in_memory = owed.resting is not None
+            unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+            return True
+
     def settle(self, unit: Unit) -> None:
         """Run the update that the unit still owes."""
         with self._lock:
@@ -168,6 +179,7 @@ class Streamer:
     def _room_for(self, unit: Unit) -> bool:
         """Whether `unit` fits now, after releasing idle units that are needed later than it."""
         self._drop_written_grads()
+        self._note_arrivals()
         when = self.schedule.next_use(unit.index)
         while self._in_use + unit.nbytes > self._capacity:
             victim = self._victim(written=True)
@@ -178,6 +190,7 @@ class Streamer:
 
     def _make_room(self, nbytes: int, keep: Unit | None) -> None:
         self._drop_written_grads()
+        self._note_arrivals()
         while self._in_use + nbytes > self._capacity:
             victim = self._victim(written=True) or self._victim(written=False)
             if victim is not None and victim is not keep:
@@ -186,6 +199,12 @@ class Streamer:
             elif not self._flush_grads() and not self._await_prefetch(keep):
                 self._warn(nbytes)
                 return
+
+    def _note_arrivals(self) -> None:
+        """What was updated in the backward may be released once it is done."""
+        for unit in self._units:
+            if unit.state is Residency.FETCHING and unit.fetched:
+                self._arrive(unit)
 
     def _await_prefetch(self, keep: Unit | None) -> bool:
         """Let a unit that was prefetched arrive, so that it can be released; whether there was one."""

@@ -56,6 +56,11 @@ class Unit:
         return self.state is Residency.RESIDENT and not self.pending
 
     @property
+    def job(self) -> Job | None:
+        """The last job of this unit."""
+        return self._job
+
+    @property
     def written(self) -> bool:
         """Whether nothing of this unit is on its way to a store any more."""
         return self._job is None or self._job.written.done()
