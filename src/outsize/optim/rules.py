@@ -36,10 +36,6 @@ class Piece:
     threads: int = 1
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def remainder(self) -> torch.Tensor | None:
-        return self.master
-
 
 class Rule(ABC):
     """One optimizer's arithmetic."""
