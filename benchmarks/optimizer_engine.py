@@ -36,9 +36,8 @@ def settle(model: nn.Module) -> None:
         unit.await_written()
 
 
-def mixed_bandwidth(path: Path, nbytes: int = 2 << 30, in_flight: int = 16) -> float:
-    """Bytes a second of half reads, half writes: the better of plain threads and of the native engine by itself."""
-    plain = plain_disk_bandwidth(path, nbytes, "mixed", repeats=1)
+def mixed_bandwidth(path: Path, read_share: float, nbytes: int = 2 << 30, in_flight: int = 16) -> float:
+    """Bytes a second of large direct reads and writes and nothing else, with this share of reads, 64 MiB in flight."""
     engine = open_engine()
     memory = HostBuffer(in_flight * IO_BYTES)
     memory.bytes.fill_(1)
@@ -48,17 +47,18 @@ def mixed_bandwidth(path: Path, nbytes: int = 2 << 30, in_flight: int = 16) -> f
     for index in range(nbytes // IO_BYTES):
         if index >= in_flight:
             engine.wait(tickets[index - in_flight])
-        start = engine.write if index % 2 else engine.read
+        reads = int((index + 1) * read_share) > int(index * read_share)
+        start = engine.read if reads else engine.write
         tickets.append(start(fd, index * IO_BYTES, memory.address + index % in_flight * IO_BYTES, IO_BYTES))
     for ticket in tickets[-in_flight:]:
         engine.wait(ticket)
-    native = nbytes / (time.perf_counter() - began)
+    rate = nbytes / (time.perf_counter() - began)
     os.close(fd)
     engine.close()
-    return max(plain, native)
+    return rate
 
 
-def disk_update_child(disk: str, dtype: str, repeats: int = 5) -> dict[str, Any]:
+def disk_update_child(disk: str, dtype: str, repeats: int = 7) -> dict[str, Any]:
     """The update alone of the 162 M Llama, all on disk, beside plain direct I/O in the same minute."""
     model = llama(12)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -72,7 +72,8 @@ def disk_update_child(disk: str, dtype: str, repeats: int = 5) -> dict[str, Any]
         compute_dtype=getattr(torch, dtype),
         **places,
     )
-    ratios, seconds, bandwidths, busy = [], [], [], []
+    plain_disk_bandwidth(Path(disk) / "probe", 2 << 30, "write", repeats=1)  # makes the file
+    ratios, seconds, bandwidths, busy, share = [], [], [], [], 0.5
     for step in range(repeats + 1):
         batch = tokens(step, length=16)
         model(input_ids=batch, labels=batch).loss.backward()
@@ -80,17 +81,18 @@ def disk_update_child(disk: str, dtype: str, repeats: int = 5) -> dict[str, Any]
         prepared = prepared_of(next(model.parameters()))
         assert prepared is not None
         prepared.engine.streamer.drop_idle()
-        rates = [mixed_bandwidth(Path(disk) / "probe")]
+        rates = [mixed_bandwidth(Path(disk) / "probe", share)]
         before = outsize.memory(model)
         began = time.perf_counter()
         optimizer.step()
         settle(model)
         taken = time.perf_counter() - began
         after = outsize.memory(model)
-        rates.append(mixed_bandwidth(Path(disk) / "probe"))
+        rates.append(mixed_bandwidth(Path(disk) / "probe", share))
         optimizer.zero_grad()
-        if step:  # the first one makes the files
-            moved = after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
+        moved = after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
+        share = (after.bytes_read - before.bytes_read) / moved
+        if step:  # the first one tells the share of reads
             bandwidth = statistics.mean(rates)
             ratios.append(taken / (moved / bandwidth))
             seconds.append(taken)
@@ -113,7 +115,7 @@ def disk_update(disk: str) -> list[Row]:
     for dtype in ("float32", "bfloat16"):
         found: Any = run_child("benchmarks.optimizer_engine", "disk-update", disk, dtype)
         what = (
-            f"update of the 162 M Llama, {dtype}, all on disk, over bytes / mixed bandwidth ("
+            f"update of the 162 M Llama, {dtype}, all on disk, over bytes / disk bandwidth with the same share of reads ("
             f"{found['seconds']:.2f} s for {found['bytes'] / GB:.2f} GB at {found['bandwidth'] / GB:.2f} GB/s; "
             f"arithmetic {found['update']:.2f} s behind it)"
         )

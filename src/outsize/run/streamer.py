@@ -121,8 +121,19 @@ class Streamer:
                 self._arrive(unit)
 
     def settle_all(self) -> None:
-        for unit in self._units:
-            self.settle(unit)
+        """Run every update that is owed, several units on their way at once."""
+        with self._lock:
+            self._check_running()
+            owing = [unit for unit in self._units if unit.pending]
+            for position, unit in enumerate(owing):
+                for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
+                    if ahead.pending and ahead.state is not Residency.FETCHING:
+                        if ahead.state is Residency.AT_REST and not self._free_room(ahead.nbytes):
+                            break
+                        ahead.fetch(self._conveyor, self._updater, self._slab_bytes)
+                self.settle(unit)
+            for unit in self._units:
+                self.settle(unit)
 
     def make_room(self, nbytes: int) -> None:
         """Make room for `nbytes` of gradients, waiting for writes if need be."""
@@ -184,6 +195,16 @@ class Streamer:
         while self._in_use + unit.nbytes > self._capacity:
             victim = self._victim(written=True)
             if victim is None or self.schedule.next_use(victim.index) <= when:
+                return False
+            victim.release()
+        return True
+
+    def _free_room(self, nbytes: int) -> bool:
+        """Whether so many bytes are free, after releasing idle units whose values are all written."""
+        self._drop_written_grads()
+        while self._in_use + nbytes > self._capacity:
+            victim = self._victim(written=True)
+            if victim is None or victim.pending:
                 return False
             victim.release()
         return True
