@@ -115,7 +115,7 @@ def disk_update(disk: str) -> list[Row]:
     for dtype in ("float32", "bfloat16"):
         found: Any = run_child("benchmarks.optimizer_engine", "disk-update", disk, dtype)
         what = (
-            f"update of the 162 M Llama, {dtype}, all on disk, over bytes / disk bandwidth with the same share of reads ("
+            f"update of the 162 M Llama, {dtype}, all on disk, over bytes / disk bandwidth at that share of reads ("
             f"{found['seconds']:.2f} s for {found['bytes'] / GB:.2f} GB at {found['bandwidth'] / GB:.2f} GB/s; "
             f"arithmetic {found['update']:.2f} s behind it)"
         )

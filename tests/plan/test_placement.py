@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan.placement import Budgets, UnitBytes, place, staging_chunk_numel
+from outsize.plan.placement import Budgets, UnitBytes, place, slab_bytes
 
 MIB = 1 << 20
 AUTO = {"params": "auto", "grads": "auto", "states": "auto"}
@@ -74,8 +74,9 @@ def test_no_tier_holds_more_than_its_budget(count: int, host: int, device: int |
         assert used.get("host", 0) <= budgets.host
 
 
-@given(st.integers(1 << 18, 1 << 25), st.integers(1, 8))
-def test_chunks_of_all_arrays_fit_the_staging_arena_or_are_one_page(staging: int, arrays: int) -> None:
-    numel = staging_chunk_numel(staging, arrays)
-    assert numel % 4096 == 0
-    assert numel == 4096 or numel * 4 * arrays * 3 <= staging
+@given(st.integers(1 << 18, 1 << 25), st.integers(1, 40))
+def test_slabs_fit_the_staging_arena_or_hold_one_page_of_every_array(staging: int, element_bytes: int) -> None:
+    nbytes = slab_bytes(staging, element_bytes)
+    assert nbytes % 4096 == 0
+    assert nbytes >= 4096 * element_bytes
+    assert nbytes == 4096 * element_bytes or 3 * nbytes <= staging

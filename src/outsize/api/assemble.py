@@ -23,6 +23,7 @@ from outsize.move.shard import (
     MASTER,
     MASTER_BYTES,
     MASTER_DTYPE,
+    OWN_BYTES,
     SCALE_BYTES,
     STATE_BYTES,
     Codec,
@@ -36,7 +37,7 @@ from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
 from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
-from outsize.plan.placement import UnitTiers, staging_chunk_numel
+from outsize.plan.placement import UnitTiers, slab_bytes
 from outsize.plan.sizes import format_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
@@ -98,19 +99,26 @@ def assemble(
     _check_devices(plan, config)
     _check_existing(plan, optimizer)
     clock = UpdateClock()
-    arrays = len(plan.kept.arrays) + 3  # the master, the gradient, and on an accelerator the parameters
-    chunk = staging_chunk_numel(plan.budgets.staging_bytes, arrays, PIPELINE_DEPTH)
+    slab = slab_bytes(plan.budgets.staging_bytes, _element_bytes(plan), PIPELINE_DEPTH)
     on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
     resources = Resources(
-        config.directories if on_disk else (), chunk * 4, arrays * PIPELINE_DEPTH, config.compute_device.type != "cpu"
+        config.directories if on_disk else (), slab, PIPELINE_DEPTH, config.compute_device.type != "cpu"
     )
     try:
-        return _build(model, optimizer, config, plan, rule, resources, chunk, clock, load)
+        return _build(model, optimizer, config, plan, rule, resources, clock, load)
     except BaseException:
         resources.close()
         raise
+
+
+def _element_bytes(plan: Survey) -> int:
+    """The most that one element of any parameter takes in staging: its state, gradient and weight."""
+    dtypes = {info.dtype for info in plan.infos.values()}
+    return max(
+        STATE_BYTES[each] * (len(plan.kept.arrays) + 1) + MASTER_BYTES.get(each, 0) + OWN_BYTES[each] for each in dtypes
+    )
 
 
 def _check_devices(plan: Survey, config: Config) -> None:
@@ -157,7 +165,6 @@ def _build(
     plan: Survey,
     rule: Rule | None,
     resources: Resources,
-    chunk: int,
     clock: UpdateClock,
     load: Callable[[nn.Parameter], torch.Tensor],
 ) -> Prepared:
@@ -168,7 +175,7 @@ def _build(
     ]
     resources.shards = shards
     staging = resources.staging
-    updater = None if rule is None else ChunkUpdater(rule, chunk, staging.slab_bytes, staging.count, clock)
+    updater = None if rule is None else ChunkUpdater(rule, staging.slab_bytes, staging.count, clock)
     units = [Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}) for shard in shards]
     streamer, keepers = _open_streamer(units, resources, updater, plan)
     scopes, framed, recompute = _modules(model, units, plan, config)

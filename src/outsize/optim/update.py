@@ -19,6 +19,7 @@ from outsize.move.shard import (
     MASTER,
     MASTER_BYTES,
     OWN_BYTES,
+    READ_NUMEL,
     STATE_BYTES,
     Pending,
     ReadStep,
@@ -50,13 +51,12 @@ class UpdateClock:
 class ChunkUpdater:
     """Makes the steps that update a unit, for one rule and one size of chunk."""
 
-    def __init__(self, rule: Rule, chunk_numel: int, slab_bytes: int, slabs: int, clock: UpdateClock) -> None:
+    def __init__(self, rule: Rule, slab_bytes: int, slabs: int, clock: UpdateClock) -> None:
         self.rule = rule
         self.whole = rule.whole
         self.clock = clock
         self.threads = max(update_threads() // 2, 1)  # behind the computation, which has the others
         self.staging_slabs = slabs
-        self._chunk_numel = chunk_numel
         self._slab_bytes = slab_bytes
 
     def steps(self, shard: UnitShard, pending: Pending, fetch: bool) -> Iterator[Step]:
@@ -93,10 +93,10 @@ class ChunkUpdater:
             return
         low = min(slot.offset for slot in slots) // PAGE_ELEMENTS * PAGE_ELEMENTS
         high = min(round_up(max(slot.end for slot in slots), PAGE_ELEMENTS), segment.end)
-        itemsize = max(OWN_BYTES[segment.dtype], STATE_BYTES[segment.dtype])
-        numel = max(self._slab_bytes // itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS)
-        for start in range(low, high, min(numel, self._chunk_numel)):
-            yield start, min(start + min(numel, self._chunk_numel), high)
+        page = staged_bytes(shard, segment.start, segment.start + PAGE_ELEMENTS)
+        numel = min(self._slab_bytes // page * PAGE_ELEMENTS, READ_NUMEL) if page else READ_NUMEL
+        for start in range(low, high, numel):
+            yield start, min(start + numel, high)
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None:
         """The whole update at once where everything lies on the computing device."""
@@ -138,6 +138,16 @@ class ChunkUpdater:
         if end == slot.end:
             assert state.next_scalars is not None
             state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True
+
+
+def staged_bytes(shard: UnitShard, start: int, end: int) -> int:
+    """Staging that the elements [start, end) take on their way, gradients as wide as they can be."""
+    arrays = [array.layout for array in shard.arrays.values() if array.store.view(0, 0) is None]
+    nbytes = sum(layout.span(start, end)[1] for layout in arrays)
+    dtype = shard.segment_at(start).dtype
+    if any(grads.store is not None for grads in shard.grad_shards):
+        nbytes += STATE_BYTES[dtype] * (end - start)
+    return nbytes + (0 if shard.device.type == "cpu" else OWN_BYTES[dtype] * (end - start))
 
 
 def update_threads() -> int:
@@ -232,14 +242,16 @@ class UpdateStep(Step):
             self._grads.store is None or any(owed.in_memory for owed in pending.values())
         )
         self._bytes: dict[str, torch.Tensor] = {}  # by array name, "params" and "grads" included
+        self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the slab
         self._staged: list[tuple[Store, int, torch.Tensor]] = []  # arrays to write back
-        self._needed = self._count_slabs()
-        self.slabs = updater.staging_slabs if updater.rule.whole else self._needed
+        self._staged_bytes = staged_bytes(shard, start, end)
+        self.slabs = updater.staging_slabs if updater.rule.whole else int(self._staged_bytes > 0)
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        free = list(slabs)
         if self._updater.rule.whole:  # see Note [Whole parameters]
-            free = [HostBuffer((self._end - self._start) * 8).bytes for _ in range(self._needed)]
+            self._free = HostBuffer(self._staged_bytes).bytes
+        elif slabs:
+            self._free = slabs[0]
         reads: list[Transfer] = []
         for name, array in self._shard.arrays.items():
             first, nbytes = array.layout.span(self._start, self._end)
@@ -247,26 +259,26 @@ class UpdateStep(Step):
                 continue
             view = array.store.view(first, nbytes)
             if view is None:
-                view = free.pop()[:nbytes]
+                view = self._take(nbytes)
                 reads.append(array.store.read(first, view))
                 self._staged.append((array.store, first, view))
             self._bytes[name] = view
-        reads += self._begin_grads(free)
-        reads += self._begin_params(free)
+        reads += self._begin_grads()
+        reads += self._begin_params()
         return reads
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """The next bytes of the staging slab."""
+        assert nbytes <= self._free.numel(), "a chunk fits its slab"
+        taken, self._free = self._free[:nbytes], self._free[nbytes:]
+        return taken
 
     def _resting_grads(self) -> GradShard | None:
         """Where the gradients lie that the update needs, None where it needs none from there."""
         met = [self._pending.get(slot.name) for slot, _, _ in slots_in(self._shard.layout, self._start, self._end)]
         return next((owed.resting for owed in met if owed is not None and not owed.ops.zero and owed.resting), None)
 
-    def _count_slabs(self) -> int:
-        arrays = self._shard.arrays.values()
-        count = sum(array.store.view(0, 0) is None for array in arrays)
-        count += self._grads is not None and not self._grads_in_memory
-        return count + (self._shard.device.type != "cpu")
-
-    def _begin_grads(self, free: list[torch.Tensor]) -> list[Transfer]:
+    def _begin_grads(self) -> list[Transfer]:
         grads = self._grads
         if grads is None:
             return []
@@ -274,10 +286,10 @@ class UpdateStep(Step):
             self._bytes["grads"] = grads.view(self._start, self._end)
             return []
         first, nbytes = grads.span(self._start, self._end)
-        self._bytes["grads"] = free.pop()[:nbytes]
+        self._bytes["grads"] = self._take(nbytes)
         return [grads.store.read(first, self._bytes["grads"])]
 
-    def _begin_params(self, free: list[torch.Tensor]) -> list[Transfer]:
+    def _begin_params(self) -> list[Transfer]:
         shard = self._shard
         first, nbytes = shard.param_layout.span(self._start, self._end)
         if shard.device.type == "cpu":
@@ -286,7 +298,7 @@ class UpdateStep(Step):
                 assert shard.params is not None
                 return [shard.params.read(first, self._bytes["params"])]
             return []
-        slab = free.pop()[:nbytes]
+        slab = self._take(nbytes)
         self._bytes["params"] = slab
         if shard.params is None or not self._fetch:
             return [shard.buffer.fetch(first, slab)]

@@ -11,7 +11,7 @@ from outsize.plan.sizes import format_bytes
 KINDS = ("params", "grads", "states")
 """In the order in which memory is given out: bytes moved per byte stored fall in this order."""
 
-MAX_STAGING_BYTES = 32 << 20
+MAX_STAGING_BYTES = 64 << 20
 MIN_STAGING_BYTES = 256 << 10
 
 
@@ -84,10 +84,9 @@ class _Ledger:
         return True
 
 
-def staging_chunk_numel(staging_bytes: int, arrays: int, depth: int = 3) -> int:
-    """Elements of a chunk such that `depth` chunks of `arrays` arrays of 4 bytes each fit the staging arena."""
-    numel = staging_bytes // (4 * max(arrays, 1) * depth)
-    return max(numel // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS)
+def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = 3) -> int:
+    """Bytes of one of `depth` slabs: a chunk's arrays lie in it side by side, at least one page of elements of each."""
+    return max(staging_bytes // depth // PAGE_ELEMENTS, element_bytes) * PAGE_ELEMENTS
 
 
 def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets) -> None:
