@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -25,6 +26,14 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # The kernel merges neighbouring mappings into one, and a huge page laid across the border of two buffers comes back
 # whole when one of them is touched: `drop` of that one then leaves the neighbour's part resident, about 2 MB a buffer.
 # So huge pages are asked for inside a buffer only and forbidden at its ends.
+
+# Note [Colours]
+# Inside huge pages equal offsets mean equal cache sets and memory banks. An update walks through five arrays at once;
+# where all of them begin at the same offset it runs at 8 GB/s in place of 38. So buffers begin at different pages,
+# one after the other, within every 64 KiB.
+
+_COLOURS = 16
+_next_colour = itertools.count()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -57,8 +66,11 @@ class HostBuffer:
         self.nbytes = nbytes
         self._length = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if pinned else _NORESERVE)
-        self._map = mmap.mmap(-1, self._length, flags=flags)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]  # [nbytes]
+        self._map = mmap.mmap(-1, self._length + _COLOURS * PAGE_BYTES, flags=flags)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        colour = next(_next_colour) % _COLOURS * PAGE_BYTES  # see Note [Colours]
+        first = (colour - whole.data_ptr()) % (_COLOURS * PAGE_BYTES)
+        self.bytes = whole[first : first + nbytes]  # [nbytes]
         keep_huge_pages_inside(self.address, self._length)
         self._pinned = pinned and _register(self.bytes)
 

@@ -94,7 +94,9 @@ class ChunkUpdater:
         low = min(slot.offset for slot in slots) // PAGE_ELEMENTS * PAGE_ELEMENTS
         high = min(round_up(max(slot.end for slot in slots), PAGE_ELEMENTS), segment.end)
         page = staged_bytes(shard, segment.start, segment.start + PAGE_ELEMENTS)
-        numel = min(self._slab_bytes // page * PAGE_ELEMENTS, READ_NUMEL) if page else READ_NUMEL
+        pages = READ_NUMEL // PAGE_ELEMENTS
+        pages = min(pages, self._slab_bytes // page) if page else pages
+        numel = max(pages - 1 | 1, 1) * PAGE_ELEMENTS  # an odd number: see Note [Colours] in move/memory.py
         for start in range(low, high, numel):
             yield start, min(start + numel, high)
 
