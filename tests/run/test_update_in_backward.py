@@ -138,3 +138,25 @@ def test_the_update_has_run_before_step_is_called(workshop: Workshop) -> None:
     assert not any(torch.equal(value, before[name]) for name, value in after.items())
     pair.optimizer.step()
     assert all(torch.equal(value, after[name]) for name, value in weights(pair.model).items())
+
+
+def test_state_that_fits_in_memory_moves_in_no_step(workshop: Workshop) -> None:
+    """Placement by budgets keeps the states of some units in memory; only the others' go through the drive."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outsize.prepare(
+        model, optimizer, host_memory="7MiB", disk=workshop.disk, device="cpu", grads="device", units=nn.Linear
+    )
+    workshop.watch(model)
+    units = outsize.plan(model).units
+    assert {unit.tiers.states for unit in units} == {"device", "disk"}
+    on_disk = sum(unit.size.states for unit in units if unit.tiers.states == "disk")
+    on_disk += sum(unit.size.params for unit in units if unit.tiers.params == "disk")
+    data = [(torch.randn(4, 256), torch.randn(4, 256))]
+    train(model, optimizer, data)
+    workshop.settle(model)
+    for _ in range(3):
+        before = outsize.memory(model).bytes_written
+        train(model, optimizer, data)
+        workshop.settle(model)
+        assert outsize.memory(model).bytes_written - before == on_disk
