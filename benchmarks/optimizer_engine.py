@@ -178,7 +178,13 @@ def compact(_: str, steps: int = 60) -> list[Row]:
                 f"-m outsize train --out {folder} --name run --minutes 0 --steps {steps} --eval-every {steps // 2}"
             )
             tiers = "--host-memory 6GiB --params auto --grads auto --states auto --activations keep --save-every 0"
-            words = [sys.executable, *command.split(), *tiers.split(), "--state-format", state_format]
+            words = [
+                str(Path(sys.executable).with_name("outsize")),
+                *command.split(),
+                *tiers.split(),
+                "--state-format",
+                state_format,
+            ]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
             records = [json.loads(line) for line in lines]

@@ -145,3 +145,36 @@ def test_a_run_without_the_delay_applies_what_was_held_back_with_its_first_step(
     again = workshop.pair(tier="disk")
     with pytest.raises(ValueError, match="holds gradients of a delayed update.*delayed_update=True"):
         outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
+
+
+def test_a_parameter_that_a_step_does_not_touch_keeps_its_gradient(workshop: Workshop, tier: str) -> None:
+    """Without zero_grad, what one step leaves is there in the next, whichever parameters that one uses."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.ModuleDict({"left": nn.Linear(16, 4), "right": nn.Linear(16, 4)})
+            self.step = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.both["left"](x) + (self.both["right"](x) if self.step < 3 else 0)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    pair = workshop.pair(Branches, sgd, tier, delayed_update=1, units="both")
+    grads: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    for step, batch in enumerate(batches(6)):
+        squared_error(pair.model, batch).backward()
+        pair.optimizer.step()
+        squared_error(pair.plain, batch).backward()
+        for name, param in pair.plain.named_parameters():
+            if param.grad is not None:
+                grads[name] = grads.get(name, torch.zeros_like(param)) + param.grad
+            param.grad = (held.get(name) if step else grads[name].clone()) if name in grads else None
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+        held = {name: value.clone() for name, value in grads.items()} if step else {}
+        pair.check(atol=1e-6)

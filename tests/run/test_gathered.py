@@ -173,3 +173,21 @@ def test_optimizer_state_may_be_read_inside(workshop: Workshop, tier: str) -> No
     with outsize.gathered(pair.model.head):
         state = pair.optimizer.state[pair.model.head.weight]
     torch.testing.assert_close(state["exp_avg"], pair.plain_optimizer.state[pair.plain.head.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_step_inside_a_modifying_block_is_refused_where_masters_lose_bits(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier, compute_dtype=torch.bfloat16)
+    x, y = batches(1)[0]
+    squared_error(pair.model, (x.bfloat16(), y.bfloat16())).backward()
+    with outsize.gathered(pair.model, modify=True), pytest.raises(RuntimeError, match=r"step\(\) inside gathered"):
+        pair.optimizer.step()
+    pair.optimizer.step()
+
+
+def test_a_step_inside_a_modifying_block_is_exact_in_fp32(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    train(pair.plain, pair.plain_optimizer, batches(3))
+    with outsize.gathered(pair.model, modify=True):
+        train(pair.model, pair.optimizer, batches(3))
+    pair.check()

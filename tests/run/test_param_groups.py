@@ -170,3 +170,105 @@ def test_nan_in_the_state_spreads_as_in_torch(workshop: Workshop, tier: str) -> 
     mine, theirs = weights(pair.model), weights(pair.plain)
     assert all(torch.equal(mine[name].isnan(), value.isnan()) for name, value in theirs.items())
     assert sum(int(value.isnan().sum()) for value in mine.values()) == 1
+
+
+def test_fp16_weights_survive_a_group_added_in_mid_run(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(optimizer=head_only, tier=tier, compute_dtype=torch.float16)
+    before = weights(pair.model)
+    pair.optimizer.add_param_group({"params": pair.model.blocks.parameters(), "lr": 0.0})  # type: ignore[union-attr, dict-item]
+    train(pair.model, pair.optimizer, [(x.half(), y.half()) for x, y in batches(2)])
+    after = weights(pair.model)
+    assert all(
+        torch.allclose(after[name], value, rtol=2e-3) for name, value in before.items() if name.startswith("blocks")
+    )
+    outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
+    single = workshop.pair(tier="host")
+    outsize.load(workshop.disk.parent / "ckpt", single.model)
+    assert all(torch.equal(value.half(), after[name]) for name, value in weights(single.model).items())
+
+
+def test_a_state_dict_without_state_starts_afresh(workshop: Workshop, tier: str) -> None:
+    def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+    pair = workshop.pair(optimizer=amsgrad, tier=tier)
+    fresh = [copy.deepcopy(optimizer.state_dict()) for _, optimizer in pair.both]
+    for (model, optimizer), state in zip(pair.both, fresh, strict=True):
+        train(model, optimizer, batches(2))
+        optimizer.load_state_dict(state)
+        assert not optimizer.state_dict()["state"]
+        train(model, optimizer, batches(3))
+    pair.check()
+
+
+def test_a_state_dict_is_copied(workshop: Workshop) -> None:
+    def tensor_lr(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+
+    pair = workshop.pair(optimizer=tensor_lr, tier="disk")
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    pair.optimizer.load_state_dict(state)
+    state["param_groups"][0]["lr"].fill_(9.0)
+    assert float(pair.optimizer.param_groups[0]["lr"]) == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize("option", ["momentum", "amsgrad"])
+def test_an_option_that_needs_an_array_nobody_made_is_refused_before_anything_changes(
+    workshop: Workshop, tier: str, option: str
+) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        params = model.parameters()
+        return torch.optim.SGD(params, lr=0.1) if option == "momentum" else torch.optim.AdamW(params, lr=0.1)
+
+    pair = workshop.pair(optimizer=make, tier=tier)
+    pair.train(batches(1))
+    before = weights(pair.model)
+    pair.optimizer.param_groups[0][option] = 0.9 if option == "momentum" else True
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"set the option .* before prepare. Nothing was updated"):
+        pair.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    pair.optimizer.param_groups[0][option] = 0.0 if option == "momentum" else False
+    pair.optimizer.zero_grad()
+    pair.train(batches(1))
+
+
+def test_step_hooks_see_and_replace_the_arguments_as_in_torch(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    seen: list[tuple[int, Any]] = []
+    for _, optimizer in pair.both:
+
+        def replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            return args, {**kwargs, "closure": lambda: 7}
+
+        optimizer.register_step_pre_hook(replaced)
+        optimizer.register_step_post_hook(lambda _, args, kwargs: seen.append((len(args), sorted(kwargs))))
+    results = []
+    for model, optimizer in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        results.append(optimizer.step())
+    assert results == [7, 7]
+    assert seen[0] == seen[1] == (1, ["closure"])
+
+
+def test_large_finite_gradients_are_finite(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3), tier=tier)
+    for model, optimizer in pair.both:
+        (squared_error(model, batches(1)[0]) * 1e22).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.check()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(squared_error(pair.model, batches(1)[0]) * 1e22).backward()
+    scaler.step(pair.optimizer)
+    assert outsize.memory(pair.model).skipped_steps == 0
+
+
+def test_what_is_zeroed_is_finite(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        (squared_error(model, batches(1)[0]) * float("inf")).backward()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        train(model, optimizer, batches(2))
+    pair.check()

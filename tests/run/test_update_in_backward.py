@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import AT_REST_TIERS, Stack, Workshop, assert_same_weights, batches, squared_error, train, weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -76,7 +77,13 @@ BROKEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "accumulation": lambda model, _: squared_error(model, batches(1)[0]).backward(),
     "another learning rate": lambda _, optimizer: optimizer.param_groups[0].update(lr=1.0),
     "another gradient": lambda model, _: setattr(model.head.weight, "grad", torch.ones(4, 16)),
-    "zero_grad before step": lambda model, _: (model.zero_grad(), squared_error(model, batches(1)[0]).backward()),
+    "zero_grad(set_to_none=False)": lambda model, _: model.zero_grad(set_to_none=False),
+    "zero_grad": lambda model, _: model.zero_grad(),
+    "two steps": lambda _, optimizer: optimizer.step(),
+    "zero_grad and backward before step": lambda model, _: (
+        model.zero_grad(),
+        squared_error(model, batches(1)[0]).backward(),
+    ),
 }
 
 
@@ -160,3 +167,74 @@ def test_state_that_fits_in_memory_moves_in_no_step(workshop: Workshop) -> None:
         train(model, optimizer, data)
         workshop.settle(model)
         assert outsize.memory(model).bytes_written - before == on_disk
+
+
+def test_gradients_of_a_checkpoint_wait_for_step(workshop: Workshop, tier: str) -> None:
+    first = workshop.pair(tier="disk")
+    squared_error(first.model, batches(1)[0]).backward()
+    outsize.save(workshop.disk.parent / "ckpt", first.model, first.optimizer)
+    again = workshop.pair(tier=tier, update="backward")
+    squared_error(again.model, batches(1)[0]).backward()  # and what came before the load is forgotten
+    outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
+    assert all(torch.equal(value, weights(first.model)[name]) for name, value in weights(again.model).items())
+    for pair in (first, again):
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    assert all(torch.equal(value, weights(first.model)[name]) for name, value in weights(again.model).items())
+    expected = train(first.model, first.optimizer, batches(2)).losses
+    assert train(again.model, again.optimizer, batches(2)).losses == expected
+
+
+def test_gradients_from_before_prepare_wait_for_step(workshop: Workshop, tier: str) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for each in (plain, model):
+        squared_error(each, batches(1)[0]).backward()
+    workshop.prepare(model, optimizers[1], tier, update="backward")
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    train(plain, optimizers[0], batches(2))
+    train(model, optimizers[1], batches(2))
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_frozen_layers_inside_trained_units(workshop: Workshop, tier: str, activations: str) -> None:
+    def partly_frozen() -> nn.Module:
+        model = Stack()
+        for block in model.blocks:
+            block.norm.requires_grad_(False)  # type: ignore[union-attr]
+            block.up.bias.requires_grad_(False)  # type: ignore[union-attr]
+        return model
+
+    workshop.pair(partly_frozen, tier=tier, update="backward", activations=activations).train(batches(4))
+
+
+def test_gradients_that_the_optimizer_does_not_know_stay(workshop: Workshop) -> None:
+    def weights_only(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([param for param in model.parameters() if param.ndim == 2], lr=0.1)
+
+    pair = workshop.pair(optimizer=weights_only, tier="squeezed", update="backward")
+    for model, optimizer in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        for _ in range(3):
+            pair.model(batches(1)[0][0])
+    bias = pair.model.blocks[1].up.bias  # type: ignore[union-attr]
+    with outsize.gathered(bias, grads=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(bias.grad, pair.plain.blocks[1].up.bias.grad)  # type: ignore[union-attr]
+
+
+def test_after_a_gradient_that_is_not_finite_a_checkpoint_can_be_loaded(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk", update="backward")
+    outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
+    handle = pair.model.blocks[0].up.weight.register_hook(lambda grad: grad * float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(FloatingPointError, match=r"updated already \(\d of 5\). Load the last checkpoint"):
+        squared_error(pair.model, batches(1)[0]).backward()
+    handle.remove()
+    outsize.load(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
+    pair.train(batches(3))

@@ -294,7 +294,7 @@ class LateArrays:
         self._resources = resources
 
     def add(self, shard: UnitShard) -> None:
-        """Make sure that the unit has room for the optimizer's state.
+        """Make sure that the unit, which is gathered, has room for the optimizer's state.
 
         Raises `ValueError` where the budget has none, `OSError` where the disk has none.
         """
@@ -307,6 +307,10 @@ class LateArrays:
         disk = needed if shard.tiers.states == "disk" else 0
         file = _UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk)
         _open_arrays(shard, layouts, codecs, file, self._resources)
+        master = shard.arrays.get(MASTER)
+        for slot in shard.layout.slots:
+            if master is not None and slot.dtype == "float16":  # of bf16 it is a remainder, which begins at zero
+                shard.write_array(master, slot.offset, slot.end, shard.param(slot).reshape(-1).float().cpu())
         for array in shard.arrays.values():
             if isinstance(array.store, DiskStore):
                 array.store.preallocate(0, array.store.nbytes)

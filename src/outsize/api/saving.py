@@ -115,6 +115,7 @@ def _restore(
     _restore_buffers(checkpoint, buffers)
     if optimizer is not None:
         assert prepared.stepper is not None and checkpoint.manifest.optimizer is not None
+        prepared.stepper.forget()
         prepared.stepper.steps = checkpoint.manifest.optimizer.steps
         for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
             group.update(hyper)

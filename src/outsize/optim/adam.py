@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import final
 
@@ -21,6 +22,9 @@ class AdamRule(Rule):
         self.arrays = _arrays(amsgrad)
         self.codes = {name: _KINDS[name] for name in self.arrays}
         self._decoupled = decoupled
+
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        return _arrays(bool(hyper.get("amsgrad", False)))
 
     def apply(self, piece: Piece) -> None:
         step = number(piece.state.scalars.get("step", 0.0)) + 1.0

@@ -49,6 +49,10 @@ class Rule(ABC):
     whole: bool = False
     """Whether the update needs whole parameters, in their shape."""
 
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        """The arrays that a parameter group with these options cannot do without."""
+        return ()
+
     @abstractmethod
     def apply(self, piece: Piece) -> None:
         """Update the piece in place and set `piece.state.next_scalars`."""

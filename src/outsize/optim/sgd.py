@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 from outsize import _native
@@ -26,6 +27,9 @@ class SGDRule(Rule):
     def __init__(self, momentum: bool) -> None:
         self.arrays = (_BUFFER,) if momentum else ()
         self.codes = {_BUFFER: "signed"} if momentum else {}
+
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        return (_BUFFER,) if number(hyper["momentum"]) != 0 else ()
 
     def apply(self, piece: Piece) -> None:
         hyper, state = piece.hyper, piece.state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -59,6 +59,10 @@ class ChunkUpdater:
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
 
+    def missing(self, hyper: Mapping[str, object]) -> list[str]:
+        """The arrays that these hyper-parameters need and that were not made."""
+        return [name for name in self.rule.needs(hyper) if name not in self.rule.arrays]
+
     def steps(self, shard: UnitShard, pending: Pending, fetch: bool) -> Iterator[Step]:
         """In order of address: update steps where the update is owed, plain reads around them if `fetch`."""
         moving = [
@@ -107,7 +111,7 @@ class ChunkUpdater:
             slot = shard.slots[name]
             assert owed.loose is not None
             param = shard.param_piece(slot, slot.offset, slot.end)
-            grad = owed.loose.reshape(-1)
+            grad = torch.zeros_like(owed.loose).reshape(-1) if owed.ops.zero else owed.loose.reshape(-1)
             arrays = _arrays_in_memory(shard, slot)
             scales = {
                 name: array.scales.in_place(slot.offset, slot.end)
@@ -278,7 +282,9 @@ class UpdateStep(Step):
     def _resting_grads(self) -> GradShard | None:
         """Where the gradients lie that the update needs, None where it needs none from there."""
         met = [self._pending.get(slot.name) for slot, _, _ in slots_in(self._shard.layout, self._start, self._end)]
-        return next((owed.resting for owed in met if owed is not None and not owed.ops.zero and owed.resting), None)
+        found = {owed.resting for owed in met if owed is not None and not owed.ops.zero and owed.resting}
+        assert len(found) <= 1, "the gradients of one update rest together"
+        return next(iter(found), None)
 
     def _begin_grads(self) -> list[Transfer]:
         grads = self._grads
@@ -331,11 +337,11 @@ class UpdateStep(Step):
         self._updater.update(shard, slot, owed, high, param, arrays, scales, grad, self._updater.threads)
 
     def _gradient(self, slot: Slot, owed: SlotUpdate, low: int, high: int) -> torch.Tensor:
+        if owed.ops.zero:
+            return torch.zeros(high - low)
         if owed.loose is not None:
             grad = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
             return grad.cpu() if grad.device.type != "cpu" else grad
-        if owed.ops.zero:
-            return torch.zeros(high - low)
         assert self._grads is not None
         return self._part("grads", self._grads.contents, low, high).view(self._grads.dtype(slot))
 

@@ -185,7 +185,7 @@ class Engine:
     def end_interrupted_backward(self) -> None:
         """Bring to an end what a backward that raised has left."""
         if self._task != -1 and not in_backward():
-            self._end_backward()
+            self._end_backward(complete=False)
 
     def _begin_pass(self) -> None:
         self.end_interrupted_backward()
@@ -250,14 +250,14 @@ class Engine:
             self._task = task
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, complete: bool = True) -> None:
         self._task = -1
         self._node = None
         self.streamer.in_node.clear()
         self._return_nodes()
         for keeper in self.keepers:
-            if keeper.collecting:
-                keeper.finish()
+            if keeper.collecting or keeper.deferred:
+                keeper.end_of_backward(complete)
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

@@ -139,6 +139,8 @@ class RestingGrad(torch.Tensor):
     @property
     def finite(self) -> torch.Tensor:
         """Whether all elements are finite, 0-d bool; a clamp or a finite scale changes nothing about that."""
+        if self.ops.zero:
+            return torch.ones((), dtype=torch.bool, device=self.device)
         known = torch.isfinite(self.norms[2.0])
         return known if isfinite(self.ops.scale) else torch.zeros_like(known)
 
@@ -243,7 +245,9 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     """What `torch.amp.GradScaler` does before a step: note what is not finite, divide by the loss scale."""
     for grad in grads:
         norm = grad.norm_of(2.0) if isinstance(grad, RestingGrad) else vector_norm(grad, 2.0)
-        found_inf.logical_or_(~torch.isfinite(norm))
+        if not torch.isfinite(norm):  # of elements that are not, or of large ones whose squares overflow
+            values = grad.home.exact(grad) if isinstance(grad, RestingGrad) else grad
+            found_inf.logical_or_(~torch.isfinite(values).all().to(found_inf.device))
         grad.mul_(inverse_scale)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import final
 
 import torch
 
 from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
-from outsize.move.shard import SlotUpdate
+from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.unit import Unit
@@ -40,6 +41,7 @@ class GradKeeper:
         self._make_room = make_room
         self._slots = unit.shard.slots
         self.update_now: Callable[[Unit], bool] | None = None  # where the update runs in the backward
+        self.deferred = False  # whether the update waits for the end of the backward
         self._arrived: set[str] = set()
         self._writing: Job | None = None
         self._dirty = False
@@ -100,17 +102,32 @@ class GradKeeper:
         if grad is not None and not isinstance(grad, RestingGrad):
             param.grad = self._rest(name, grad)
         self._arrived.add(name)
-        if complete:
-            self.finish()
+        if complete and self.update_now is not None and self._frozen:
+            self.deferred = True  # the frozen parameters may be needed until the backward is over
+            self._arrived.clear()
+        elif complete:
+            self.end_of_backward()
+
+    @property
+    def _frozen(self) -> bool:
+        return not all(param.requires_grad for param in self._unit.parameters.values())
+
+    def end_of_backward(self, complete: bool = True) -> None:
+        """The unit's gradients of this backward are complete, or as many as an interrupted one has left."""
+        self.deferred = False
+        self._arrived.clear()
+        if complete and self.update_now is not None and self.update_now(self._unit):  # out of memory: nothing to write
+            self._writing = self._unit.job
+            grads = [param.grad for param in self._unit.parameters.values()]
+            if all(grad.spent for grad in grads if isinstance(grad, RestingGrad)):
+                self._dirty = False
+                return
+        self.finish()
 
     def finish(self) -> None:
-        """The unit's backward is over: what came together goes to where it rests."""
+        """What came together goes to where it rests."""
         self._arrived.clear()
         shard = self._shard
-        if self.update_now is not None and self.update_now(self._unit):  # out of memory: nothing has to be written
-            self._dirty = False
-            self._writing = self._unit.job
-            return
         if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
             self._dirty = False
             self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
@@ -147,6 +164,19 @@ class GradKeeper:
             grad.ops = GradOps(zero=True)
         norm, loose = self._lay_down(grad.label, more, grad)
         grad.become(norm, loose, self._shard)
+
+    def keep_together(self, pending: Pending) -> Pending:
+        """Bring gradients of an earlier step, whose bytes lie in the other shard, to those of this step."""
+        for name, owed in pending.items():
+            grad = self._unit.parameters[name].grad
+            if isinstance(grad, RestingGrad) and grad.shard is not self._shard:
+                value = self.exact(grad).view(grad.shape)
+                grad.ops = GradOps(zero=True)
+                norm, loose = self._lay_down(name, value, grad)
+                grad.become(norm, loose, self._shard)
+                pending[name] = replace(owed, ops=grad.ops, loose=loose, resting=self._shard)
+        self.finish()
+        return pending
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in the parameter's dtype and shape, operations applied."""

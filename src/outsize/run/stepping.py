@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, final
@@ -12,7 +13,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from outsize.move.gradients import GradOps
-from outsize.move.shard import Pending, SlotState, SlotUpdate, UnitShard
+from outsize.move.shard import MASTER, Pending, SlotState, SlotUpdate, UnitShard
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
@@ -29,7 +30,10 @@ class Arrays(Protocol):
     """Opens the optimizer's arrays."""
 
     def add(self, shard: UnitShard) -> None:
-        """Make sure that the unit has room for the optimizer's state; raises `ValueError` or `OSError`."""
+        """Make sure that the unit, which is gathered, has room for the optimizer's state.
+
+        Raises `ValueError` or `OSError`.
+        """
         ...
 
 
@@ -37,6 +41,10 @@ class InPlaceUpdater(Protocol):
     """Runs the update of a unit that lies on the computing device altogether."""
 
     whole: bool
+
+    def missing(self, hyper: Mapping[str, object]) -> list[str]:
+        """The arrays that these hyper-parameters need and that were not made."""
+        ...
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None: ...
 
@@ -78,9 +86,9 @@ class Stepper:
         optimizer: Any = self._optimizer
         stepper = self
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             optimizer._opt_called = True  # what a scheduler's own wrapper would record
-            return stepper.step(closure, kwargs)
+            return stepper.step((self, *args), kwargs)
 
         scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if scheduled:
@@ -91,13 +99,16 @@ class Stepper:
         optimizer.add_param_group = self.add_param_group
         optimizer.state = StreamedState(self._engine)
 
-    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if
         one is not finite."""
         optimizer: Any = self._optimizer
         hooks = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
-            hook(optimizer, (closure,) if closure is not None else (), kwargs)
+            replaced = hook(optimizer, args, kwargs)
+            if replaced is not None:
+                args, kwargs = replaced
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,7 +120,7 @@ class Stepper:
                 self._mark(self._unscale_by())
         hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
-            hook(optimizer, (closure,) if closure is not None else (), kwargs)
+            hook(optimizer, args, kwargs)
         return loss
 
     # Note [The update in the backward]
@@ -134,7 +145,7 @@ class Stepper:
             }
             if not pending:
                 return False
-            self._check_finite({unit: pending})
+            self._check_finite_in_backward(unit, pending)
             for name in pending:
                 grad = unit.parameters[name].grad
                 assert isinstance(grad, RestingGrad)
@@ -142,18 +153,40 @@ class Stepper:
             self._applied[unit] = pending
             return self._engine.streamer.update_now(unit, pending)
 
+    def _check_finite_in_backward(self, unit: Unit, pending: Pending) -> None:
+        try:
+            self._check_finite({unit: pending})
+        except FloatingPointError as error:
+            updated = [each.name for each in self._applied]
+            self._applied.clear()
+            raise FloatingPointError(
+                f"a gradient of unit {unit.name!r} is not finite; with update='backward' the units before it in the "
+                f"backward were updated already ({len(updated)} of {len(self._engine.units)}). Load the last "
+                f"checkpoint, or use update='fetch' (the default), where such a step changes nothing"
+            ) from error
+
+    def forget(self) -> None:
+        """The state was replaced as a whole: nothing awaits a step."""
+        self._applied.clear()
+
     def awaits_step(self, unit: Unit) -> bool:
         """Whether a backward has applied the unit's gradients and `step` was not called yet."""
         return unit in self._applied
 
-    def _check_promise(self, unit: Unit, name: str, hyper: dict[str, object]) -> None:
-        applied = self._applied[unit].get(name)
-        grad = unit.parameters[name].grad
-        if applied is None or not isinstance(grad, RestingGrad) or not grad.spent:
-            raise RuntimeError(
-                f"{name!r} was given another gradient after the backward had applied its own (update='backward'); use "
-                f"update='fetch' (the default)"
-            )
+    def _check_promises(self) -> None:
+        groups = self._groups()
+        for unit, pending in self._applied.items():
+            for name, applied in pending.items():
+                param = unit.parameters[name]
+                grad = param.grad
+                if not isinstance(grad, RestingGrad) or not grad.spent or grad.ops != applied.ops:
+                    raise RuntimeError(
+                        f"the gradient of {name!r} was replaced or removed between backward() and step(), after the "
+                        f"backward had applied it (update='backward'); use update='fetch' (the default)"
+                    )
+                self._check_promise(name, applied, _hyper(groups.get(id(param), {})))
+
+    def _check_promise(self, name: str, applied: SlotUpdate, hyper: dict[str, object]) -> None:
         changed = [key for key, value in hyper.items() if _differs(value, applied.hyper.get(key))]
         if changed:
             raise RuntimeError(
@@ -175,12 +208,15 @@ class Stepper:
 
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
+        self._check_promises()
         pendings = self._collect(factor)
         if not any(pendings.values()) and not self._applied:
             raise RuntimeError(
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
             )
+        self._check_options()
+        self._check_masters(pendings)
         self._check_finite(pendings)
         self._applied.clear()
         self._group_of = {}  # groups may change between steps
@@ -201,6 +237,26 @@ class Stepper:
         self._engine.streamer.schedule.step()
         self._engine.streamer.prefetch()
 
+    def _check_options(self) -> None:
+        """An option that was set after `prepare` may need an array that nobody made."""
+        for group in self._optimizer.param_groups:
+            missing = self._updater.missing(group)
+            if missing:
+                raise RuntimeError(
+                    f"the optimizer needs {missing[0]!r} for each element since an option of a parameter group was "
+                    f"changed after outsize.prepare; set the option (a momentum, amsgrad) before prepare. Nothing was "
+                    f"updated"
+                )
+
+    def _check_masters(self, pendings: dict[Unit, Pending]) -> None:
+        for unit, pending in pendings.items():
+            if pending and unit.writable and MASTER in unit.shard.arrays:
+                raise RuntimeError(
+                    f"optimizer.step() inside gathered(..., modify=True) of {unit.name!r}: what the step changes and "
+                    f"what you change could not be told apart, and its masters hold more bits than its weights show; "
+                    f"call step() outside the block. Nothing was updated"
+                )
+
     @property
     def _delays(self) -> bool:
         return self._warmup is not None and self.steps >= self._warmup
@@ -211,6 +267,7 @@ class Stepper:
         groups = self._groups()
         for unit, pending in pendings.items():
             self._engine.streamer.settle(unit)  # it may still owe an exact update out of the same bytes
+            pending = self._engine.keepers[unit.index].keep_together(pending)
             ready[unit] = {
                 name: replace(owed, hyper=_hyper(groups[id(unit.parameters[name])]))
                 for name, owed in unit.held.items()
@@ -237,8 +294,7 @@ class Stepper:
             for param in group["params"]:
                 if param.grad is not None:
                     unit, slot = self._engine.unit_of(param)
-                    if unit in self._applied:
-                        self._check_promise(unit, slot.name, hyper)
+                    if slot.name in self._applied.get(unit, {}):
                         continue
                     pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper, factor)
         return pendings
@@ -259,12 +315,22 @@ class Stepper:
         if plain:
             finite += [torch.isfinite(norm) for norm in torch._foreach_norm([grad for _, grad in plain])]
         if finite and not torch.stack(finite).all():
-            bad = [name for name, good in zip(names, finite, strict=True) if not good]
+            bad = [name for name, good in zip(names, finite, strict=True) if not good and not self._is_finite(name)]
+            if not bad:
+                return
             raise FloatingPointError(
                 f"optimizer.step(): the gradient of {bad[0]!r} is not finite ({len(bad)} of {len(names)} parameters; "
                 f"the loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and "
                 f"go on with another batch, or lower the learning rate"
             )
+
+    def _is_finite(self, name: str) -> bool:
+        """The sum of squares of large elements may overflow: look at the elements."""
+        unit = next(unit for unit in self._engine.units if name in unit.parameters)
+        grad = unit.parameters[name].grad
+        assert grad is not None
+        values = grad.home.exact(grad) if isinstance(grad, RestingGrad) else grad
+        return bool(torch.isfinite(values).all())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts.
@@ -291,12 +357,16 @@ class Stepper:
                     unit, slot = self._engine.unit_of(param)
                     self._check_state(unit, slot, state[index])
                     wanted.append((unit, slot, state[index]))
-        for group, other in zip(groups, saved, strict=True):
+        for group, other in zip(groups, copy.deepcopy(saved), strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
-        for unit, slot, entry in wanted:
+        given = {slot.name: entry for _, slot, entry in wanted}
+        self._applied.clear()
+        for unit in self._engine.units:
             self._engine.streamer.settle(unit)
             unit.await_written()
-            store_state(unit.shard, slot.name, entry)
+            for name in unit.parameters:
+                if name in given or name in unit.shard.slot_states:
+                    store_state(unit.shard, name, given.get(name, {}))
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
 
@@ -325,6 +395,7 @@ class Stepper:
             raise TypeError(f"param_group must be a dict, but got {type(group)}")
         params = group["params"]
         given = [params] if isinstance(params, torch.Tensor) else list(params)
+        group = {**group, "params": given}  # a generator can be read once
         given = [each[1] if isinstance(each, tuple) else each for each in given]
         for param in given:
             if isinstance(param, torch.Tensor) and not self._engine.owns(param):
@@ -333,10 +404,11 @@ class Stepper:
                     f"build the whole model before prepare"
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            type(self._optimizer).add_param_group(self._optimizer, {**group, "params": group["params"]})
+            type(self._optimizer).add_param_group(self._optimizer, group)
             try:
                 for unit in dict.fromkeys(self._engine.unit_of(param)[0] for param in given):
-                    self._arrays.add(unit.shard)
+                    with self._engine.hold([unit], modify=False):
+                        self._arrays.add(unit.shard)
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
@@ -358,6 +430,8 @@ def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], f
         raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
     if isinstance(grad, RestingGrad):
         grad.home.check_current(grad)
+        if not grad.ops.zero:
+            grad.expect_unspent("applied again")
     if factor != 1.0:
         grad.mul_(factor)
     if isinstance(grad, RestingGrad):
@@ -381,14 +455,18 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     slot = shard.slots[name]
     scalars = {}
     for key, value in state.items():
-        if key in shard.arrays and value is None:  # SGD before its first step
-            continue
         if key in shard.arrays and isinstance(value, torch.Tensor):
             array = shard.arrays[key]
             content = value.detach().to("cpu", array.value_dtype(slot.dtype)).contiguous().view(-1)
             shard.write_array(array, slot.offset, slot.end, content)
         else:
             scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    before = shard.slot_states.get(name)
+    for key, array in shard.arrays.items():
+        if array.public and before is not None and before.initialised and not isinstance(state.get(key), torch.Tensor):
+            shard.write_array(
+                array, slot.offset, slot.end, torch.zeros(slot.numel, dtype=array.value_dtype(slot.dtype))
+            )
     shard.slot_states[name] = SlotState(scalars, initialised=bool(state))
 
 
@@ -410,7 +488,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
             return {}
         entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
         for name, array in unit.shard.arrays.items():
-            if array.public:
+            if array.public and name not in state.scalars:  # SGD without momentum has None there
                 entry[name] = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
         return entry
 

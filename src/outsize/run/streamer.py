@@ -107,7 +107,7 @@ class Streamer:
             if unit.state is not Residency.RESIDENT or unit.holds:
                 return False
             for owed in pending.values():
-                owed.in_memory = owed.resting is not None
+                owed.in_memory = owed.resting is not None and owed.resting.in_memory
             unit.fetch(self._conveyor, self._updater, self._slab_bytes)
             return True
 
