@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Workshop, batches, squared_error, train, weights
+from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -272,3 +272,22 @@ def test_what_is_zeroed_is_finite(workshop: Workshop, tier: str) -> None:
         optimizer.step()
         train(model, optimizer, batches(2))
     pair.check()
+
+
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+def test_parameters_without_elements_have_state_as_in_torch(workshop: Workshop, tier: str, state_format: str) -> None:
+    class Hollow(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hollow = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.hollow.sum()
+
+    pair = workshop.pair(Hollow, tier=tier, state_format=state_format)
+    for model, optimizer in pair.both:
+        train(model, optimizer, batches(2))
+    mine, theirs = (optimizer.state_dict()["state"] for _, optimizer in reversed(pair.both))
+    assert mine.keys() == theirs.keys()
+    assert {float(entry["step"]) for entry in mine.values()} == {2.0}
+    assert all(entry["exp_avg"].shape == theirs[index]["exp_avg"].shape for index, entry in mine.items())

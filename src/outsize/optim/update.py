@@ -84,6 +84,17 @@ class ChunkUpdater:
                 yield from _reads(shard, position, segment.end, plain)
         if moving:
             yield ReturnScalesStep(moving)
+        for name, owed in pending.items():
+            if not shard.slots[name].numel:
+                self._update_empty(shard, shard.slots[name], owed)
+
+    def _update_empty(self, shard: UnitShard, slot: Slot, owed: SlotUpdate) -> None:
+        """A parameter without elements has nothing to move, but its steps are counted."""
+        kept = [array for array in shard.arrays.values() if array.public or slot.dtype in MASTER_BYTES]
+        arrays = {array.name: torch.empty(0, dtype=array.dtype(slot.dtype)) for array in kept}
+        scales = {array.name: torch.empty(0) for array in kept if array.compact(slot.dtype)}
+        param = torch.empty(0, dtype=DTYPES[slot.dtype])
+        self.update(shard, slot, owed, slot.end, param, arrays, scales, torch.empty(0, dtype=param.dtype), 1)
 
     def _owed_ranges(self, shard: UnitShard, segment: Segment, pending: Pending) -> Iterator[tuple[int, int]]:
         """Whole pages of one segment in which updates are owed, in order, a chunk or (`whole`) a parameter each."""
