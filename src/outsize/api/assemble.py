@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from outsize.api.resources import Resources
+from outsize.api.shards import LateArrays, open_shard
 from outsize.api.survey import Kept, Survey, survey
 from outsize.config import Config
-from outsize.move.buffer import open_buffer
-from outsize.move.disk import DiskStore, StripedFile, allow_open_files
-from outsize.move.gradients import GradShard
+from outsize.move.disk import allow_open_files
 from outsize.move.memory import return_freed_memory
 from outsize.move.shard import (
-    BLOCK,
-    CODE_BYTES,
     MASTER,
     MASTER_BYTES,
     MASTER_DTYPE,
     OWN_BYTES,
-    SCALE_BYTES,
     STATE_BYTES,
-    Codec,
-    Scales,
-    StateArray,
     UnitShard,
 )
-from outsize.move.store import DeviceStore, HostStore, Store
 from outsize.optim.choice import rule_for
-from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
-from outsize.plan.placement import UnitTiers, slab_bytes
-from outsize.plan.sizes import format_bytes
+from outsize.plan.layout import Slot
+from outsize.plan.placement import slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
-from outsize.run.stepping import Stepper, store_state
+from outsize.run.state import store_state
+from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
@@ -170,7 +161,7 @@ def _build(
 ) -> Prepared:
     lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
     shards = [
-        _open_shard(layout, tiers, plan, config, rule, resources, lane)
+        open_shard(layout, tiers, plan, config, rule, resources, lane)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
     ]
     resources.shards = shards
@@ -203,186 +194,6 @@ def _build(
     hooks.install(engine, model, framed, recompute)
     weakref.finalize(engine, resources.close)
     return prepared
-
-
-def _open_shard(
-    layout: UnitLayout,
-    tiers: UnitTiers,
-    plan: Survey,
-    config: Config,
-    rule: Rule | None,
-    resources: Resources,
-    lane: torch.cuda.Stream | None,
-) -> UnitShard:
-    device, ledger = config.compute_device, resources.ledger
-    codecs = _codecs(rule, config)
-    layouts = _array_layouts(layout, plan, codecs) if _is_optimized(layout, plan.optimized) else []
-    wide = array_layout(layout, STATE_BYTES).nbytes
-    copies = 2 if config.delayed_update else 1
-    sizes = {
-        "params": layout.param_bytes,
-        "grads": copies * wide,
-        "states": sum(each.nbytes for _, each in layouts),
-    }
-    on_disk = sum(nbytes for kind, nbytes in sizes.items() if getattr(tiers, kind) == "disk")
-    file = _UnitFile(resources, f"unit-{layout.index:05d}", on_disk)
-    params = file.open("params", tiers.params, layout.param_bytes, device, resources)
-    grads = []
-    if tiers.grads != "device":
-        for _ in range(copies):
-            disk = file.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
-            grads.append(GradShard(layout, disk, ledger))
-    if tiers.params == "device":
-        params = None
-    shard = UnitShard(layout, tiers, open_buffer(layout.param_bytes, device, ledger, lane), params, grads, device)
-    _open_arrays(shard, layouts, codecs, file, resources)
-    _preallocate(shard, plan)
-    return shard
-
-
-def _is_optimized(layout: UnitLayout, optimized: Collection[str]) -> bool:
-    return any(slot.name in optimized for slot in layout.slots)
-
-
-def _codecs(rule: Rule | None, config: Config) -> dict[str, Codec]:
-    """The arrays that rest as 8-bit codes, and how."""
-    if rule is None or config.state_format != "compact":
-        return {}
-    return {name: BlockCodec(kind) for name, kind in rule.codes.items()}
-
-
-def _array_layouts(
-    layout: UnitLayout, plan: Survey, codecs: Mapping[str, Codec]
-) -> list[tuple[tuple[str, bool], ArrayLayout]]:
-    """((name, whether these are the scales of it), layout) of every array of a unit, in the order of its file."""
-    found: list[tuple[tuple[str, bool], ArrayLayout]] = []
-    for name in plan.kept.arrays:
-        found.append(((name, False), array_layout(layout, CODE_BYTES if name in codecs else STATE_BYTES)))
-        if name in codecs:
-            found.append(((name, True), array_layout(layout, SCALE_BYTES, BLOCK)))
-    if any(slot.dtype in MASTER_BYTES for slot in layout.slots):
-        found.append(((MASTER, False), array_layout(layout, MASTER_BYTES)))
-    return found
-
-
-def _open_arrays(
-    shard: UnitShard,
-    layouts: Sequence[tuple[tuple[str, bool], ArrayLayout]],
-    codecs: Mapping[str, Codec],
-    file: _UnitFile,
-    resources: Resources,
-) -> None:
-    stores = {}
-    for key, layout in layouts:
-        store = file.open("states", shard.tiers.states, layout.nbytes, shard.device, resources)
-        assert store is not None
-        stores[key] = (layout, store)
-    for (name, is_scales), (layout, store) in stores.items():
-        if not is_scales:
-            scales = Scales(*stores[name, True]) if (name, True) in stores else None
-            shard.arrays[name] = StateArray(name, layout, store, scales, codecs.get(name))
-
-
-@final
-class LateArrays:
-    """Opens the arrays of units whose parameters come to the optimizer after `prepare` (`add_param_group`)."""
-
-    def __init__(self, plan: Survey, config: Config, rule: Rule | None, resources: Resources) -> None:
-        self._plan = plan
-        self._config = config
-        self._rule = rule
-        self._resources = resources
-
-    def add(self, shard: UnitShard) -> None:
-        """Make sure that the unit, which is gathered, has room for the optimizer's state.
-
-        Raises `ValueError` where the budget has none, `OSError` where the disk has none.
-        """
-        if shard.arrays:
-            return
-        codecs = _codecs(self._rule, self._config)
-        layouts = _array_layouts(shard.layout, self._plan, codecs)
-        needed = sum(layout.nbytes for _, layout in layouts)
-        shard.tiers = replace(shard.tiers, states=self._tier(shard, needed))
-        disk = needed if shard.tiers.states == "disk" else 0
-        file = _UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk)
-        _open_arrays(shard, layouts, codecs, file, self._resources)
-        master = shard.arrays.get(MASTER)
-        for slot in shard.layout.slots:
-            if master is not None and slot.dtype == "float16":  # of bf16 it is a remainder, which begins at zero
-                shard.write_array(master, slot.offset, slot.end, shard.param(slot).reshape(-1).float().cpu())
-        for array in shard.arrays.values():
-            if isinstance(array.store, DiskStore):
-                array.store.preallocate(0, array.store.nbytes)
-            if array.scales is not None and isinstance(array.scales.store, DiskStore):
-                array.scales.store.preallocate(0, array.scales.store.nbytes)
-
-    def _tier(self, shard: UnitShard, needed: int) -> str:
-        tier = self._config.states
-        if tier == "auto":
-            tier = "device" if shard.tiers.params == "device" or self._resources.disk is None else "disk"
-        name, tiers, room = self._budget(tier)
-        now = self._resources.ledger.now
-        used = sum(nbytes for account, nbytes in now.items() if account.split("/")[0] in tiers)
-        if used + needed > room:
-            raise ValueError(
-                f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
-                f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or give the optimizer "
-                f"all parameters before outsize.prepare"
-            )
-        return tier
-
-    def _budget(self, tier: str) -> tuple[str, tuple[str, ...], int]:
-        """(the field, the tiers that share it, its bytes)."""
-        budgets = self._plan.budgets
-        if tier == "disk":
-            return "disk_space", ("disk",), budgets.disk or 0
-        if budgets.device is None:
-            return "host_memory", ("device", "host"), budgets.host
-        return (
-            ("device_memory", ("device",), budgets.device)
-            if tier == "device"
-            else ("host_memory", ("host",), budgets.host)
-        )
-
-
-class _UnitFile:
-    """Hands out the stores of one unit; those on disk lie behind each other in the unit's file."""
-
-    def __init__(self, resources: Resources, name: str, nbytes: int) -> None:
-        self._file: StripedFile | None = None
-        self._position = 0
-        if nbytes:
-            self._file = resources.open_file(name, nbytes)
-
-    def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store | None:
-        if tier == "disk":
-            assert self._file is not None
-            store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
-            self._position += nbytes
-            return store
-        if kind == "params" and tier == "device":
-            return None
-        if tier == "device" and device.type != "cpu":
-            return DeviceStore(nbytes, device, resources.ledger, kind)
-        return HostStore(nbytes, resources.ledger, kind, tier, pinned=device.type != "cpu")
-
-
-def _preallocate(shard: UnitShard, plan: Survey) -> None:
-    """Take the disk space of everything that training will write, before anything is written."""
-    if isinstance(shard.params, DiskStore):
-        shard.params.preallocate(0, shard.params.nbytes)
-    trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
-    for slot in trained:
-        low, high = shard.pages(slot.offset, slot.end)
-        for grads in shard.grad_shards:
-            if isinstance(grads.store, DiskStore):
-                grads.store.preallocate(*grads.span(low, high))
-        for array in shard.arrays.values():
-            if isinstance(array.store, DiskStore):
-                array.store.preallocate(*array.layout.span(low, high))
-            if array.scales is not None and isinstance(array.scales.store, DiskStore):
-                array.scales.store.preallocate(0, array.scales.layout.nbytes)
 
 
 def _open_streamer(

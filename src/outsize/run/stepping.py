@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, final
@@ -13,10 +13,11 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from outsize.move.gradients import GradOps
-from outsize.move.shard import MASTER, Pending, SlotState, SlotUpdate, UnitShard
+from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
+from outsize.run.state import StreamedState, snapshot, store_state
 from outsize.run.unit import Unit
 
 # Note [The update happens at the fetch]
@@ -422,7 +423,7 @@ def _differs(now: object, before: object) -> bool:
 
 def _hyper(group: dict[str, Any]) -> dict[str, object]:
     """The hyper-parameters of a group as they are now."""
-    return {key: _snapshot(value) for key, value in group.items() if key != "params"}
+    return {key: snapshot(value) for key, value in group.items() if key != "params"}
 
 
 def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], factor: float) -> SlotUpdate:
@@ -439,78 +440,3 @@ def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], f
     if unit.shard.on_device:
         return SlotUpdate(hyper, GradOps(), grad.detach())
     return SlotUpdate(hyper, GradOps(), grad.detach().clone())  # the user's own tensor, which may change
-
-
-def _as_torch(key: str, value: Any) -> Any:
-    """A per-parameter value as torch's optimizers keep it: counts of steps are tensors."""
-    return torch.tensor(value) if key == "step" and isinstance(value, float) else _snapshot(value)
-
-
-def _snapshot(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
-    """Write one parameter's optimizer state, as torch keeps it, into the unit's stores."""
-    slot = shard.slots[name]
-    scalars = {}
-    for key, value in state.items():
-        if key in shard.arrays and isinstance(value, torch.Tensor):
-            array = shard.arrays[key]
-            content = value.detach().to("cpu", array.value_dtype(slot.dtype)).contiguous().view(-1)
-            shard.write_array(array, slot.offset, slot.end, content)
-        else:
-            scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    before = shard.slot_states.get(name)
-    for key, array in shard.arrays.items():
-        if array.public and before is not None and before.initialised and not isinstance(state.get(key), torch.Tensor):
-            shard.write_array(
-                array, slot.offset, slot.end, torch.zeros(slot.numel, dtype=array.value_dtype(slot.dtype))
-            )
-    shard.slot_states[name] = SlotState(scalars, initialised=bool(state))
-
-
-@final
-class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        if not self._engine.owns(param):
-            raise KeyError(param)
-        unit, slot = self._engine.unit_of(param)
-        self._engine.streamer.settle(unit)
-        unit.await_written()
-        state = unit.shard.slot_states.get(slot.name)
-        if state is None or not state.initialised:
-            return {}
-        entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
-        for name, array in unit.shard.arrays.items():
-            if array.public and name not in state.scalars:  # SGD without momentum has None there
-                entry[name] = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
-        return entry
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for unit in self._engine.units:
-            self._engine.streamer.settle(unit)  # the first update makes the state
-            for name, param in unit.parameters.items():
-                state = unit.shard.slot_states.get(name)
-                if state is not None and state.initialised and (state.scalars or unit.shard.has_state):
-                    yield param
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, param: object) -> bool:
-        return any(param is each for each in self)
-
-    def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
-        unit, slot = self._engine.unit_of(param)
-        self._engine.streamer.settle(unit)
-        unit.await_written()
-        store_state(unit.shard, slot.name, state)
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        raise RuntimeError("optimizer state cannot be deleted after outsize.prepare; build a new optimizer")

@@ -1,0 +1,87 @@
+"""`optimizer.state` after `prepare`: read from, and written to, where each parameter's state rests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any, final
+
+import torch
+
+from outsize.move.shard import SlotState, UnitShard
+from outsize.run.engine import Engine
+
+
+def _as_torch(key: str, value: Any) -> Any:
+    """A per-parameter value as torch's optimizers keep it: counts of steps are tensors."""
+    return torch.tensor(value) if key == "step" and isinstance(value, float) else snapshot(value)
+
+
+def snapshot(value: Any) -> Any:
+    """The value as it is now, whatever becomes of the tensor that holds it."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
+    """Write one parameter's optimizer state, as torch keeps it, into the unit's stores."""
+    slot = shard.slots[name]
+    scalars = {}
+    for key, value in state.items():
+        if key in shard.arrays and isinstance(value, torch.Tensor):
+            array = shard.arrays[key]
+            content = value.detach().to("cpu", array.value_dtype(slot.dtype)).contiguous().view(-1)
+            shard.write_array(array, slot.offset, slot.end, content)
+        else:
+            scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    before = shard.slot_states.get(name)
+    for key, array in shard.arrays.items():
+        if array.public and before is not None and before.initialised and not isinstance(state.get(key), torch.Tensor):
+            shard.write_array(
+                array, slot.offset, slot.end, torch.zeros(slot.numel, dtype=array.value_dtype(slot.dtype))
+            )
+    shard.slot_states[name] = SlotState(scalars, initialised=bool(state))
+
+
+@final
+class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        if not self._engine.owns(param):
+            raise KeyError(param)
+        unit, slot = self._engine.unit_of(param)
+        self._engine.streamer.settle(unit)
+        unit.await_written()
+        state = unit.shard.slot_states.get(slot.name)
+        if state is None or not state.initialised:
+            return {}
+        entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
+        for name, array in unit.shard.arrays.items():
+            if array.public and name not in state.scalars:  # SGD without momentum has None there
+                entry[name] = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+        return entry
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for unit in self._engine.units:
+            self._engine.streamer.settle(unit)  # the first update makes the state
+            for name, param in unit.parameters.items():
+                state = unit.shard.slot_states.get(name)
+                if state is not None and state.initialised and (state.scalars or unit.shard.has_state):
+                    yield param
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is each for each in self)
+
+    def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        unit, slot = self._engine.unit_of(param)
+        self._engine.streamer.settle(unit)
+        unit.await_written()
+        store_state(unit.shard, slot.name, state)
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        raise RuntimeError("optimizer state cannot be deleted after outsize.prepare; build a new optimizer")
