@@ -169,13 +169,13 @@ def host_update(_: str) -> list[Row]:
     return rows
 
 
-def compact(_: str, steps: int = 60) -> list[Row]:
+def compact(_: str, steps: int = 40) -> list[Row]:
     """Held-out loss of the main job with 8-bit moments against exact ones; in memory, where the bits are the same."""
     losses = {}
     for state_format in ("exact", "compact"):
         with tempfile.TemporaryDirectory() as folder:
             command = (
-                f"-m outsize train --out {folder} --name run --minutes 0 --steps {steps} --eval-every {steps // 2}"
+                f"train --out {folder} --name run --minutes 0 --steps {steps} --eval-every {steps // 2}"
             )
             tiers = "--host-memory 6GiB --params auto --grads auto --states auto --activations keep --save-every 0"
             words = [
