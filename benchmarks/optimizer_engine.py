@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -174,9 +175,7 @@ def compact(_: str, steps: int = 40) -> list[Row]:
     losses = {}
     for state_format in ("exact", "compact"):
         with tempfile.TemporaryDirectory() as folder:
-            command = (
-                f"train --out {folder} --name run --minutes 0 --steps {steps} --eval-every {steps // 2}"
-            )
+            command = f"train --out {folder} --name run --minutes 0 --steps {steps} --eval-every {steps // 2}"
             tiers = "--host-memory 6GiB --params auto --grads auto --states auto --activations keep --save-every 0"
             words = [
                 str(Path(sys.executable).with_name("outsize")),
@@ -185,10 +184,12 @@ def compact(_: str, steps: int = 40) -> list[Row]:
                 "--state-format",
                 state_format,
             ]
-            subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+            printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+            held_out = re.search(r"held-out loss: \S+ before, (\S+) after", printed)
+            assert held_out is not None, printed
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
             records = [json.loads(line) for line in lines]
-            losses[state_format] = ([record["loss"] for record in records], records[-1]["held_out_loss"])
+            losses[state_format] = ([record["loss"] for record in records], float(held_out[1]))
     exact, ours = losses["exact"], losses["compact"]
     gap = abs(ours[1] - exact[1]) / exact[1]
     worst = max(abs(a - b) / b for a, b in zip(ours[0], exact[0], strict=True))
