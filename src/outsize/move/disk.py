@@ -261,7 +261,7 @@ class DiskStore(Store):
     """One array at rest in a file. Never touched space is a hole and costs nothing."""
 
     def __init__(self, file: StripedFile, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
-        super().__init__("disk", nbytes)
+        super().__init__(nbytes)
         self._file = file
         self._base = base
         self._ledger = ledger

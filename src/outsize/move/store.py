@@ -14,8 +14,7 @@ from outsize.move.transfer import ARRIVED, Transfer
 class Store(ABC):
     """`nbytes` bytes at rest. Offsets and lengths are bytes; whole pages wherever the tier is disk."""
 
-    def __init__(self, tier: str, nbytes: int) -> None:
-        self.tier = tier
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
     @abstractmethod
@@ -44,7 +43,7 @@ class HostStore(Store):
     """Bytes at rest in host memory, pinned where an accelerator reads them."""
 
     def __init__(self, nbytes: int, ledger: Ledger, kind: str, tier: str = "host", pinned: bool = False) -> None:
-        super().__init__(tier, nbytes)
+        super().__init__(nbytes)
         self._buffer: HostBuffer | None = HostBuffer(nbytes, pinned)
         self._ledger = ledger
         self._account = f"{tier}/{kind}"
@@ -74,7 +73,7 @@ class DeviceStore(Store):
     """Bytes at rest in an accelerator's memory."""
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, kind: str) -> None:
-        super().__init__("device", nbytes)
+        super().__init__(nbytes)
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)  # [nbytes]
         self._ledger = ledger
         self._account = f"device/{kind}"

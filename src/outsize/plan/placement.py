@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outsize.plan.layout import PAGE_ELEMENTS, round_up
 from outsize.plan.sizes import format_bytes
@@ -74,13 +74,11 @@ class _Ledger:
     """What is left of each tier while placement hands it out."""
 
     left: dict[str, int]
-    used: dict[str, int] = field(default_factory=dict)
 
     def take(self, tier: str, nbytes: int) -> bool:
         if nbytes > self.left.get(tier, 0):
             return False
         self.left[tier] -= nbytes
-        self.used[tier] = self.used.get(tier, 0) + nbytes
         return True
 
 

@@ -142,29 +142,26 @@ class Stepper:
             pending = {
                 name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)
                 for name, param in unit.parameters.items()
-                if param.grad is not None and id(param) in groups
+                if isinstance(param.grad, RestingGrad) and id(param) in groups
             }
             if not pending:
                 return False
             self._check_finite_in_backward(unit, pending)
             for name in pending:
-                grad = unit.parameters[name].grad
-                assert isinstance(grad, RestingGrad)
-                grad.spent = True
+                unit.parameters[name].grad.spent = True  # type: ignore[union-attr]
             self._applied[unit] = pending
             return self._engine.streamer.update_now(unit, pending)
 
     def _check_finite_in_backward(self, unit: Unit, pending: Pending) -> None:
-        try:
-            self._check_finite({unit: pending})
-        except FloatingPointError as error:
-            updated = [each.name for each in self._applied]
-            self._applied.clear()
+        bad = self._not_finite({unit: pending})
+        if bad:
+            updated = len(self._applied)
+            self.forget()
             raise FloatingPointError(
-                f"a gradient of unit {unit.name!r} is not finite; with update='backward' the units before it in the "
-                f"backward were updated already ({len(updated)} of {len(self._engine.units)}). Load the last "
-                f"checkpoint, or use update='fetch' (the default), where such a step changes nothing"
-            ) from error
+                f"the gradient of {bad[0]!r} is not finite; with update='backward' the units before it in the backward "
+                f"were updated already ({updated} of {len(self._engine.units)}). Load the last checkpoint, or use "
+                f"update='fetch' (the default), where such a step changes nothing"
+            )
 
     def forget(self) -> None:
         """The state was replaced as a whole: nothing awaits a step."""
@@ -175,6 +172,8 @@ class Stepper:
         return unit in self._applied
 
     def _check_promises(self) -> None:
+        if not self._applied:
+            return
         groups = self._groups()
         for unit, pending in self._applied.items():
             for name, applied in pending.items():
@@ -301,6 +300,16 @@ class Stepper:
         return pendings
 
     def _check_finite(self, pendings: dict[Unit, Pending]) -> None:
+        bad = self._not_finite(pendings)
+        if bad:
+            count = sum(len(pending) for pending in pendings.values())
+            raise FloatingPointError(
+                f"optimizer.step(): the gradient of {bad[0]!r} is not finite ({len(bad)} of {count} parameters; the "
+                f"loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and go on "
+                f"with another batch, or lower the learning rate"
+            )
+
+    def _not_finite(self, pendings: dict[Unit, Pending]) -> list[str]:
         names: list[str] = []
         finite: list[torch.Tensor] = []
         plain: list[tuple[str, torch.Tensor]] = []
@@ -315,15 +324,9 @@ class Stepper:
         names += [name for name, _ in plain]
         if plain:
             finite += [torch.isfinite(norm) for norm in torch._foreach_norm([grad for _, grad in plain])]
-        if finite and not torch.stack(finite).all():
-            bad = [name for name, good in zip(names, finite, strict=True) if not good and not self._is_finite(name)]
-            if not bad:
-                return
-            raise FloatingPointError(
-                f"optimizer.step(): the gradient of {bad[0]!r} is not finite ({len(bad)} of {len(names)} parameters; "
-                f"the loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and "
-                f"go on with another batch, or lower the learning rate"
-            )
+        if not finite or torch.stack(finite).all():
+            return []
+        return [name for name, good in zip(names, finite, strict=True) if not good and not self._is_finite(name)]
 
     def _is_finite(self, name: str) -> bool:
         """The sum of squares of large elements may overflow: look at the elements."""
@@ -361,7 +364,7 @@ class Stepper:
         for group, other in zip(groups, copy.deepcopy(saved), strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         given = {slot.name: entry for _, slot, entry in wanted}
-        self._applied.clear()
+        self.forget()
         for unit in self._engine.units:
             self._engine.streamer.settle(unit)
             unit.await_written()
