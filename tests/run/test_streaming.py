@@ -354,3 +354,9 @@ def test_a_process_that_ends_leaves_nothing_behind(workshop: Workshop, end: str)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == {"error": 3, "interrupt": -signal.SIGINT}[end], errors
     assert os.listdir(workshop.disk) == []
+
+
+def test_without_a_disk_there_is_next_to_no_staging(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="host", host_memory="1GiB")
+    pair.train(batches(2))
+    assert outsize.memory(pair.model).peak["host/staging"] < 1 << 20

@@ -90,10 +90,11 @@ def assemble(
     _check_devices(plan, config)
     _check_existing(plan, optimizer)
     clock = UpdateClock()
-    slab = slab_bytes(plan.budgets.staging_bytes, _element_bytes(plan), PIPELINE_DEPTH)
     on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
+    staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
+    slab = slab_bytes(plan.budgets.staging_bytes if staged else 0, _element_bytes(plan), PIPELINE_DEPTH)
     resources = Resources(
         config.directories if on_disk else (), slab, PIPELINE_DEPTH, config.compute_device.type != "cpu"
     )
