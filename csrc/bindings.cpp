@@ -95,6 +95,16 @@ void expect_threads(int threads) {
         throw std::invalid_argument("threads is " + std::to_string(threads) + "; it must be from 1 to 1024");
 }
 
+void expect_positive(std::size_t value, const char* name) {
+    if (value == 0) throw std::invalid_argument(std::string(name) + " is 0; it must be at least 1");
+}
+
+void expect_last_page(std::size_t count, std::size_t page_bytes, std::size_t last_bytes) {
+    if (count > 0 && (last_bytes == 0 || last_bytes > page_bytes))
+        throw std::invalid_argument("last_bytes is " + std::to_string(last_bytes) + "; it must be from 1 to " +
+                                    std::to_string(page_bytes) + " (page_bytes)");
+}
+
 void bind_disk(nb::module_& m) {
     nb::class_<DiskEngine>(m, "DiskEngine")
         .def(
@@ -240,6 +250,36 @@ void bind_kernels(nb::module_& m) {
         "codes"_a, "scales"_a, "values"_a, "numel"_a, "root"_a, Release());
 }
 
+void bind_checksums(nb::module_& m) {
+    m.def(
+        "page_sums",
+        [](std::uintptr_t address, std::size_t nbytes, std::size_t page_bytes, std::uintptr_t sums) {
+            expect_positive(page_bytes, "page_bytes");
+            page_sums(required<void>(address, nbytes, "address"), nbytes, page_bytes,
+                      required<std::uint32_t>(sums, nbytes, "sums"));
+        },
+        "address"_a, "nbytes"_a, "page_bytes"_a, "sums"_a, Release());
+    m.def(
+        "check_pages",
+        [](std::uintptr_t address, std::size_t nbytes, std::size_t page_bytes, std::uintptr_t sums) {
+            expect_positive(page_bytes, "page_bytes");
+            return check_pages(required<void>(address, nbytes, "address"), nbytes, page_bytes,
+                               required<std::uint32_t>(sums, nbytes, "sums"));
+        },
+        "address"_a, "nbytes"_a, "page_bytes"_a, "sums"_a, Release());
+    m.def(
+        "join_sums",
+        [](std::uintptr_t sums, std::size_t count, std::size_t page_bytes, std::size_t last_bytes, std::size_t group,
+           std::uintptr_t out) {
+            expect_positive(page_bytes, "page_bytes");
+            expect_positive(group, "group");
+            expect_last_page(count, page_bytes, last_bytes);
+            join_sums(required<std::uint32_t>(sums, count, "sums"), count, page_bytes, last_bytes, group,
+                      required<std::uint32_t>(out, count, "out"));
+        },
+        "sums"_a, "count"_a, "page_bytes"_a, "last_bytes"_a, "group"_a, "out"_a, Release());
+}
+
 }  // namespace
 
 }  // namespace outsize
@@ -258,4 +298,5 @@ NB_MODULE(_native, m) {
     outsize::bind_disk(m);
     outsize::bind_kernels(m);
     outsize::bind_updates(m);
+    outsize::bind_checksums(m);
 }

@@ -3,9 +3,10 @@
 from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered
+from outsize.api.loading import load
 from outsize.api.planning import plan
 from outsize.api.public import memory, prepare
-from outsize.api.saving import load, save
+from outsize.api.saving import save
 from outsize.config import Config, presets
 
 __all__ = ["Config", "export", "gathered", "init", "load", "memory", "plan", "prepare", "presets", "save"]

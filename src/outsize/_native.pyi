@@ -157,3 +157,18 @@ def encode(values: int, codes: int, scales: int, numel: int, root: bool) -> None
 
 def decode(codes: int, scales: int, values: int, numel: int, root: bool) -> None:
     """8-bit codes and scales to fp32. What was decoded encodes to the same bytes."""
+
+# Checksums are CRC-32C (Castagnoli). Memory is cut into pages of `page_bytes`, the last of which may be shorter; each
+# has one uint32 at `sums`. ValueError for a null address, or a size of 0.
+
+def page_sums(address: int, nbytes: int, page_bytes: int, sums: int) -> None:
+    """Write the checksum of each page to `sums`."""
+
+def check_pages(address: int, nbytes: int, page_bytes: int, sums: int) -> int:
+    """The index of the first page whose checksum is not the given one, or -1."""
+
+def join_sums(sums: int, count: int, page_bytes: int, last_bytes: int, group: int, out: int) -> None:
+    """Write to `out` the checksums of ranges of `group` pages, from those of the pages; the data is not needed.
+
+    The last of the `count` pages has `last_bytes`, the last range may have fewer pages. `out`: ceil(count / group).
+    """

@@ -43,6 +43,7 @@ class Config:
     state_format: str = "exact"
     delayed_update: bool | int = False
     update: str = "fetch"
+    verify: bool = False
     activations: str = "auto"
     micro_batches: int = 1
     units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
@@ -62,6 +63,8 @@ class Config:
         _one_of("activations", self.activations, ACTIVATIONS)
         _one_of("state_format", self.state_format, ("exact", "compact"))
         _one_of("update", self.update, ("fetch", "backward"))
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"verify is {self.verify!r}; it must be True or False")
         if not _is_int(self.stage) or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is {self.stage!r}; ZeRO stages are 0, 1, 2 and 3")
         if not _is_int(self.micro_batches) or self.micro_batches < 1:

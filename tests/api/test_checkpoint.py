@@ -16,7 +16,7 @@ from torch import nn
 
 import outsize
 from outsize.api.exporting import export
-from outsize.api.saving import load, save
+from outsize import load, save
 from outsize.checkpoint import files, folder
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer

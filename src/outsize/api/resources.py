@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+from outsize.checkpoint.background import Saver
 from outsize.move.conveyor import Conveyor
 from outsize.move.disk import DiskEngine, RunDirectory, StripedFile, open_engine
+from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
 from outsize.move.shard import UnitShard
 from outsize.move.staging import Staging
@@ -22,8 +24,9 @@ class Resources:
         self.ledger = Ledger()
         self.shards: list[UnitShard] = []
         self._pid = os.getpid()
-        self._files: list[StripedFile] = []
+        self._files: list[StripedFile | Generations] = []
         self._runs: list[RunDirectory] = []
+        self.saver = Saver()
         self.disk: DiskEngine | None = None
         try:
             for directory in directories:
@@ -36,11 +39,30 @@ class Resources:
             raise
         self.conveyor = Conveyor(self.staging)
 
-    def open_file(self, name: str, nbytes: int) -> StripedFile:
-        assert self.disk is not None
-        file = StripedFile(self.disk, [run.path for run in self._runs], name, nbytes)
+    def open_generations(self, name: str, nbytes: int, verify: bool) -> Generations:
+        """The file of parameters and optimizer state, which checkpoints may hold."""
+
+        def make(number: int, recycle: Path | None) -> StripedFile:
+            return self._open(f"{name}.{number}", nbytes, recycle)
+
+        file = Generations(make, verify)
         self._files.append(file)
         return file
+
+    def open_file(self, name: str, nbytes: int) -> StripedFile:
+        """A file that is of use to this run alone."""
+        file = self._open(name, nbytes, None)
+        self._files.append(file)
+        return file
+
+    def _open(self, name: str, nbytes: int, recycle: Path | None) -> StripedFile:
+        assert self.disk is not None
+        return StripedFile(self.disk, [run.path for run in self._runs], name, nbytes, recycle)
+
+    @property
+    def run_directories(self) -> list[Path]:
+        """This run's own directories, one for each `disk` directory."""
+        return [run.path for run in self._runs]
 
     @property
     def bytes_read(self) -> int:

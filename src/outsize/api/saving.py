@@ -1,10 +1,10 @@
-"""`save`, `load` and `export`: the state of a prepared model, its optimizer and the random numbers, on disk."""
+"""`save`: the state of a prepared model, its optimizer and the random numbers becomes a checkpoint."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,20 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.public import require
+from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
-from outsize.checkpoint.match import Live, check_match
-from outsize.checkpoint.reader import Checkpoint, Masters
-from outsize.checkpoint.rng import capture_rng, restore_rng
+from outsize.checkpoint.reader import Masters
+from outsize.checkpoint.rng import capture_rng
+from outsize.checkpoint.shelf import Discarded, check_room, no_longer_kept, set_all_aside
 from outsize.checkpoint.values import encode, inline
-from outsize.checkpoint.writer import Extra, GradAtRest, Snapshot, check_buffers, write_checkpoint
-from outsize.move.shard import DTYPES
+from outsize.checkpoint.writer import Extra, GradAtRest, Room, Snapshot, UnfinishedCheckpoint, check_buffers
+from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
 from outsize.run.grads import RestingGrad
-from outsize.run.unit import Unit
 
 MASTERS = Masters(join_master, split_master)
 _NOT_HYPER = ("params", "param_names")
-
-logger = logging.getLogger("outsize")
 
 
 def save(
@@ -36,7 +34,9 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
-) -> None:
+    *,
+    keep: int | None = None,
+) -> Saving:
     """Write a checkpoint: the folder `path`, which appears complete or not at all; see `docs/checkpoint-format.md`.
 
     Args:
@@ -45,120 +45,80 @@ def save(
         optimizer: the prepared one. Without it weights and buffers alone are of use to `load`.
         extra: whatever else the run needs to go on (a scheduler's `state_dict()`, the step): dict, list, tuple, str,
             int, float, bool, None and tensors, nested. Anything else is a `TypeError` that names its place.
+        keep: how many checkpoints of the series stay (the folders beside `path` whose names differ in their last digits
+            only); the oldest beyond it are removed once this one is complete. Default: all.
 
-    An update that is still owed runs first. Memory: a fixed slab, whatever the size of the model. Raises `OSError` with
-    path and errno if the disk is full; then nothing is left behind and the earlier checkpoint is as it was.
+    An update that is still owed runs first. State on disk becomes the checkpoint by hard links where `path` is on the
+    same file system, whatever its size; the next update writes new files, for which the space is taken now. State in
+    memory beyond 64 MiB is copied and written behind the training: the `Saving` that is returned has `wait()` and
+    `done()`, the next `save` or `load` waits too, and so does the end of the process.
+
+    Raises `OSError` with path and errno if the disk is full or fails; then nothing is left behind and the earlier
+    checkpoint is as it was. What goes wrong later is logged, and raised by `wait()`, the next `save` and `load`.
     """
     prepared = whole(model, optimizer, "save")
     target = Path(os.path.realpath(path))
     stored = Extra(extra)
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
+    saver = prepared.resources.saver
+    saver.settle()
     check_replaceable(target)
+    outdated = no_longer_kept(target, keep)
     buffers = buffers_of(model)
     check_buffers(buffers)
-    record = _optimizer_record(prepared, optimizer, encoded=True)
+    record = optimizer_record(prepared, optimizer, encoded=True)
     settle(prepared)
-    grads = _gradients(prepared) if optimizer is not None else {}
-    held = _held(prepared) if optimizer is not None else {}
     shards = [unit.shard for unit in prepared.engine.units]
-    rng = capture_rng(prepared.config.compute_device)
-    write_checkpoint(target, Snapshot(shards, grads, held, buffers, record, rng, stored))
-
-
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Restore a checkpoint and return its `extra`. Going on is bit-identical to never having stopped.
-
-    The tiers, the units, the budgets and the compute dtype (float32 or bfloat16) may differ from those of the run that
-    saved: arrays are found by parameter name, and the fp32 masters stay exact either way. Without `optimizer` only
-    weights and buffers are restored; optimizer state, gradients and random numbers stay as they are.
-
-    Every check comes before any change: `FileNotFoundError` where there is no complete checkpoint, `ValueError` for a
-    damaged one and for one that does not match, with what is missing, unexpected and different. Memory: a fixed slab,
-    and the largest gradient if the checkpoint holds gradients.
-    """
-    prepared = whole(model, optimizer, "load")
-    checkpoint = Checkpoint(Path(os.path.realpath(path)))
-    try:
-        parameters = {
-            slot.name: (slot.shape, DTYPES[slot.dtype])
-            for unit in prepared.engine.units
-            for slot in unit.shard.layout.slots
-        }
-        buffers = buffers_of(model)
-        persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
-        record = _optimizer_record(prepared, optimizer, encoded=False)
-        check_match(checkpoint.manifest, Live(parameters, persistent, record), os.fspath(path))
-        settle(prepared)
-        try:
-            _restore(prepared, checkpoint, buffers, optimizer)
-        except BaseException as error:
-            interrupted = RuntimeError("outsize.load was interrupted")
-            prepared.engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
-            raise
-        return checkpoint.extra
-    finally:
-        checkpoint.close()
-
-
-def _restore(
-    prepared: Prepared,
-    checkpoint: Checkpoint,
-    buffers: Mapping[str, tuple[torch.Tensor, bool]],
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    for unit in prepared.engine.units:
-        checkpoint.load_weights(unit.shard, MASTERS)
-        if unit.shard.buffer.resident:
-            unit.shard.buffer.await_filled()
-        if optimizer is not None:
-            checkpoint.load_state(unit.shard)
-            _restore_gradients(prepared, checkpoint, unit)
-    _restore_buffers(checkpoint, buffers)
-    if optimizer is not None:
-        assert prepared.stepper is not None and checkpoint.manifest.optimizer is not None
-        prepared.stepper.forget()
-        prepared.stepper.steps = checkpoint.manifest.optimizer.steps
-        for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
-            group.update(hyper)
-        restore_rng(checkpoint.rng, prepared.config.compute_device)
-
-
-def _restore_buffers(checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
-    """Persistent buffers were checked to match; of the others those that do are restored too."""
-    for name, (value, persistent) in buffers.items():
-        stored = checkpoint.manifest.buffers.get(name)
-        region = stored.region if stored is not None else None
-        same = region is not None and (region.shape, region.dtype) == (tuple(value.shape), value.dtype)
-        if region is not None and (persistent or same):
-            with torch.no_grad():
-                value.copy_(checkpoint.data.read(region))
-        else:
-            logger.info("buffer %r, which is not persistent, does not match the checkpoint and stays as it is", name)
-
-
-def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:
-    keeper = prepared.engine.keepers[unit.index]
-    keeper.flush_and_drop()
-    for param in unit.parameters.values():
-        param.grad = None
-    records = {name: checkpoint.manifest.parameters[name] for name in unit.parameters}
-    keeper.restore_held(
-        {
-            name: (checkpoint.data.read(record.held.region), record.held.ops)
-            for name, record in records.items()
-            if record.held is not None
-        }
+    files = [file for shard in shards for file in shard.generations()]
+    check_room(files, [*outdated, target], prepared.resources.run_directories)
+    snapshot = Snapshot(
+        shards=shards,
+        grads=_gradients(prepared) if optimizer is not None else {},
+        held=_held(prepared) if optimizer is not None else {},
+        buffers=buffers,
+        optimizer=record,
+        rng=capture_rng(prepared.config.compute_device),
+        extra=stored,
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
     )
-    for name, param in unit.parameters.items():
-        grad = records[name].grad
-        if grad is None:
-            continue
-        content = checkpoint.data.read(grad.region).to(param.device)
-        if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
-            param.grad = grad.ops.apply_(content.to(param.dtype))
-        else:
-            keeper.restore(name, content, grad.ops, grad.norms)
-    keeper.finish()
-    keeper.flush_and_drop()
+    unfinished = UnfinishedCheckpoint(target, snapshot, Room(_room_for_copies(prepared)))
+    saving = saver.begin(target)
+    if unfinished.pending:
+        _reserve(files, None)
+        saving.run_behind(lambda: _replaced(unfinished, outdated).remove())
+    else:
+        saving.run(lambda: _finish_now(unfinished, outdated, files))
+    return saving
+
+
+def _finish_now(unfinished: UnfinishedCheckpoint, outdated: Sequence[Path], files: Sequence[Generations]) -> None:
+    discarded = _replaced(unfinished, outdated)
+    try:
+        _reserve(files, discarded)
+    finally:
+        discarded.remove()
+
+
+def _replaced(unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> Discarded:
+    """Publish, then hide what the new checkpoint makes superfluous."""
+    replaced = unfinished.finish()
+    return Discarded([*([replaced] if replaced is not None else []), *set_all_aside(outdated)])
+
+
+def _reserve(files: Sequence[Generations], discarded: Discarded | None) -> None:
+    """Take the space of the next generations, out of discarded checkpoints where there are any."""
+    for file in files:
+        if file.frozen and not file.has_next:
+            file.reserve(discarded.take(file) if discarded is not None else None)
+
+
+def _room_for_copies(prepared: Prepared) -> int:
+    """Bytes of host memory that the budget leaves beside what training has needed at most so far."""
+    budgets = prepared.survey.budgets
+    tiers = ("host", "device") if budgets.device is None else ("host",)
+    taken = sum(nbytes for name, nbytes in prepared.resources.ledger.peak.items() if name.split("/")[0] in tiers)
+    return max(budgets.host - taken, 0)
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
@@ -225,7 +185,7 @@ def _held(prepared: Prepared) -> dict[str, GradAtRest]:
     }
 
 
-def _optimizer_record(
+def optimizer_record(
     prepared: Prepared, optimizer: torch.optim.Optimizer | None, encoded: bool
 ) -> OptimizerRecord | None:
     if optimizer is None:

@@ -12,7 +12,7 @@ from outsize.api.resources import Resources
 from outsize.api.survey import Survey
 from outsize.config import Config
 from outsize.move.buffer import open_buffer
-from outsize.move.disk import DiskStore, StripedFile
+from outsize.move.disk import DiskStore, PagedFile
 from outsize.move.gradients import GradShard
 from outsize.move.shard import (
     BLOCK,
@@ -53,13 +53,15 @@ def open_shard(
         "grads": copies * wide,
         "states": sum(each.nbytes for _, each in layouts),
     }
-    on_disk = sum(nbytes for kind, nbytes in sizes.items() if getattr(tiers, kind) == "disk")
-    file = UnitFile(resources, f"unit-{layout.index:05d}", on_disk)
+    on_disk = {kind: nbytes if getattr(tiers, kind) == "disk" else 0 for kind, nbytes in sizes.items()}
+    name = f"unit-{layout.index:05d}"
+    file = UnitFile(resources, name, on_disk["params"] + on_disk["states"], config.verify)
+    scratch = UnitFile(resources, f"{name}-grads", on_disk["grads"], config.verify, lasting=False)
     params = file.open("params", tiers.params, layout.param_bytes, device, resources)
     grads = []
     if tiers.grads != "device":
         for _ in range(copies):
-            disk = file.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
+            disk = scratch.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
             grads.append(GradShard(layout, disk, ledger))
     if tiers.params == "device":
         params = None
@@ -134,7 +136,7 @@ class LateArrays:
         needed = sum(layout.nbytes for _, layout in layouts)
         shard.tiers = replace(shard.tiers, states=self._tier(shard, needed))
         disk = needed if shard.tiers.states == "disk" else 0
-        file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk)
+        file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk, self._config.verify)
         _open_arrays(shard, layouts, codecs, file, self._resources)
         master = shard.arrays.get(MASTER)
         for slot in shard.layout.slots:
@@ -176,12 +178,17 @@ class LateArrays:
 
 
 class UnitFile:
-    """Hands out the stores of one unit; those on disk lie behind each other in the unit's file."""
+    """Hands out stores of one unit; those on disk lie behind each other in one file.
 
-    def __init__(self, resources: Resources, name: str, nbytes: int) -> None:
-        self._file: StripedFile | None = None
+    A lasting file holds what a checkpoint holds: parameters and optimizer state. Gradients come and go in another.
+    """
+
+    def __init__(self, resources: Resources, name: str, nbytes: int, verify: bool, lasting: bool = True) -> None:
+        self._file: PagedFile | None = None
         self._position = 0
-        if nbytes:
+        if nbytes and (lasting or verify):
+            self._file = resources.open_generations(name, nbytes, verify)
+        elif nbytes:
             self._file = resources.open_file(name, nbytes)
 
     def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store | None:

@@ -125,12 +125,18 @@ def copy_out(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer
             sink(slot, low - slot.offset, _part(array, content, slot, start, low, high))
 
 
-def copy_in(array: WritableArray, wanted: Mapping[str, object], slab: HostBuffer, source: Source) -> None:
-    """Write the parts of an array that belong to the wanted parameters; others between them become zero."""
+def copy_in(
+    array: WritableArray, wanted: Mapping[str, object], slab: HostBuffer, source: Source, keep: bool = False
+) -> None:
+    """Write the parts of an array that belong to the wanted parameters; others between them stay with `keep`, else
+    become zero."""
     for start, end, parts in _chunks(array.unit, wanted):
         first, nbytes = array.layout.span(start, end)
         content = slab.bytes[:nbytes]
-        content.zero_()
+        if keep:
+            array.read(first, content)
+        else:
+            content.zero_()
         for slot, low, high in parts:
             piece = source(slot, low - slot.offset, high - slot.offset)
             _part(array, content, slot, start, low, high).copy_(piece)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
 import torch
 
-from outsize.checkpoint.manifest import Manifest, Region
-from outsize.move.memory import HostBuffer
+from outsize.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, Region
+from outsize.move.generations import joined_sums, sums_of
+from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.sizes import format_bytes
 
 MAX_OPEN_FILES = 16
+READ_BYTES = 8 << 20
 MAPPED_BYTES = 1 << 18
 
 
@@ -30,15 +31,6 @@ def naming(path: Path, doing: str) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, f"{os.strerror(error.errno)} ({doing})", str(path)) from error
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; valid as long as the tensor lives."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    nbytes = tensor.numel() * tensor.itemsize
-    if not nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +56,7 @@ class DataWriter:
             raise
 
     def write(self, offset: int, content: torch.Tensor) -> None:
-        left = bytes_of(content)
+        left = memory_of(content)
         with naming(self._path, f"writing {format_bytes(len(left))} at {offset}"):
             while left:
                 written = os.pwrite(self._fd, left, offset)
@@ -82,38 +74,101 @@ class DataWriter:
             os.close(self._fd)
 
 
+def file_record(path: Path) -> FileRecord:
+    """The record of a finished file, which is read once more (out of the page cache if it was written just now)."""
+    sums: list[int] = []
+    slab = HostBuffer(READ_BYTES)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(fd).st_size
+        for start in range(0, nbytes, READ_BYTES):
+            content = slab.bytes[: min(READ_BYTES, nbytes - start)]
+            _read(fd, start, content, path)
+            sums += chunk_sums(content)
+    finally:
+        os.close(fd)
+    return FileRecord(nbytes, tuple(sums))
+
+
+def chunk_sums(content: torch.Tensor) -> list[int]:
+    """The CRC-32C of each `CHUNK_BYTES` of `content` (uint8)."""
+    pages = torch.empty(-(-content.numel() // PAGE_BYTES), dtype=torch.int32)
+    sums_of(content, pages)
+    return joined_sums(pages, content.numel(), CHUNK_BYTES)
+
+
+def _read(fd: int, offset: int, out: torch.Tensor, path: Path) -> None:
+    left = memory_of(out)
+    with naming(path, f"reading {format_bytes(len(left))} at {offset}"):
+        while left:
+            count = os.preadv(fd, [left], offset)
+            if not count:
+                raise ValueError(f"{path} ends at {offset}; it was changed while it was being read")
+            offset, left = offset + count, left[count:]
+
+
 @final
 class DataReader:
     """The data files of one checkpoint, open a few at a time. Opening checks that every file has its length."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
+        self._files = manifest.files
         self._open: OrderedDict[str, int] = OrderedDict()
-        for name, nbytes in manifest.files.items():
-            status = os.lstat(folder / name)
+        for name, record in manifest.files.items():
+            try:
+                status = os.lstat(folder / name)
+            except FileNotFoundError as error:
+                raise ValueError(
+                    f"{folder / name} is missing; the checkpoint is damaged: load an earlier one"
+                ) from error
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{folder / name} is not a regular file; the checkpoint is damaged")
-            if status.st_size != nbytes:
+            if status.st_size != record.nbytes:
                 raise ValueError(
-                    f"{folder / name} has {status.st_size} bytes and should have {nbytes}; the checkpoint is damaged: "
-                    f"load an earlier one"
+                    f"{folder / name} has {status.st_size} bytes and should have {record.nbytes}; the checkpoint is "
+                    f"damaged: load an earlier one"
+                )
+
+    def verify(self, regions: Iterable[Region] = (), files: Iterable[str] = ()) -> None:
+        """Compare the bytes of the regions, and of whole files, with their checksums, each chunk once.
+
+        Raises `ValueError` that names file and chunk. Memory: a fixed slab.
+        """
+        wanted = self._chunks(regions, files)
+        slab = HostBuffer(READ_BYTES)
+        per = READ_BYTES // CHUNK_BYTES
+        for name, chunks in sorted(wanted.items()):
+            for first, count in _runs(sorted(chunks), per):
+                self._verify(name, first, count, slab)
+
+    def _chunks(self, regions: Iterable[Region], files: Iterable[str]) -> dict[str, set[int]]:
+        wanted = {name: set(range(len(self._files[name].sums))) for name in files}
+        for region in regions:
+            for piece in region.pieces:
+                end = piece.offset + piece.numel * region.dtype.itemsize
+                chunks = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+                wanted.setdefault(piece.file, set()).update(chunks if piece.numel else ())
+        return wanted
+
+    def _verify(self, name: str, first: int, count: int, slab: HostBuffer) -> None:
+        record, start = self._files[name], first * CHUNK_BYTES
+        content = slab.bytes[: min(count * CHUNK_BYTES, record.nbytes - start)]
+        _read(self._file(name), start, content, self._folder / name)
+        for at, found in enumerate(chunk_sums(content), first):
+            if found != record.sums[at]:
+                raise ValueError(
+                    f"{self._folder / name} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the "
+                    f"checksum {found:08x} and should have {record.sums[at]:08x}; load an earlier checkpoint"
                 )
 
     def read(self, region: Region, start: int = 0, end: int | None = None) -> torch.Tensor:
         """The elements [start, end) of a region, 1-D; the whole region in its shape if no range is given."""
         whole = end is None
-        last = region.nbytes // region.dtype.itemsize if end is None else end
+        last = region.numel if end is None else end
         out = _empty(last - start, region.dtype)
-        offset = region.offset + start * region.dtype.itemsize
-        path = self._folder / region.file
-        left = bytes_of(out)
-        with naming(path, f"reading {format_bytes(len(left))} at {offset}"):
-            fd = self._file(region.file)
-            while left:
-                count = os.preadv(fd, [left], offset)
-                if not count:
-                    raise ValueError(f"{path} ends at {offset}; it was changed while it was being loaded")
-                offset, left = offset + count, left[count:]
+        for piece, first in region.within(start, last):
+            _read(self._file(piece.file), piece.offset, out[first : first + piece.numel], self._folder / piece.file)
         return out.view(region.shape) if whole else out
 
     def _file(self, name: str) -> int:
@@ -128,3 +183,14 @@ class DataReader:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _runs(chunks: list[int], longest: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of neighbouring numbers, at most `longest` each."""
+    at = 0
+    while at < len(chunks):
+        end = at + 1
+        while end < len(chunks) and end - at < longest and chunks[end] == chunks[end - 1] + 1:
+            end += 1
+        yield chunks[at], end - at
+        at = end

@@ -8,17 +8,19 @@ import fcntl
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import final
 
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old|gone)-[0-9a-f]{12}")
 
 # Note [One instant]
 # The new folder is complete and on the disk before the rename. Where a checkpoint is replaced, old and new exchange
@@ -28,26 +30,32 @@ _RENAME_EXCHANGE = 2
 # by a lock on it that the kernel released with the process.
 
 
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A fresh folder for the block to fill, which is then at `target`; on any error nothing is left of it."""
-    parent, name = target.parent, target.name
-    parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(parent, name)
-    fresh = parent / f".{name}.new-{secrets.token_hex(6)}"
-    fresh.mkdir()
-    lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+@final
+class NewFolder:
+    """A fresh folder, `path`, that is to be at `target` once it is complete. Either `publish` or `abandon` follows."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        parent = target.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(parent)
+        self.path = parent / f".{target.name}.new-{secrets.token_hex(6)}"
+        self.path.mkdir()
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks: its leftovers are the user's to remove
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield fresh
-        sync(fresh)
-        _publish(fresh, target)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def publish(self) -> Path | None:
+        """Bring it to its place; gives the folder that was there, under a hidden name, for the caller to remove."""
+        sync(self.path)
+        replaced = _publish(self.path, self.target)
+        os.close(self._lock)
+        return replaced
+
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -108,23 +116,23 @@ def _files_of(manifest: Path) -> set[str] | None:
         return None
 
 
-def _publish(fresh: Path, target: Path) -> None:
+def _publish(fresh: Path, target: Path) -> Path | None:
     if not target.exists() or not any(target.iterdir()):
         os.rename(fresh, target)
         sync(target.parent)
-    elif _exchange(fresh, target):
+        return None
+    if _exchange(fresh, target):
         sync(target.parent)
-        shutil.rmtree(fresh, ignore_errors=True)
-    else:
-        aside = target.parent / f".{target.name}.old-{secrets.token_hex(6)}"
-        os.rename(target, aside)
-        try:
-            os.rename(fresh, target)
-        except OSError:
-            os.rename(aside, target)
-            raise
-        sync(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        return fresh
+    aside = target.parent / f".{target.name}.old-{secrets.token_hex(6)}"
+    os.rename(target, aside)
+    try:
+        os.rename(fresh, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    sync(target.parent)
+    return aside
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -140,9 +148,13 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
-def _remove_leftovers(parent: Path, name: str) -> None:
-    for entry in [*parent.glob(f".{glob.escape(name)}.new-*"), *parent.glob(f".{glob.escape(name)}.old-*")]:
-        if ".old-" in entry.name and not (parent / name).exists():
+def remove_leftovers(parent: Path) -> None:
+    """Remove what killed saves left beside the checkpoints of a folder."""
+    for entry in parent.glob(".*-*"):
+        found = _LEFTOVER.fullmatch(entry.name)
+        if found is None or entry.is_symlink():
+            continue
+        if found["kind"] == "old" and not (parent / found["name"]).exists():
             continue  # it is the only one: see Note [One instant]
         with suppress(OSError):
             fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -151,3 +163,11 @@ def _remove_leftovers(parent: Path, name: str) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
             finally:
                 os.close(fd)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Take a checkpoint out of sight in one rename; gives its hidden name, under which it may be removed in peace."""
+    hidden = checkpoint.parent / f".{checkpoint.name}.gone-{secrets.token_hex(6)}"
+    os.rename(checkpoint, hidden)
+    sync(checkpoint.parent)
+    return hidden

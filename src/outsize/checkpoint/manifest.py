@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,37 +13,130 @@ import torch
 
 from outsize.checkpoint.values import DTYPE_NAMES, DTYPES, decode, encode, inline
 from outsize.move.gradients import GradOps
+from outsize.move.shard import BLOCK
 from outsize.plan.layout import round_up
 
 FORMAT = "outsize checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 ALIGN_BYTES = 64
+CHUNK_BYTES = 1 << 20
+"""Bytes that share a checksum."""
+
+MAX_MANIFEST_BYTES = 1 << 30
+CODECS = {"signed": torch.int8, "root": torch.uint8}
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Region:
-    """One array, contiguous and little-endian, in one file of the checkpoint."""
+class FileRecord:
+    """One file: its length, and the CRC-32C of each `CHUNK_BYTES` of it."""
+
+    nbytes: int
+    sums: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes, "crc32c": [f"{each:08x}" for each in self.sums]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> FileRecord:
+        nbytes = _natural(value["bytes"])
+        sums = tuple(int(each, 16) for each in value["crc32c"])
+        if len(sums) != -(-nbytes // CHUNK_BYTES):
+            raise ValueError(f"{len(sums)} checksums for {nbytes} bytes")
+        return cls(nbytes, sums)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of an array, contiguous and little-endian, at a byte of one file."""
 
     file: str
     offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def at(cls, file: str, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
+        """The whole array in one piece."""
+        return cls(dtype, shape, (Piece(file, offset, prod(shape)),))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    def within(self, start: int, end: int) -> Iterator[tuple[Piece, int]]:
+        """The pieces of the elements [start, end) in order, each with its first element counted from `start`."""
+        first = 0
+        for piece in self.pieces:
+            low, high = max(start, first), min(end, first + piece.numel)
+            if low < high:
+                offset = piece.offset + (low - first) * self.dtype.itemsize
+                yield Piece(piece.file, offset, high - low), low - start
+            first += piece.numel
 
     def to_json(self) -> dict[str, Any]:
-        where = {"file": self.file, "offset": self.offset}
-        return {**where, "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        what = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        if len(self.pieces) == 1:
+            return {"file": self.pieces[0].file, "offset": self.pieces[0].offset, **what}
+        return {"pieces": [[piece.file, piece.offset, piece.numel] for piece in self.pieces], **what}
 
     @classmethod
     def from_json(cls, value: Any) -> Region:
-        shape = tuple(_natural(each) for each in value["shape"])
-        return cls(str(value["file"]), _natural(value["offset"]), DTYPES[value["dtype"]], shape)
+        dtype, shape = DTYPES[value["dtype"]], tuple(_natural(each) for each in value["shape"])
+        if "pieces" not in value:
+            return cls.at(str(value["file"]), _natural(value["offset"]), dtype, shape)
+        pieces = tuple(Piece(str(file), _natural(at), _natural(numel)) for file, at, numel in value["pieces"])
+        if sum(piece.numel for piece in pieces) != prod(shape):
+            raise ValueError("the pieces of an array are not as many elements as its shape")
+        return cls(dtype, shape, pieces)
+
+
+@dataclass(frozen=True)
+class CodedRegion:
+    """An array of fp32 values kept as 8-bit codes, with one fp32 scale for each `BLOCK` elements."""
+
+    codes: Region
+    scales: Region
+    codec: str
+
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def to_json(self) -> dict[str, Any]:
+        return {"codec": self.codec, "codes": self.codes.to_json(), "scales": self.scales.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Any) -> CodedRegion:
+        codes, scales = Region.from_json(value["codes"]), Region.from_json(value["scales"])
+        if value["codec"] not in CODECS or codes.dtype is not CODECS[value["codec"]]:
+            raise ValueError(f"unknown code {value['codec']!r} in {codes.dtype}")
+        if scales.dtype is not torch.float32 or scales.shape != (-(-codes.numel // BLOCK),):
+            raise ValueError("the scales do not fit the codes")
+        return cls(codes, scales, str(value["codec"]))
+
+
+AnyRegion = Region | CodedRegion
+
+
+def _any_region(value: Any) -> AnyRegion:
+    return CodedRegion.from_json(value) if "codec" in value else Region.from_json(value)
 
 
 @dataclass(frozen=True)
@@ -71,7 +164,7 @@ class ParameterRecord:
 
     weight: Region
     master: Region | None = None
-    state: Mapping[str, Region] = field(default_factory=dict)
+    state: Mapping[str, AnyRegion] = field(default_factory=dict)
     scalars: Any = None
     """The optimizer's other values of this parameter, encoded; None where it has no state yet."""
     grad: GradRecord | None = None
@@ -86,9 +179,15 @@ class ParameterRecord:
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
-    def regions(self) -> list[Region]:
-        found = [self.weight, *self.state.values()]
-        found += [self.master] if self.master is not None else []
+    def weights(self) -> list[Region]:
+        """The arrays that make up the parameter's values."""
+        return [self.weight] if self.master is None else [self.weight, self.master]
+
+    def states(self) -> list[Region]:
+        """The arrays of optimizer and gradients, those of codes and scales included."""
+        found: list[Region] = []
+        for each in self.state.values():
+            found += [each.codes, each.scales] if isinstance(each, CodedRegion) else [each]
         return found + [grad.region for grad in (self.grad, self.held) if grad is not None]
 
     def to_json(self) -> dict[str, Any]:
@@ -106,17 +205,18 @@ class ParameterRecord:
         record = cls(
             weight=Region.from_json(value["weight"]),
             master=Region.from_json(value["master"]) if value["master"] is not None else None,
-            state={str(name): Region.from_json(each) for name, each in value["state"].items()},
+            state={str(name): _any_region(each) for name, each in value["state"].items()},
             scalars=value["scalars"],
             grad=GradRecord.from_json(value["grad"]) if value["grad"] is not None else None,
             held=GradRecord.from_json(value["held"]) if value["held"] is not None else None,
         )
-        if any(region.shape != record.shape for region in record.regions()):
+        grads = [grad.region for grad in (record.grad, record.held) if grad is not None]
+        masters = [record.master] if record.master is not None else []
+        others = [*record.state.values(), *grads]
+        if any(region.shape != record.shape for region in (*masters, *others)):
             raise ValueError("the arrays of one parameter have different shapes")
         if record.master is not None and MASTER_DTYPES.get(record.dtype) is not record.master.dtype:
             raise ValueError("a master is int16 beside a bfloat16 weight and float32 beside a float16 one")
-        grads = [grad.region for grad in (record.grad, record.held) if grad is not None]
-        others = [*record.state.values(), *grads]
         if not all(region.dtype.is_floating_point for region in others):
             raise ValueError("optimizer state and gradients are floating-point")
         return record
@@ -177,22 +277,27 @@ class OptimizerRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the arrays' bytes. `files` gives each file's length."""
+    """Everything about a checkpoint but the arrays' bytes. `saved_at` is in UTC and orders checkpoints by age."""
 
-    files: Mapping[str, int]
+    files: Mapping[str, FileRecord]
     parameters: Mapping[str, ParameterRecord]
     buffers: Mapping[str, BufferRecord]
     optimizer: OptimizerRecord | None
     rng: Any
     extra: Any
     written_by: Mapping[str, str] = field(default_factory=dict)
+    saved_at: str = ""
+    world_size: int = 1
 
     def to_text(self) -> str:
         content = {
             "format": FORMAT,
             "version": VERSION,
             "written_by": dict(self.written_by),
-            "files": dict(self.files),
+            "saved_at": self.saved_at,
+            "world_size": self.world_size,
+            "chunk_bytes": CHUNK_BYTES,
+            "files": {name: record.to_json() for name, record in self.files.items()},
             "parameters": {name: record.to_json() for name, record in self.parameters.items()},
             "buffers": {name: record.to_json() for name, record in self.buffers.items()},
             "optimizer": self.optimizer and self.optimizer.to_json(),
@@ -224,19 +329,23 @@ class Manifest:
     def _from_json(cls, value: dict[str, Any]) -> Manifest:
         optimizer = value["optimizer"]
         manifest = cls(
-            files={str(name): _natural(nbytes) for name, nbytes in value["files"].items()},
+            files={str(name): FileRecord.from_json(each) for name, each in value["files"].items()},
             parameters={str(name): ParameterRecord.from_json(each) for name, each in value["parameters"].items()},
             buffers={str(name): BufferRecord.from_json(each) for name, each in value["buffers"].items()},
             optimizer=None if optimizer is None else OptimizerRecord.from_json(optimizer),
             rng=value["rng"],
             extra=value["extra"],
             written_by=dict(value["written_by"]),
+            saved_at=str(value["saved_at"]),
+            world_size=_natural(value["world_size"]),
         )
+        if value["chunk_bytes"] != CHUNK_BYTES:
+            raise ValueError(f"checksums of {value['chunk_bytes']!r} bytes; they are of {CHUNK_BYTES}")
         for name in manifest.files:
             if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
                 raise ValueError(f"{name!r} is not a file name that a checkpoint may use")
         for record in manifest.parameters.values():
-            for region in record.regions():
+            for region in (*record.weights(), *record.states()):
                 manifest.check(region)
         for buffer in manifest.buffers.values():
             manifest.check(buffer.region)
@@ -244,8 +353,10 @@ class Manifest:
 
     def check(self, region: Region) -> None:
         """Raise `ValueError` unless the region lies in one of the files."""
-        if region.file not in self.files or region.offset + region.nbytes > self.files[region.file]:
-            raise ValueError(f"an array of {region.nbytes} bytes at {region.offset} lies outside of {region.file!r}")
+        for piece in region.pieces:
+            nbytes = piece.numel * region.dtype.itemsize
+            if piece.file not in self.files or piece.offset + nbytes > self.files[piece.file].nbytes:
+                raise ValueError(f"an array of {nbytes} bytes at {piece.offset} lies outside of {piece.file!r}")
 
 
 class FilePlan:
@@ -256,8 +367,8 @@ class FilePlan:
         self.nbytes = 0
 
     def reserve(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
-        region = Region(self.name, round_up(self.nbytes, ALIGN_BYTES), dtype, shape)
-        self.nbytes = region.offset + region.nbytes
+        region = Region.at(self.name, round_up(self.nbytes, ALIGN_BYTES), dtype, shape)
+        self.nbytes = region.pieces[0].offset + region.nbytes
         return region
 
 

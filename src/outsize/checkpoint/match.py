@@ -10,47 +10,55 @@ import torch
 from outsize.checkpoint.manifest import Manifest, OptimizerRecord, ParameterRecord
 
 LISTED = 10
+_PASSABLE = ("missing", "unexpected")
 _CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16}
 """A parameter may change between these: the fp32 master is kept exactly either way."""
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Differences = dict[str, list[str]]
+"""What differs, such as "missing parameters", and the names."""
 
 
 @dataclass(frozen=True)
 class Live:
     """What the live side expects: shapes and dtypes by name, and its optimizer where one is to be loaded."""
 
-    parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    buffers: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    parameters: Shapes
+    buffers: Shapes | None
+    """None where buffers are not to be loaded."""
     optimizer: OptimizerRecord | None
 
 
-def check_match(manifest: Manifest, live: Live, label: str) -> None:
-    """Raise `ValueError` that lists what is missing, unexpected and different in the checkpoint `label`."""
-    problems = _differences("parameter", _shapes(manifest.parameters), live.parameters)
-    persistent = {
-        name: (record.region.shape, record.region.dtype)
-        for name, record in manifest.buffers.items()
-        if record.persistent
-    }
-    problems += _differences("buffer", persistent, live.buffers)
+def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True) -> Differences:
+    """Raise `ValueError` that lists what is missing, unexpected and different in the checkpoint `label`.
+
+    With `strict` False, what is missing and unexpected is returned, and the rest must fit.
+    """
+    found = _differences("parameter", _shapes(manifest.parameters), live.parameters)
+    if live.buffers is not None:
+        persistent = {
+            name: (record.region.shape, record.region.dtype)
+            for name, record in manifest.buffers.items()
+            if record.persistent
+        }
+        found |= _differences("buffer", persistent, live.buffers)
+    passed_over = {what: names for what, names in found.items() if not strict and what.split()[0] in _PASSABLE}
+    problems = [f"{len(names)} {what}: {_listed(names)}" for what, names in found.items() if what not in passed_over]
     if problems:
         raise ValueError(
             f"the checkpoint {label} is of another model: {'; '.join(problems)}. Load it into the model that was "
-            f"saved. Nothing was changed"
+            f"saved{' or pass strict=False' if strict else ''}. Nothing was changed"
         )
     if live.optimizer is not None:
-        _check_optimizer(manifest, live.optimizer, label)
+        _check_optimizer(manifest, live.optimizer, label, strict)
+    return passed_over
 
 
 def _shapes(records: Mapping[str, ParameterRecord]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (record.shape, record.dtype) for name, record in records.items()}
 
 
-def _differences(
-    kind: str,
-    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    live: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-) -> list[str]:
-    problems = []
+def _differences(kind: str, stored: Shapes, live: Shapes) -> Differences:
     missing = [name for name in live if name not in stored]
     unexpected = [name for name in stored if name not in live]
     both = [name for name in live if name in stored]
@@ -64,18 +72,16 @@ def _differences(
         for name in both
         if stored[name][1] != live[name][1] and not {stored[name][1], live[name][1]} <= _CONVERTIBLE
     ]
-    for what, found in (
-        (f"missing {kind}s", missing),
-        (f"unexpected {kind}s", unexpected),
-        (f"{kind}s of another shape", shapes),
-        (f"{kind}s of another dtype", dtypes),
-    ):
-        if found:
-            problems.append(f"{len(found)} {what}: {_listed(found)}")
-    return problems
+    found = {
+        f"missing {kind}s": missing,
+        f"unexpected {kind}s": unexpected,
+        f"{kind}s of another shape": shapes,
+        f"{kind}s of another dtype": dtypes,
+    }
+    return {what: names for what, names in found.items() if names}
 
 
-def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str) -> None:
+def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, strict: bool) -> None:
     stored = manifest.optimizer
     if stored is None:
         raise ValueError(
@@ -91,7 +97,7 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str) -> N
     if len(stored.groups) != len(live.groups):
         problems.append(f"its optimizer has {len(stored.groups)} parameter groups, this one {len(live.groups)}")
     else:
-        problems += _moved(stored, live)
+        problems += _moved(stored, live, strict)
     for name, record in manifest.parameters.items():
         if record.scalars is not None and set(record.state) != set(stored.arrays):
             problems.append(f"the optimizer arrays of {name!r} are incomplete")
@@ -103,10 +109,11 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str) -> N
         )
 
 
-def _moved(stored: OptimizerRecord, live: OptimizerRecord) -> list[str]:
+def _moved(stored: OptimizerRecord, live: OptimizerRecord, strict: bool) -> list[str]:
     home = {name: index for index, group in enumerate(stored.groups) for name in group.parameters}
     here = {name: index for index, group in enumerate(live.groups) for name in group.parameters}
-    moved = sorted(name for name in home.keys() | here.keys() if home.get(name) != here.get(name))
+    names = home.keys() | here.keys() if strict else home.keys() & here.keys()
+    moved = sorted(name for name in names if home.get(name) != here.get(name))
     return [f"{len(moved)} parameters are in other parameter groups: {_listed(moved)}"] if moved else []
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +16,29 @@ from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
 from outsize.checkpoint.files import DataReader, naming
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.library import require_safetensors
-from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest, ParameterRecord, Region
+from outsize.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    AnyRegion,
+    Manifest,
+    ParameterRecord,
+    Region,
+)
 from outsize.checkpoint.rng import check_rng
+from outsize.checkpoint.shelf import checkpoints_in, incomplete_in
 from outsize.checkpoint.values import decode, from_inline
-from outsize.checkpoint.writer import EXTRA_FILE
+from outsize.checkpoint.writer import EXTRA_FILE, MODEL_FILE
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, SlotState, UnitShard
+from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Codec, SlotState, UnitShard
 from outsize.plan.layout import Slot
+from outsize.plan.sizes import format_bytes
+
+LATEST = "latest"
+
+Codecs = Callable[[str], Codec]
+"""The codec of a kind of 8-bit array, by its name in checkpoints."""
+
+logger = logging.getLogger("outsize")
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,50 @@ class Masters:
     split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
+def find_checkpoint(path: Path) -> Path:
+    """The folder to load: `path`, or the newest complete checkpoint in it (also as `path/latest`).
+
+    What is passed over is logged. Raises `FileNotFoundError` where there is none.
+    """
+    folder = locate(path)
+    if (folder / MANIFEST_NAME).is_file():
+        return folder
+    if not folder.exists() and path.name == LATEST and path.parent.is_dir():
+        folder = path.parent
+    if not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(path))
+    for entry in incomplete_in(folder):
+        logger.warning("passed over %s: it has no manifest, so it was never completed", entry)
+    for shelved in checkpoints_in(folder):
+        try:
+            open_manifest(shelved.path)[1].close()
+        except (ValueError, OSError) as error:
+            logger.warning("passed over %s: %s", shelved.path, error)
+        else:
+            logger.info("%s: the newest complete checkpoint is %s", path, shelved.path)
+            return shelved.path
+    raise FileNotFoundError(
+        errno.ENOENT,
+        "not a complete checkpoint, and it holds none: the manifest is written last and is missing; load another one",
+        str(folder / MANIFEST_NAME),
+    )
+
+
+def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
+    """The manifest and the files behind it, whose lengths are checked. Raises `ValueError` that names what is wrong."""
+    file = folder / MANIFEST_NAME
+    try:
+        with naming(file, "reading"):
+            if os.lstat(file).st_size > MAX_MANIFEST_BYTES:
+                raise ValueError(f"is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
+            manifest = Manifest.from_text(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} {error}") from error
+    return manifest, DataReader(folder, manifest)
+
+
 @final
 class Checkpoint:
     """A checkpoint opened for reading, its values decoded. Close it after use.
@@ -38,25 +100,10 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(self, path: Path) -> None:
-        folder = locate(path)
-        if not folder.exists():
-            raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(path))
-        file = folder / MANIFEST_NAME
-        if not file.is_file():
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "not a complete checkpoint: the manifest is written last and is missing; load another one",
-                str(file),
-            )
-        try:
-            with naming(file, "reading"):
-                self.manifest = Manifest.from_text(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{file} {error}") from error
-        self.data = DataReader(folder, self.manifest)
+    def __init__(self, folder: Path, codecs: Codecs) -> None:
+        self.folder = folder
+        self._codecs = codecs
+        self.manifest, self.data = open_manifest(folder)
         try:
             self._decode(folder)
         except BaseException as error:
@@ -64,6 +111,14 @@ class Checkpoint:
             if not isinstance(error, Exception) or isinstance(error, (OSError, ImportError)):
                 raise
             raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+
+    def verify(self, weights: bool, state: bool) -> None:
+        """Compare all that is going to be read with its checksums. Raises `ValueError` that names file and chunk."""
+        regions = [record.region for record in self.manifest.buffers.values()]
+        for record in self.manifest.parameters.values():
+            regions += record.weights() if weights else []
+            regions += record.states() if state else []
+        self.data.verify(regions, [name for name in (MODEL_FILE, EXTRA_FILE) if name in self.manifest.files])
 
     def _decode(self, folder: Path) -> None:
         manifest = self.manifest
@@ -90,21 +145,27 @@ class Checkpoint:
         self.data.close()
 
     def load_weights(self, shard: UnitShard, masters: Masters) -> None:
-        """Place the unit's parameters, and the rest of their masters; memory: one slab and one piece."""
+        """Place the unit's parameters, and the rest of their masters; memory: one slab and one piece.
+
+        A parameter that the checkpoint has not got keeps its values.
+        """
         slab = HostBuffer(SLAB_BYTES)
         master = shard.arrays.get(MASTER)
         weights = _Weights(self.data, self.manifest.parameters, masters, master is not None)
-        copy_in(Weights(shard), shard.slots, slab, weights.weight)
+        known = {name: slot for name, slot in shard.slots.items() if name in self.manifest.parameters}
+        keep = len(known) < len(shard.slots)
+        copy_in(Weights(shard), known, slab, weights.weight, keep)
         if master is not None:
-            halves = {name: slot for name, slot in shard.slots.items() if slot.dtype in MASTER_BYTES}
-            copy_in(States(shard, master), halves, slab, weights.master)
+            halves = {name: slot for name, slot in known.items() if slot.dtype in MASTER_BYTES}
+            copy_in(States(shard, master), halves, slab, weights.master, keep)
 
     def load_state(self, shard: UnitShard) -> None:
         """Place the unit's optimizer arrays and scalars; a parameter that had none has none again."""
         slab = HostBuffer(SLAB_BYTES)
         records = self.manifest.parameters
-        filled = {name for name in shard.slots if name in self.scalars}
-        stale = {name for name, state in shard.slot_states.items() if state.initialised}
+        known = {name for name in shard.slots if name in records}
+        filled = {name for name in known if name in self.scalars}
+        stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
         for array in shard.arrays.values():
             if array.public:
                 wanted = dict.fromkeys(filled | stale)
@@ -112,12 +173,22 @@ class Checkpoint:
                 def source(slot: Slot, start: int, end: int, key: str = array.name) -> torch.Tensor:
                     if slot.name not in filled:
                         return torch.zeros(end - start)
-                    return self.data.read(records[slot.name].state[key], start, end)
+                    return self._state(records[slot.name].state[key], start, end)
 
-                copy_in(States(shard, array), wanted, slab, source)
-        shard.slot_states.clear()
+                copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
+        for name in known:
+            shard.slot_states.pop(name, None)
         for name in filled:
             shard.slot_states[name] = SlotState(self.scalars[name], initialised=True)
+
+    def _state(self, region: AnyRegion, start: int, end: int) -> torch.Tensor:
+        """The values [start, end) of an optimizer array, decoded where they are codes."""
+        if isinstance(region, Region):
+            return self.data.read(region, start, end)
+        first = start // BLOCK * BLOCK
+        codes = self.data.read(region.codes, first, end)
+        scales = self.data.read(region.scales, first // BLOCK, -(-end // BLOCK))
+        return self._codecs(region.codec).decode(codes, scales)[start - first :]
 
 
 class _Weights:

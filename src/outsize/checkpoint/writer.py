@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every array of every unit, slab by slab, then the manifest."""
+"""Writing a checkpoint: the files that hold the state on disk, copies of what is in memory, then the manifest."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, Gradients, RestingArray, States, Weights, copy_out
-from outsize.checkpoint.files import DataWriter
-from outsize.checkpoint.folder import new_folder, sync, write_text
+from outsize.checkpoint.arrays import SLAB_BYTES, Gradients, RestingArray, copy_out
+from outsize.checkpoint.files import DataWriter, file_record
+from outsize.checkpoint.folder import NewFolder, sync, write_text
 from outsize.checkpoint.library import require_safetensors, storing
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
     BufferRecord,
     FilePlan,
+    FileRecord,
     GradRecord,
     Manifest,
     OptimizerRecord,
     ParameterRecord,
     Region,
 )
+from outsize.checkpoint.parts import Part, Present, UnitPlaces, take
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard
+from outsize.move.shard import UnitShard
 from outsize.plan.layout import Slot
 
 MODEL_FILE = "model.bin"
+GRADS_FILE = "grads.bin"
+AT_ONCE_BYTES = 64 << 20
+"""So much is written before `save` returns; what is more is copied, and written behind the training."""
+
 EXTRA_FILE = "extra.safetensors"
 
 
@@ -71,79 +77,149 @@ class Snapshot:
     optimizer: OptimizerRecord | None
     rng: Any
     extra: Extra
+    saved_at: str
 
 
-def write_checkpoint(target: Path, snapshot: Snapshot) -> None:
-    """Write the folder `target` whole, or leave what was there. Memory: one slab, and one buffer on its way."""
-    with new_folder(target) as folder:
-        files: dict[str, int] = {}
-        parameters: dict[str, ParameterRecord] = {}
-        for shard in snapshot.shards:
-            unit = _UnitPlan(shard, snapshot)
-            unit.write(folder)
-            files[unit.file.name] = unit.file.nbytes
-            parameters.update(unit.records())
-        buffers, rng = _write_model(folder, snapshot, files)
-        _write_extra(folder, snapshot.extra, files)
-        manifest = Manifest(files, parameters, buffers, snapshot.optimizer, rng, snapshot.extra.encoded, _versions())
-        write_text(folder / MANIFEST_NAME, manifest.to_text())
+@dataclass(frozen=True)
+class Room:
+    """What a save may take: memory for copies that are written behind the training."""
+
+    copy_bytes: int
+
+
+@final
+class UnfinishedCheckpoint:
+    """A checkpoint whose state is safe from the training and that `finish` brings to its place.
+
+    Made while the training stands still. What is on disk is linked and frozen, or held; what is in memory is copied, as
+    far as there is room for copies, and written at once where there is none.
+    """
+
+    def __init__(self, target: Path, snapshot: Snapshot, room: Room) -> None:
+        self._snapshot = snapshot
+        self._grads = FilePlan(GRADS_FILE)
+        self._folder = NewFolder(target)
+        self._parts: list[Part] = []
+        self._files: dict[str, FileRecord] = {}
+        try:
+            self._plans = [_UnitPlan(shard, snapshot, self._grads) for shard in snapshot.shards]
+            self._take_state(room)
+            self._write_grads()
+            self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._files)
+            _write_extra(self._folder.path, snapshot.extra, self._files)
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything large is still to be written."""
+        return any(not isinstance(part, Present) for part in self._parts)
+
+    def _take_state(self, room: Room) -> None:
+        for plan in self._plans:
+            for name, file in plan.places.files.items():
+                self._parts.append(take(file, self._folder.path, name))
+        left = sum(plan.places.copied_bytes for plan in self._plans)
+        small = left <= AT_ONCE_BYTES
+        for plan in self._plans:
+            image = plan.places.image()
+            if image is None:
+                continue
+            if small or left > room.copy_bytes:
+                self._write(image)
+            else:
+                self._parts.append(image)
+            left -= plan.places.copied_bytes
+
+    def _write(self, part: Part) -> None:
+        try:
+            self._files[part.name] = part.write(self._folder.path)
+        finally:
+            part.drop()
+
+    def _write_grads(self) -> None:
+        if not self._grads.nbytes:
+            return
+        path = self._folder.path / GRADS_FILE
+        slab = HostBuffer(SLAB_BYTES)
+        with DataWriter(path, self._grads.nbytes) as file:
+            for plan in self._plans:
+                plan.write_grads(file, slab)
+        self._files[GRADS_FILE] = file_record(path)
+
+    def finish(self) -> Path | None:
+        """Write what is left, then the manifest, and publish; gives the folder that was replaced, if there was one."""
+        try:
+            while self._parts:
+                self._write(self._parts.pop(0))
+            write_text(self._folder.path / MANIFEST_NAME, self._manifest().to_text())
+            return self._folder.publish()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+        while self._parts:
+            self._parts.pop().drop()
+        self._folder.abandon()
+
+    def _manifest(self) -> Manifest:
+        snapshot = self._snapshot
+        records = {name: record for plan in self._plans for name, record in plan.records().items()}
+        return Manifest(
+            files=dict(sorted(self._files.items())),
+            parameters=records,
+            buffers=self._buffers,
+            optimizer=snapshot.optimizer,
+            rng=self._rng,
+            extra=snapshot.extra.encoded,
+            written_by=_versions(),
+            saved_at=snapshot.saved_at,
+        )
 
 
 class _UnitPlan:
-    """Where each array of one unit goes in the unit's file."""
+    """Where each array of one unit goes."""
 
-    def __init__(self, shard: UnitShard, snapshot: Snapshot) -> None:
-        self.file = FilePlan(f"unit-{shard.layout.index:05d}.bin")
-        self._shard = shard
+    def __init__(self, shard: UnitShard, snapshot: Snapshot, grads: FilePlan) -> None:
         self._slots = shard.layout.slots
-        self._scalars = self._encode_scalars() if snapshot.optimizer is not None else {}
-        self._weights = {slot.name: self.file.reserve(DTYPES[slot.dtype], slot.shape) for slot in self._slots}
-        halves = [slot for slot in self._slots if slot.dtype in MASTER_BYTES] if MASTER in shard.arrays else []
-        self._masters = {slot.name: self.file.reserve(MASTER_DTYPE[slot.dtype], slot.shape) for slot in halves}
-        trained = [slot for slot in self._slots if slot.name in self._scalars]
-        self._states = {
-            name: {slot.name: self.file.reserve(array.value_dtype(slot.dtype), slot.shape) for slot in trained}
-            for name, array in shard.arrays.items()
-            if array.public
-        }
-        self._grads = _GradPlan(shard, snapshot.grads, self.file)
-        self._held = _GradPlan(shard, snapshot.held, self.file)
+        self._scalars = self._encode_scalars(shard) if snapshot.optimizer is not None else {}
+        self.places = UnitPlaces(shard, self._scalars)
+        self._grads = _GradPlan(shard, snapshot.grads, grads)
+        self._held = _GradPlan(shard, snapshot.held, grads)
+        self._records = {slot.name: self._record(slot) for slot in self._slots}
 
     def records(self) -> dict[str, ParameterRecord]:
-        return {slot.name: self._record(slot.name) for slot in self._slots}
+        return self._records
 
-    def write(self, folder: Path) -> None:
-        slab = HostBuffer(SLAB_BYTES)
-        with DataWriter(folder / self.file.name, self.file.nbytes) as file:
-            _copy(Weights(self._shard), self._weights, slab, file)
-            if self._masters:
-                _copy(States(self._shard, self._shard.arrays[MASTER]), self._masters, slab, file)
-            for name, regions in self._states.items():
-                _copy(States(self._shard, self._shard.arrays[name]), regions, slab, file)
-            self._grads.write(file, slab)
-            self._held.write(file, slab)
+    def write_grads(self, file: DataWriter, slab: HostBuffer) -> None:
+        self._grads.write(file, slab)
+        self._held.write(file, slab)
 
-    def _encode_scalars(self) -> dict[str, Any]:
-        states = self._shard.slot_states
+    @staticmethod
+    def _encode_scalars(shard: UnitShard) -> dict[str, Any]:
         return {
             name: encode(state.scalars, f"the optimizer state of {name!r}", inline)
-            for name, state in states.items()
+            for name, state in shard.slot_states.items()
             if state.initialised
         }
 
-    def _record(self, name: str) -> ParameterRecord:
+    def _record(self, slot: Slot) -> ParameterRecord:
+        trained = slot.name in self._scalars
         return ParameterRecord(
-            weight=self._weights[name],
-            master=self._masters.get(name),
-            state={array: regions[name] for array, regions in self._states.items() if name in regions},
-            scalars=self._scalars.get(name),
-            grad=self._grads.record(name),
-            held=self._held.record(name),
+            weight=self.places.weight(slot),
+            master=self.places.master(slot),
+            state=self.places.states(slot) if trained else {},
+            scalars=self._scalars.get(slot.name),
+            grad=self._grads.record(slot.name),
+            held=self._held.record(slot.name),
         )
 
 
 class _GradPlan:
-    """Where one unit's gradients of one step go in the unit's file."""
+    """Where one unit's gradients of one step go in the file of all gradients."""
 
     def __init__(self, shard: UnitShard, grads: Mapping[str, GradAtRest], file: FilePlan) -> None:
         self._layout = shard.layout
@@ -164,7 +240,7 @@ class _GradPlan:
         resting: dict[GradShard, dict[str, Region]] = {}
         for name, grad in self._grads.items():
             if grad.content is not None:
-                file.write(self._regions[name].offset, grad.content.detach().reshape(-1).cpu())
+                file.write(self._regions[name].pieces[0].offset, grad.content.detach().reshape(-1).cpu())
             elif grad.resting is not None:
                 resting.setdefault(grad.resting, {})[name] = self._regions[name]
         for shard, regions in resting.items():
@@ -173,12 +249,12 @@ class _GradPlan:
 
 def _copy(array: RestingArray, regions: Mapping[str, Region], slab: HostBuffer, file: DataWriter) -> None:
     def sink(slot: Slot, first: int, content: torch.Tensor) -> None:
-        file.write(regions[slot.name].offset + first * content.itemsize, content)
+        file.write(regions[slot.name].pieces[0].offset + first * content.itemsize, content)
 
     copy_out(array, regions, slab, sink)
 
 
-def _write_model(folder: Path, snapshot: Snapshot, files: dict[str, int]) -> tuple[dict[str, BufferRecord], Any]:
+def _write_model(folder: Path, snapshot: Snapshot, files: dict[str, FileRecord]) -> tuple[dict[str, BufferRecord], Any]:
     """The buffers and the states of the generators, which are in memory anyway."""
     plan = FilePlan(MODEL_FILE)
     contents: list[tuple[Region, torch.Tensor]] = []
@@ -191,12 +267,12 @@ def _write_model(folder: Path, snapshot: Snapshot, files: dict[str, int]) -> tup
     rng = encode(snapshot.rng, "the states of the random number generators", lambda _, tensor: keep(tensor).to_json())
     with DataWriter(folder / MODEL_FILE, plan.nbytes) as file:
         for region, tensor in contents:
-            file.write(region.offset, tensor.detach().cpu().contiguous())
-    files[MODEL_FILE] = plan.nbytes
+            file.write(region.pieces[0].offset, tensor.detach().cpu().contiguous())
+    files[MODEL_FILE] = file_record(folder / MODEL_FILE)
     return buffers, rng
 
 
-def _write_extra(folder: Path, extra: Extra, files: dict[str, int]) -> None:
+def _write_extra(folder: Path, extra: Extra, files: dict[str, FileRecord]) -> None:
     if not extra.tensors:
         return
     path = folder / EXTRA_FILE
@@ -207,7 +283,7 @@ def _write_extra(folder: Path, extra: Extra, files: dict[str, int]) -> None:
     with storing(path):
         require_safetensors("outsize.save with tensors in extra").save_file(tensors, path)
     sync(path)
-    files[EXTRA_FILE] = path.stat().st_size
+    files[EXTRA_FILE] = file_record(path)
 
 
 def check_buffers(buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:

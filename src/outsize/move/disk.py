@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Protocol, final
 
@@ -17,7 +18,7 @@ import torch
 
 from outsize import _native
 from outsize._native import DiskEngine as DiskEngine
-from outsize.move.memory import PAGE_BYTES, Ledger
+from outsize.move.memory import PAGE_BYTES, Ledger, memory_of
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
@@ -181,7 +182,10 @@ class StripedFile:
     Opened with O_DIRECT where the file system has it; elsewhere (tmpfs, some overlays) through the page cache.
     """
 
-    def __init__(self, engine: Engine, directories: Sequence[Path], name: str, nbytes: int) -> None:
+    def __init__(
+        self, engine: Engine, directories: Sequence[Path], name: str, nbytes: int, recycle: Path | None = None
+    ) -> None:
+        """`recycle` names a file of the same length that nobody needs any more; it is moved here and used again."""
         self._engine = engine
         self.nbytes = round_up(nbytes, PAGE_BYTES)
         self._paths = [str(directory / name) for directory in directories]
@@ -189,12 +193,24 @@ class StripedFile:
         rows = -(-self.nbytes // (STRIPE_BYTES * len(directories)))
         self._file_bytes = self.nbytes if len(directories) == 1 else rows * STRIPE_BYTES
         try:
+            if recycle is not None:
+                os.rename(recycle, self._paths[0])
             for path in self._paths:
-                self._files.append(_create(path))
+                self._files.append(_open(path, os.O_EXCL if recycle is None else 0))
                 os.ftruncate(self._files[-1], self._file_bytes)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def path(self) -> str:
+        """Where it lies, for messages."""
+        return self._paths[0]
+
+    @property
+    def single(self) -> int | None:
+        """The file descriptor where all bytes lie in one file, in order; None where they are striped."""
+        return self._files[0] if len(self._files) == 1 else None
 
     def preallocate(self, start: int, nbytes: int) -> None:
         """Take the blocks now, so that a full disk is an error before anything is written."""
@@ -225,6 +241,30 @@ class StripedFile:
             ],
         )
 
+    def read_now(self, start: int, out: torch.Tensor) -> None:
+        """Fill `out` without the engine, so that other threads may read while it is being closed. Blocks."""
+        for index, offset, at, length in self._pieces(start, out.numel()):
+            left = memory_of(out)[at : at + length]
+            while left:
+                count = os.preadv(self._files[index], [left], offset)
+                if not count:
+                    raise OSError(errno.EIO, f"the file ends at {offset}", self._paths[index])
+                offset, left = offset + count, left[count:]
+
+    def sync(self) -> None:
+        """Bring everything that was written to the drive."""
+        for file, path in zip(self._files, self._paths, strict=True):
+            try:
+                os.fsync(file)
+            except OSError as error:
+                raise OSError(error.errno, f"{os.strerror(error.errno or 0)} (syncing)", path) from error
+
+    def unlink(self) -> None:
+        """Give up the name; the bytes stay readable until `close`. Safe to repeat."""
+        for path in self._paths:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
     def _pieces(self, start: int, nbytes: int) -> list[tuple[int, int, int, int]]:
         """The range as (file, offset in it, offset in memory, length)."""
         assert start % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0, "the disk tier moves whole pages"
@@ -246,40 +286,48 @@ class StripedFile:
             os.close(self._files.pop())
 
 
-def _create(path: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+def _open(path: str, exclusive: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | exclusive | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
+        return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return os.open(path, flags & ~os.O_EXCL, 0o644)  # the failed attempt may have created the file
+    return os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed attempt may have created the file
+
+
+class PagedFile(Protocol):
+    """The part of a file that stores use: whole pages, read and written at any offset."""
+
+    def preallocate(self, start: int, nbytes: int) -> None: ...
+    def read(self, start: int, out: torch.Tensor) -> Transfer: ...
+    def write(self, start: int, source: torch.Tensor) -> Transfer: ...
 
 
 @final
 class DiskStore(Store):
     """One array at rest in a file. Never touched space is a hole and costs nothing."""
 
-    def __init__(self, file: StripedFile, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
+    def __init__(self, file: PagedFile, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
         super().__init__(nbytes)
-        self._file = file
-        self._base = base
+        self.file = file
+        self.base = base
         self._ledger = ledger
         self._account = f"disk/{kind}"
         self._open = True
         ledger.add(self._account, nbytes)
 
     def preallocate(self, start: int, nbytes: int) -> None:
-        self._file.preallocate(self._base + start, nbytes)
+        self.file.preallocate(self.base + start, nbytes)
 
     def view(self, start: int, nbytes: int) -> torch.Tensor | None:
         return None
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        return self._file.read(self._base + start, out)
+        return self.file.read(self.base + start, out)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        return self._file.write(self._base + start, source)
+        return self.file.write(self.base + start, source)
 
     def close(self) -> None:
         if self._open:

@@ -119,6 +119,15 @@ def return_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 16 << 20)
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; valid as long as the tensor lives."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    nbytes = tensor.numel() * tensor.itemsize
+    if not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 @dataclass
 class Ledger:
     """Bytes in use, now and at their peak, by "tier/kind"; thread-safe."""

@@ -13,6 +13,8 @@ import torch
 
 from outsize.move.buffer import DeviceBuffer
 from outsize.move.conveyor import Step
+from outsize.move.disk import DiskStore
+from outsize.move.generations import Generations
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.store import Store
@@ -52,6 +54,11 @@ READ_NUMEL = 1 << 21
 
 class Codec(Protocol):
     """How the values of a compact array become 8-bit codes (1-D) and a scale for each `BLOCK` of them, and back."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in checkpoints."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -280,15 +287,24 @@ class UnitShard:
         return next(s for s in self.layout.segments if s.start <= element < s.end)
 
     def stores(self) -> Iterator[Store]:
-        if self.params is not None:
-            yield self.params
+        yield from self.lasting_stores()
         for grads in self.grad_shards:
             if grads.store is not None:
                 yield grads.store
+
+    def lasting_stores(self) -> Iterator[Store]:
+        """Those of parameters and optimizer state, in the order of the unit's file."""
+        if self.params is not None:
+            yield self.params
         for array in self.arrays.values():
             yield array.store
             if array.scales is not None:
                 yield array.scales.store
+
+    def generations(self) -> list[Generations]:
+        """The files on disk that hold parameters and optimizer state, each once."""
+        stores = [store for store in self.lasting_stores() if isinstance(store, DiskStore)]
+        return list(dict.fromkeys(store.file for store in stores if isinstance(store.file, Generations)))
 
     def close(self) -> None:
         self.views.clear()

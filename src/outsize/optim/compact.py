@@ -44,6 +44,14 @@ class BlockCodec:
         return decode(codes, scales, self.kind == "root")
 
 
+def codec_named(kind: str) -> BlockCodec:
+    """The codec that checkpoints know by this name."""
+    if kind == "signed":
+        return BlockCodec("signed")
+    assert kind == "root", f"unknown code {kind!r}"
+    return BlockCodec("root")
+
+
 def blocks_of(numel: int) -> int:
     """The number of scales of an array."""
     return -(-numel // BLOCK)

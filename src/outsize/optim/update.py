@@ -12,6 +12,7 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Step
+from outsize.move.generations import Generations
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import (
@@ -70,6 +71,9 @@ class ChunkUpdater:
             for array in shard.arrays.values()
             if array.scales is not None and array.scales.store.view(0, 0) is None
         ]
+        turning = [file for file in shard.generations() if file.frozen]
+        for file in turning:
+            file.begin_turn()
         if moving:
             yield GatherScalesStep(moving)
         for segment in shard.layout.segments:
@@ -84,6 +88,8 @@ class ChunkUpdater:
                 yield from _reads(shard, position, segment.end, plain)
         if moving:
             yield ReturnScalesStep(moving)
+        if turning:
+            yield EndTurnStep(turning)
         for name, owed in pending.items():
             if not shard.slots[name].numel:
                 self._update_empty(shard, shard.slots[name], owed)
@@ -235,6 +241,22 @@ class ReturnScalesStep(Step):
             self._leaving.append(each.gathered)
             each.gathered = None
         return writes
+
+
+@final
+class EndTurnStep(Step):
+    """The last step of an update that leaves frozen files as they are. See Note [Generations]."""
+
+    def __init__(self, files: Sequence[Generations]) -> None:
+        self._files = files
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        return ()
+
+    def finish(self) -> Sequence[Transfer]:
+        for file in self._files:  # every earlier step has read what it needs and begun to write what it has
+            file.end_turn()
+        return ()
 
 
 # Note [Whole parameters]

@@ -1,0 +1,70 @@
+"""A checkpoint on its way to the drive while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from outsize.move.transfer import Promise, Transfer
+
+logger = logging.getLogger("outsize")
+
+
+@final
+class Saving(Transfer):
+    """What `outsize.save` gives: `wait()` until the checkpoint is complete, `done()` to ask.
+
+    Most checkpoints are complete when `save` returns. One that is still being written has no name yet: a crash leaves
+    the one before it. The process does not end before it is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._promise = Promise()
+
+    def wait(self) -> None:
+        """Block until the checkpoint is complete; safe to repeat. Raises what went wrong."""
+        self._promise.wait()
+
+    def done(self) -> bool:
+        return self._promise.done()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the rest of the work here and now."""
+        work()
+        self._promise.keep()
+
+    def run_behind(self, work: Callable[[], None]) -> None:
+        """Do the rest of the work on a thread of its own, which the interpreter waits for at its end."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                logger.error("the checkpoint %s could not be completed: %s", self.path, error)
+                self._promise.break_(error)
+            else:
+                self._promise.keep()
+
+        threading.Thread(target=guarded, name="outsize-save", daemon=False).start()
+
+
+@final
+class Saver:
+    """The checkpoint of one prepared model that is on its way; there is one at a time."""
+
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
+
+    def settle(self) -> None:
+        """Block until no checkpoint is on its way. Raises what went wrong with the last one, once."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def begin(self, path: Path) -> Saving:
+        self._saving = Saving(path)
+        return self._saving

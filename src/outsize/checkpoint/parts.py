@@ -1,0 +1,298 @@
+"""The files of a unit in a checkpoint: the very files that hold it on disk, and an image of what is in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+from outsize.checkpoint.arrays import Weights
+from outsize.checkpoint.files import naming
+from outsize.checkpoint.manifest import CHUNK_BYTES, AnyRegion, CodedRegion, FileRecord, Region
+from outsize.move.disk import DiskStore
+from outsize.move.generations import Generation, Generations, clone, joined_sums, link, sums_of
+from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
+from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
+from outsize.move.store import Store
+from outsize.plan.layout import ArrayLayout, Slot, round_up
+
+WRITE_BYTES = 8 << 20
+
+Ranges = list[tuple[int, int]]
+"""(first byte, bytes) of whole pages, in order."""
+
+
+class Part(ABC):
+    """One file of a checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def write(self, folder: Path) -> FileRecord:
+        """Bring the file into the folder and to the drive. Needs nothing that training changes meanwhile."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Give up what is held for `write`; safe to repeat."""
+
+
+@final
+class Present(Part):
+    """A file that is in the folder already."""
+
+    def __init__(self, name: str, record: FileRecord) -> None:
+        super().__init__(name)
+        self._record = record
+
+    def write(self, folder: Path) -> FileRecord:
+        return self._record
+
+    def drop(self) -> None:
+        return
+
+
+@final
+class FrozenCopy(Part):
+    """A file of the run that cannot be linked here (another file system, stripes): copied, page sums compared."""
+
+    def __init__(self, name: str, generation: Generation) -> None:
+        super().__init__(name)
+        self._generation: Generation | None = generation.hold()
+
+    def write(self, folder: Path) -> FileRecord:
+        generation = self._generation
+        assert generation is not None
+        slab = HostBuffer(WRITE_BYTES)
+        with _NewFile(folder / self.name, generation.nbytes) as file:
+            for start, nbytes in _touched(generation):
+                content = slab.bytes[:nbytes]
+                generation.read_checked(start, content)
+                file.write(start, content)
+        return record_of(generation)
+
+    def drop(self) -> None:
+        if self._generation is not None:
+            self._generation.let_go()
+            self._generation = None
+
+
+@final
+class Image(Part):
+    """A copy of what one unit has in memory, made when the part is made: training goes on while it is written."""
+
+    def __init__(self, name: str, nbytes: int, entries: Iterable[MemoryEntry]) -> None:
+        super().__init__(name)
+        self._buffer: HostBuffer | None = HostBuffer(nbytes)
+        self._ranges: Ranges = []
+        for entry in entries:
+            for first, count in entry.ranges:
+                at = entry.base + first
+                entry.read(first, self._buffer.bytes[at : at + count])
+                self._ranges.append((at, count))
+
+    def write(self, folder: Path) -> FileRecord:
+        buffer = self._buffer
+        assert buffer is not None
+        pages = torch.empty(buffer.nbytes // PAGE_BYTES, dtype=torch.int32)
+        sums_of(buffer.bytes, pages)
+        with _NewFile(folder / self.name, buffer.nbytes) as file:
+            for start, nbytes in self._ranges:
+                for at in range(start, start + nbytes, WRITE_BYTES):
+                    file.write(at, buffer.bytes[at : min(at + WRITE_BYTES, start + nbytes)])
+        return FileRecord(buffer.nbytes, tuple(joined_sums(pages, buffer.nbytes, CHUNK_BYTES)))
+
+    def drop(self) -> None:
+        self._buffer = None
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """One array in memory: where it goes in the image, the ranges of it that mean anything, and how to read them."""
+
+    base: int
+    ranges: Ranges
+    read: Callable[[int, torch.Tensor], None]
+
+
+def record_of(generation: Generation) -> FileRecord:
+    """What the manifest says of a frozen file: out of the page sums, without a look at the data."""
+    return FileRecord(generation.nbytes, tuple(joined_sums(generation.pages.sums, generation.nbytes, CHUNK_BYTES)))
+
+
+def take(files: Generations, folder: Path, name: str) -> Part:
+    """Make a file of the run part of the checkpoint, at once where the file system can, and freeze it."""
+    generation = files.now
+    generation.file.sync()
+    if link(generation, folder / name):
+        files.freeze(given_away=True)
+        return Present(name, record_of(generation))
+    if clone(generation, folder / name):  # the file system keeps the two apart
+        return Present(name, record_of(generation))
+    files.freeze(given_away=False)
+    return FrozenCopy(name, generation)
+
+
+@final
+class UnitPlaces:
+    """Where each array of one unit lies in the checkpoint: `files` of the run by name, and an image of the rest."""
+
+    def __init__(self, shard: UnitShard, trained: Collection[str]) -> None:
+        stem = f"unit-{shard.layout.index:05d}"
+        self.files = {f"{stem}{f'-{at}' if at else ''}.bin": file for at, file in enumerate(shard.generations())}
+        self.image_name = f"{stem}-memory.bin"
+        self.image_bytes = 0
+        self._shard = shard
+        self._trained = trained
+        self._names = {file: name for name, file in self.files.items()}
+        self._entries: list[MemoryEntry] = []
+        self._params = self._place_params()
+        self._arrays = {
+            name: self._place(array.store, self._array_ranges(array)) for name, array in shard.arrays.items()
+        }
+        self._scales = {
+            name: self._place(array.scales.store, _whole(array.scales.store))
+            for name, array in shard.arrays.items()
+            if array.scales is not None
+        }
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of memory that the image takes."""
+        return sum(nbytes for entry in self._entries for _, nbytes in entry.ranges)
+
+    def image(self) -> Image | None:
+        """A copy of what is in memory as it is now."""
+        return Image(self.image_name, self.image_bytes, self._entries) if self._entries else None
+
+    def weight(self, slot: Slot) -> Region:
+        return self._region(self._params, self._shard.param_layout, slot, DTYPES[slot.dtype])
+
+    def master(self, slot: Slot) -> Region | None:
+        array = self._shard.arrays.get(MASTER)
+        if array is None or slot.dtype not in MASTER_BYTES:
+            return None
+        return self._region(self._arrays[MASTER], array.layout, slot, MASTER_DTYPE[slot.dtype])
+
+    def states(self, slot: Slot) -> dict[str, AnyRegion]:
+        public = [array for array in self._shard.arrays.values() if array.public]
+        return {array.name: self._state(array, slot) for array in public}
+
+    def _state(self, array: StateArray, slot: Slot) -> AnyRegion:
+        region = self._region(self._arrays[array.name], array.layout, slot, array.dtype(slot.dtype))
+        if array.codec is None or array.scales is None or not array.compact(slot.dtype):
+            return region
+        blocks = (-(-slot.numel // BLOCK),)
+        scales = self._region(self._scales[array.name], array.scales.layout, slot, torch.float32, blocks)
+        return CodedRegion(region, scales, array.codec.kind)
+
+    def _region(
+        self,
+        place: tuple[str, int],
+        layout: ArrayLayout,
+        slot: Slot,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] | None = None,
+    ) -> Region:
+        file, base = place
+        first = layout.span(slot.offset, slot.end)[0] if slot.numel else 0
+        return Region.at(file, base + first, dtype, slot.shape if shape is None else shape)
+
+    def _place_params(self) -> tuple[str, int]:
+        shard = self._shard
+        nbytes = shard.layout.param_bytes
+        if shard.params is None:
+            return self._in_memory(nbytes, [(0, nbytes)], Weights(shard).read)
+        return self._place(shard.params, [(0, nbytes)])
+
+    def _place(self, store: Store, ranges: Ranges) -> tuple[str, int]:
+        """(file, byte in it) of a store's first byte."""
+        if isinstance(store, DiskStore):
+            assert isinstance(store.file, Generations)
+            return self._names[store.file], store.base
+        return self._in_memory(store.nbytes, ranges, lambda first, out: store.read(first, out).wait())
+
+    def _in_memory(self, nbytes: int, ranges: Ranges, read: Callable[[int, torch.Tensor], None]) -> tuple[str, int]:
+        base = self.image_bytes
+        self.image_bytes += round_up(nbytes, PAGE_BYTES)
+        if ranges:
+            self._entries.append(MemoryEntry(base, ranges, read))
+        return self.image_name, base
+
+    def _array_ranges(self, array: StateArray) -> Ranges:
+        """The pages of an array that belong to parameters with a state, or with a master."""
+        slots = [
+            slot
+            for slot in self._shard.layout.slots
+            if slot.numel and (slot.name in self._trained if array.public else slot.dtype in MASTER_BYTES)
+        ]
+        return merged(array.layout.span(slot.offset, slot.end) for slot in slots)
+
+
+def _whole(store: Store) -> Ranges:
+    return [(0, store.nbytes)]
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> Ranges:
+    """Whole pages that hold the spans (first byte, bytes), neighbours in one."""
+    found: Ranges = []
+    for first, nbytes in sorted(spans):
+        low, high = first // PAGE_BYTES * PAGE_BYTES, round_up(first + nbytes, PAGE_BYTES)
+        if found and low <= found[-1][0] + found[-1][1]:
+            start = found[-1][0]
+            found[-1] = (start, max(high, start + found[-1][1]) - start)
+        else:
+            found.append((low, high - low))
+    return found
+
+
+def _touched(generation: Generation) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of what may hold anything but zeros, at most `WRITE_BYTES` each."""
+    for start in range(0, generation.nbytes, WRITE_BYTES):
+        end = min(start + WRITE_BYTES, generation.nbytes)
+        if generation.pages.touched[start // PAGE_BYTES : end // PAGE_BYTES].any():
+            yield start, end - start
+
+
+@final
+class _NewFile:
+    """A new file of known length, written in whole pages past the page cache and synced when it is closed."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed attempt may have created it
+        try:
+            os.ftruncate(self._fd, nbytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, offset: int, content: torch.Tensor) -> None:
+        left = memory_of(content)
+        with naming(self._path, f"writing {len(left)} bytes at {offset}"):
+            while left:
+                written = os.pwrite(self._fd, left, offset)
+                offset, left = offset + written, left[written:]
+
+    def __enter__(self) -> _NewFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                with naming(self._path, "syncing"):
+                    os.fsync(self._fd)
+        finally:
+            os.close(self._fd)

@@ -1,0 +1,289 @@
+"""A file at rest whose bytes are never overwritten once a checkpoint holds them, and the checksums of its pages."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import final
+
+import torch
+
+from outsize import _native
+from outsize.move.disk import StripedFile
+from outsize.move.memory import PAGE_BYTES, HostBuffer
+from outsize.move.transfer import Transfer
+
+COPY_BYTES = 1 << 20
+_FICLONE = 0x40049409  # <linux/fs.h>
+_FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+# Note [Generations]
+# A checkpoint on the same file system is made of the very files that hold the state: it takes hard links of them, and
+# from then on they are frozen. The next update of a unit reads the frozen generation and writes the one that follows,
+# chunk by chunk: the bytes that an update in place would move too. Pages that the update leaves alone are copied when
+# it ends, and then the generations change places ("turn"). Whoever else writes to a frozen file turns it first, as a
+# whole. So nothing that a checkpoint refers to is ever written again, whatever the run does and however it ends.
+#
+# Once linked, the file belongs to the checkpoint: the run gives up its own name for it and keeps it open. The space of
+# a checkpoint that the user deletes is free as soon as the run has turned. A checkpoint that outsize itself removes
+# (`keep=`, or one that is replaced) gives its files back, and they serve as the next generation.
+
+# Note [Page sums]
+# Each page's CRC-32C is taken from memory when it is written. A save needs no second look at the data, and a checkpoint
+# says what the run meant to write, not what the drive made of it. Five bytes of memory for a page of 4096.
+
+
+@final
+class PageTable:
+    """For each page of a file: its CRC-32C, and whether it may hold anything but zeros."""
+
+    def __init__(self, nbytes: int, zeros: bool = True) -> None:
+        count = nbytes // PAGE_BYTES
+        self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32)  # [pages], the bits of a uint32
+        self.touched = torch.full((count,), not zeros)  # [pages]
+
+    def record(self, start: int, source: torch.Tensor) -> None:
+        """`source` (whole pages) is about to be written at byte `start`."""
+        page, count = start // PAGE_BYTES, source.numel() // PAGE_BYTES
+        sums_of(source, self.sums[page : page + count])
+        self.touched[page : page + count] = True
+
+    def check(self, start: int, content: torch.Tensor, path: str) -> None:
+        """Raise `OSError` that names the page unless `content` is what was written at byte `start`."""
+        page = start // PAGE_BYTES
+        sums = self.sums[page : page + content.numel() // PAGE_BYTES]
+        if not content.numel():
+            return
+        wrong = _native.check_pages(content.data_ptr(), content.numel(), PAGE_BYTES, sums.data_ptr())
+        if wrong >= 0:
+            at = start + wrong * PAGE_BYTES
+            raise OSError(
+                errno.EIO, f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written", path
+            )
+
+
+def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
+    """The CRC-32C of each page of `content` (uint8) into `out` (int32 [pages])."""
+    assert out.is_contiguous() and out.numel() == -(-content.numel() // PAGE_BYTES)
+    if content.numel():
+        _native.page_sums(content.data_ptr(), content.numel(), PAGE_BYTES, out.data_ptr())
+
+
+def joined_sums(pages: torch.Tensor, nbytes: int, chunk_bytes: int) -> list[int]:
+    """The CRC-32C of each `chunk_bytes` out of those of the pages (int32 [pages]), which hold `nbytes` together."""
+    count, group = pages.numel(), chunk_bytes // PAGE_BYTES
+    if not count:
+        return []
+    out = torch.empty(-(-count // group), dtype=torch.int32)
+    last = nbytes - (count - 1) * PAGE_BYTES
+    _native.join_sums(pages.data_ptr(), count, PAGE_BYTES, last, group, out.data_ptr())
+    return [each & 0xFFFFFFFF for each in out.tolist()]
+
+
+def _zero_sum() -> int:
+    out = torch.empty(1, dtype=torch.int32)
+    sums_of(torch.zeros(PAGE_BYTES, dtype=torch.uint8), out)
+    return int(out.item())
+
+
+ZERO_SUM = _zero_sum()
+
+
+@final
+class CheckedTransfer(Transfer):
+    """A read whose bytes are compared with their checksums before anybody uses them."""
+
+    def __init__(self, inner: Transfer, generation: Generation, start: int, out: torch.Tensor) -> None:
+        self._inner = inner
+        self._check: Callable[[], None] | None = lambda: generation.pages.check(start, out, generation.file.path)
+
+    def wait(self) -> None:
+        self._inner.wait()
+        if self._check is not None:
+            self._check()
+            self._check = None
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+
+@final
+class Generation:
+    """One generation's file. `hold` keeps it open for whoever still reads it after the run has moved on."""
+
+    def __init__(self, file: StripedFile, zeros: bool) -> None:
+        self.file = file
+        self.pages = PageTable(file.nbytes, zeros)
+        self._holds = 1
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self.file.nbytes
+
+    def hold(self) -> Generation:
+        with self._lock:
+            assert self._holds, "the generation is closed"
+            self._holds += 1
+        return self
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holds -= 1
+            last = not self._holds
+        if last:
+            self.file.unlink()
+            self.file.close()
+
+    def read_checked(self, start: int, out: torch.Tensor) -> None:
+        """Fill `out` and compare it with the checksums. Blocks; needs no engine."""
+        self.file.read_now(start, out)
+        self.pages.check(start, out, self.file.path)
+
+
+MakeFile = Callable[[int, "Path | None"], StripedFile]
+"""Opens the file of the generation of this number; it may take over an existing file of the same length."""
+
+
+@final
+class Generations:
+    """The file of one unit's parameters and optimizer state. See Note [Generations]."""
+
+    def __init__(self, make: MakeFile, verify: bool = False) -> None:
+        self._make = make
+        self._verify = verify
+        self._number = 0
+        self.now = Generation(make(0, None), zeros=True)
+        self.frozen = False
+        self._next: Generation | None = None
+        self._turned: torch.Tensor | None = None  # [pages]: those that this turn has written
+        self._reserved: list[tuple[int, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.now.nbytes
+
+    def preallocate(self, start: int, nbytes: int) -> None:
+        """Take the blocks now, here and in every later generation."""
+        self._reserved.append((start, nbytes))
+        self.now.file.preallocate(start, nbytes)
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        transfer = self.now.file.read(start, out)
+        return CheckedTransfer(transfer, self.now, start, out) if self._verify else transfer
+
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        if self.frozen and self._turned is None:
+            self.begin_turn()
+            self.end_turn()
+        if self._turned is None:
+            return self._write(self.now, start, source)
+        assert self._next is not None
+        page = start // PAGE_BYTES
+        self._turned[page : page + source.numel() // PAGE_BYTES] = True
+        return self._write(self._next, start, source)
+
+    def _write(self, generation: Generation, start: int, source: torch.Tensor) -> Transfer:
+        generation.pages.record(start, source)
+        return generation.file.write(start, source)
+
+    def freeze(self, given_away: bool) -> None:
+        """A checkpoint holds the bytes from now on; with `given_away` it holds the very file."""
+        self.frozen = True
+        if given_away:
+            self.now.file.unlink()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes on the drive that a generation is sure to take."""
+        return sum(nbytes for _, nbytes in self._reserved)
+
+    @property
+    def has_next(self) -> bool:
+        return self._next is not None
+
+    def reserve(self, recycle: Path | None = None) -> None:
+        """Make the next generation and take its space, so that no later step fails for want of it."""
+        if self._next is not None:
+            return
+        self._number += 1
+        made = Generation(self._make(self._number, recycle), zeros=recycle is None)
+        try:
+            for start, nbytes in self._reserved:
+                made.file.preallocate(start, nbytes)
+        except BaseException:
+            made.let_go()
+            raise
+        self._next = made
+
+    def begin_turn(self) -> None:
+        """From now on writes go to the next generation, and reads still come from this one."""
+        assert self.frozen and self._turned is None
+        self.reserve()
+        self._turned = torch.zeros(self.nbytes // PAGE_BYTES, dtype=torch.bool)
+
+    def end_turn(self) -> None:
+        """What the turn did not write is copied; then the next generation is the present one. Blocks."""
+        assert self._next is not None and self._turned is not None
+        for start, nbytes in self._left_alone(self._next, self._turned):
+            content = HostBuffer(nbytes).bytes
+            self.now.read_checked(start, content)
+            self._write(self._next, start, content).wait()
+        self.now.let_go()
+        self.now, self._next, self._turned, self.frozen = self._next, None, None, False
+
+    def _left_alone(self, following: Generation, turned: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of what is to be copied, at most `COPY_BYTES` each."""
+        wanted = ~turned & (self.now.pages.touched | following.pages.touched)
+        pages = wanted.nonzero().view(-1).tolist()
+        at = 0
+        while at < len(pages):
+            end = at + 1
+            while end < len(pages) and pages[end] == pages[end - 1] + 1 and end - at < COPY_BYTES // PAGE_BYTES:
+                end += 1
+            yield pages[at] * PAGE_BYTES, (end - at) * PAGE_BYTES
+            at = end
+
+    def close(self) -> None:
+        self.now.let_go()
+        if self._next is not None:
+            self._next.let_go()
+            self._next = None
+
+
+def link(generation: Generation, target: Path) -> bool:
+    """Give the file a second name; False where that cannot be done (another file system, a striped file)."""
+    file = generation.file.single
+    if file is None:
+        return False
+    try:
+        # By its descriptor: after an earlier save the run has no name for it. Any `src_dir_fd` makes os.link follow it.
+        os.link(f"/proc/self/fd/{file}", target, src_dir_fd=file)
+    except OSError as error:
+        if error.errno in _FATAL:
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+        return False
+    return True
+
+
+def clone(generation: Generation, target: Path) -> bool:
+    """Make `target` a file that shares the bytes until one of the two is written (a reflink); False where it cannot."""
+    file = generation.file.single
+    if file is None:
+        return False
+    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.ioctl(made, _FICLONE, file)
+        os.fsync(made)
+    except OSError as error:
+        os.unlink(target)
+        if error.errno in _FATAL:
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+        return False
+    finally:
+        os.close(made)
+    return True
