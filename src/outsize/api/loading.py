@@ -13,6 +13,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, whole
+from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Differences, Live, check_match
 from outsize.checkpoint.reader import Checkpoint, find_checkpoint
 from outsize.checkpoint.rng import restore_rng
@@ -49,7 +50,9 @@ def load(
     """
     prepared = _prepared(model, optimizer)
     prepared.resources.saver.settle()
-    checkpoint = Checkpoint(find_checkpoint(Path(os.path.realpath(path))), codec_named)
+    source = Path(os.path.realpath(path))
+    Saving.settle_at(source)
+    checkpoint = Checkpoint(find_checkpoint(source), codec_named)
     try:
         parameters = {
             slot.name: (slot.shape, DTYPES[slot.dtype])

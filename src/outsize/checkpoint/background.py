@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from outsize.move.transfer import Promise, Transfer
 
@@ -21,9 +21,19 @@ class Saving(Transfer):
     the one before it. The process does not end before it is written.
     """
 
+    on_their_way: ClassVar[dict[Path, Saving]] = {}
+    """By target: another model of this process may load what this one is still writing."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._promise = Promise()
+
+    @classmethod
+    def settle_at(cls, path: Path) -> None:
+        """Block until no checkpoint is on its way to `path`, or into that directory."""
+        for saving in list(cls.on_their_way.values()):
+            if path in (saving.path, saving.path.parent, saving.path.parent / "latest"):
+                saving.wait()
 
     def wait(self) -> None:
         """Block until the checkpoint is complete; safe to repeat. Raises what went wrong."""
@@ -41,14 +51,19 @@ class Saving(Transfer):
         """Do the rest of the work on a thread of its own, which the interpreter waits for at its end."""
 
         def guarded() -> None:
+            error: BaseException | None = None
             try:
                 work()
-            except BaseException as error:
-                logger.error("the checkpoint %s could not be completed: %s", self.path, error)
-                self._promise.break_(error)
-            else:
+            except BaseException as raised:
+                logger.error("the checkpoint %s could not be completed: %s", self.path, raised)
+                error = raised
+            self.on_their_way.pop(self.path, None)
+            if error is None:
                 self._promise.keep()
+            else:
+                self._promise.break_(error)
 
+        self.on_their_way[self.path] = self
         threading.Thread(target=guarded, name="outsize-save", daemon=False).start()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections import OrderedDict
@@ -119,8 +120,8 @@ class DataReader:
             try:
                 status = os.lstat(folder / name)
             except FileNotFoundError as error:
-                raise ValueError(
-                    f"{folder / name} is missing; the checkpoint is damaged: load an earlier one"
+                raise FileNotFoundError(
+                    errno.ENOENT, "missing; the checkpoint is damaged: load an earlier one", str(folder / name)
                 ) from error
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{folder / name} is not a regular file; the checkpoint is damaged")

@@ -127,7 +127,7 @@ def record_of(generation: Generation) -> FileRecord:
 
 
 def take(files: Generations, folder: Path, name: str) -> Part:
-    """Make a file of the run part of the checkpoint, at once where the file system can, and freeze it."""
+    """Make a file of the run part of the checkpoint where the file system can, and freeze it."""
     generation = files.now
     generation.file.sync()
     if link(generation, folder / name):
@@ -161,6 +161,11 @@ class UnitPlaces:
             for name, array in shard.arrays.items()
             if array.scales is not None
         }
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files on disk that may hold anything but zeros."""
+        return sum(int(file.now.pages.touched.sum()) * PAGE_BYTES for file in self.files.values())
 
     @property
     def copied_bytes(self) -> int:

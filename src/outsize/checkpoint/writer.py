@@ -25,7 +25,7 @@ from outsize.checkpoint.manifest import (
     ParameterRecord,
     Region,
 )
-from outsize.checkpoint.parts import Part, Present, UnitPlaces, take
+from outsize.checkpoint.parts import FrozenCopy, Part, Present, UnitPlaces, take
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
@@ -35,7 +35,8 @@ from outsize.plan.layout import Slot
 MODEL_FILE = "model.bin"
 GRADS_FILE = "grads.bin"
 AT_ONCE_BYTES = 64 << 20
-"""So much is written before `save` returns; what is more is copied, and written behind the training."""
+"""State of so many bytes is simply written before `save` returns. What is larger is linked, or copied in memory and
+written behind the training."""
 
 EXTRA_FILE = "extra.safetensors"
 
@@ -117,11 +118,14 @@ class UnfinishedCheckpoint:
         return any(not isinstance(part, Present) for part in self._parts)
 
     def _take_state(self, room: Room) -> None:
+        left = sum(plan.places.copied_bytes for plan in self._plans)
+        small = left + sum(plan.places.file_bytes for plan in self._plans) <= AT_ONCE_BYTES
         for plan in self._plans:
             for name, file in plan.places.files.items():
-                self._parts.append(take(file, self._folder.path, name))
-        left = sum(plan.places.copied_bytes for plan in self._plans)
-        small = left <= AT_ONCE_BYTES
+                if small:
+                    self._write(FrozenCopy(name, file.now))
+                else:
+                    self._parts.append(take(file, self._folder.path, name))
         for plan in self._plans:
             image = plan.places.image()
             if image is None:
