@@ -17,6 +17,7 @@ from torch import nn
 
 import outsize
 from outsize.api.assemble import Prepared, prepared_of
+from outsize.api.saving import settle
 from outsize.checkpoint import parts, shelf, writer
 from outsize.move import generations
 from outsize.move.generations import Generations
@@ -148,7 +149,7 @@ def test_an_update_of_frozen_files_moves_no_more_bytes_than_one_in_place(tmp_pat
     for _ in range(3):
         before = run.prepared.resources.bytes_read + run.prepared.resources.bytes_written
         run.train()
-        run.prepared.engine.streamer.settle_all()
+        settle(run.prepared)
         moved.append(run.prepared.resources.bytes_read + run.prepared.resources.bytes_written - before)
         run.save(tmp_path / "ckpt")
     pages = 3 * 8 * 4096  # the unused ends of the units' arrays, copied once
@@ -170,13 +171,13 @@ def test_a_checkpoint_may_be_deleted_before_the_next_step(tmp_path: Path) -> Non
 def test_keep_bounds_the_space_and_recycles_the_files(tmp_path: Path) -> None:
     run = Run(tmp_path, model=nn.Sequential(nn.Linear(70, 400), nn.Linear(400, 400), nn.Linear(400, 3)))
     run.train()
-    run.prepared.engine.streamer.settle_all()
+    settle(run.prepared)
     one = blocks(tmp_path / "disk", set())
     used: set[int] = set()
     for step in range(6):
         run.save(tmp_path / "ckpts" / f"step-{step}", keep=2)
         run.train()
-        run.prepared.engine.streamer.settle_all()
+        settle(run.prepared)
         used |= inodes(tmp_path)
         seen: set[int] = set()
         assert blocks(tmp_path / "ckpts", seen) + blocks(tmp_path / "disk", seen) <= 3 * one + (1 << 20)
@@ -348,7 +349,7 @@ def test_a_load_waits_for_a_checkpoint_that_another_model_still_writes(tmp_path:
 def test_verify_finds_a_byte_that_changed_on_the_disk(verify: bool, tmp_path: Path) -> None:
     run = Run(tmp_path, verify=verify, host_memory="1MiB")
     run.train()
-    run.prepared.engine.streamer.settle_all()
+    settle(run.prepared)
     unit = run.prepared.engine.units[0]
     if unit.state.value == "resident":
         unit.release()

@@ -1,0 +1,293 @@
+"""What `load` finds, refuses and passes over; oracles: the values that were saved, and the live ones on an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.checkpoint.files import DataReader, file_record
+from outsize.checkpoint.manifest import CodedRegion, Manifest, Piece, Region
+
+TIERS = ("device", "host", "disk")
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 2, extra: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(48, 48) for _ in range(depth)])
+        self.register_buffer("seen", torch.zeros(1))
+        if extra:
+            self.gate = nn.Linear(48, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.gate(x) if hasattr(self, "gate") else x
+
+
+class Run:
+    def __init__(self, tmp: Path, tier: str = "host", seed: int = 0, net: Any = None, **fields: Any) -> None:
+        torch.manual_seed(seed)
+        (tmp / "disk").mkdir(exist_ok=True)
+        self.model = net or Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        given = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk", "host_memory": "64MiB"}
+        outsize.prepare(self.model, self.optimizer, device="cpu", **{**given, **fields})
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            dtype = next(self.model.parameters()).dtype
+            self.model(torch.randn(4, 48).to(dtype)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        with outsize.gathered(self.model):
+            return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}/{key}": torch.as_tensor(value).clone()
+            for name, param in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(param, {}).items()
+        }
+
+    def save(self, path: Path, **options: Any) -> None:
+        outsize.save(path, self.model, self.optimizer, path.name, **options).wait()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    (path / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    for step in (1, 2, 10):
+        run.train()
+        run.save(tmp_path / "ckpts" / f"step-{step}")
+    return run
+
+
+@pytest.mark.parametrize("name", ["ckpts", "ckpts/latest"])
+def test_a_directory_gives_its_newest_complete_checkpoint(name: str, run: Run, tmp_path: Path) -> None:
+    saved = run.weights()
+    run.train()
+    assert outsize.load(tmp_path / name, run.model, run.optimizer) == "step-10"
+    assert same(saved, run.weights())
+
+
+def test_incomplete_and_damaged_checkpoints_are_passed_over_and_named(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpts = tmp_path / "ckpts"
+    (ckpts / "step-10" / "manifest.json").unlink()
+    file = next((ckpts / "step-2").glob("unit-*.bin"))
+    os.truncate(file, 100)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert outsize.load(ckpts, run.model, run.optimizer) == "step-1"
+    assert "step-10" in caplog.text
+    assert "never completed" in caplog.text
+    assert f"{file.name} has 100 bytes" in caplog.text
+    (ckpts / "step-1" / "manifest.json").write_text("{")
+    with pytest.raises(FileNotFoundError, match="holds none"):
+        outsize.load(ckpts, run.model, run.optimizer)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        outsize.load(tmp_path / "nowhere", run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_flipped_byte_that_matters_is_found_before_anything_changes(tier: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, tier)
+    run.train()
+    run.save(tmp_path / "ckpt")
+    before, state = run.weights(), run.state()
+    files = sorted((tmp_path / "ckpt").glob("*.bin"))
+    assert len(files) >= 2
+    for file in files:
+        content = bytearray(file.read_bytes())
+        for at in (0, len(content) // 2):
+            content[at] ^= 0x10
+            file.write_bytes(content)
+            with pytest.raises(ValueError, match=rf"{file.name}.* chunk 0 .*checksum|is damaged"):
+                outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
+            content[at] ^= 0x10
+        file.write_bytes(content)
+    assert same(before, run.weights())
+    assert same(state, run.state())
+    outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
+    run.train()
+
+
+def test_strict_false_passes_over_what_only_one_side_has_and_lists_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = Run(tmp_path, "disk", net=Net(2, extra=True))
+    small.train()
+    small.save(tmp_path / "ckpt")
+    deep = Run(tmp_path, "disk", seed=1, net=Net(3), units=[Net])
+    deep.train()
+    own = deep.weights()["layers.2.weight"], deep.state()["layers.2.weight/exp_avg"]
+    with pytest.raises(ValueError, match=r"missing parameters: layers\.2.*unexpected parameters: gate.*strict=False"):
+        outsize.load(tmp_path / "ckpt", deep.model, deep.optimizer)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        outsize.load(tmp_path / "ckpt", deep.model, deep.optimizer, strict=False)
+    assert "2 missing parameters, passed over: layers.2.weight, layers.2.bias" in caplog.text
+    assert "2 unexpected parameters, passed over: gate.weight, gate.bias" in caplog.text
+    for name in ("layers.0.weight", "layers.1.bias"):
+        assert torch.equal(deep.weights()[name], small.weights()[name])
+        assert torch.equal(deep.state()[f"{name}/exp_avg_sq"], small.state()[f"{name}/exp_avg_sq"])
+    assert torch.equal(deep.weights()["layers.2.weight"], own[0])
+    assert torch.equal(deep.state()["layers.2.weight/exp_avg"], own[1])
+    edit(tmp_path / "ckpt", lambda content: content["parameters"]["layers.0.bias"].update(state={}, scalars=None))
+    edit(tmp_path / "ckpt", lambda content: content["parameters"]["layers.0.bias"]["weight"].update(shape=[6, 8]))
+    with pytest.raises(ValueError, match="layers.0.bias is 6x8 there and 48 here"):
+        outsize.load(tmp_path / "ckpt", deep.model, deep.optimizer, strict=False)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_optimizer_alone_is_restored_without_the_model(tier: str, run: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path, tier, seed=1)
+    other.train(2)
+    weights, seen, rng = other.weights(), other.model.seen.clone(), torch.get_rng_state()
+    outsize.load(tmp_path / "ckpts", optimizer=other.optimizer)
+    assert same(other.state(), run.state())
+    assert same(weights, other.weights())
+    assert torch.equal(seen, other.model.seen)
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_an_optimizer_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not prepared"):
+        outsize.load(tmp_path, optimizer=torch.optim.AdamW(Net().parameters()))
+    with pytest.raises(TypeError, match="needs a prepared model"):
+        outsize.load(tmp_path)
+
+
+def cut(source: Path, target: Path, ranks: int) -> None:
+    """Rewrite a checkpoint as `ranks` ranks would save it: each array in slices, a file for each rank."""
+    manifest = Manifest.from_text((source / "manifest.json").read_text())
+    data = DataReader(source, manifest)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("unit-*"))
+    content = json.loads((target / "manifest.json").read_text())
+    ends = [0] * ranks
+    files = [open(target / f"unit-rank-{rank}.bin", "wb") for rank in range(ranks)]  # noqa: SIM115
+
+    def slices(region: Region) -> dict[str, Any]:
+        values, pieces = data.read(region).reshape(-1), []
+        for rank, part in enumerate(values.tensor_split(ranks)):
+            if not part.numel():
+                continue
+            ends[rank] = -(-ends[rank] // 64) * 64
+            pieces.append(Piece(f"unit-rank-{rank}.bin", ends[rank], part.numel()))
+            files[rank].seek(ends[rank])
+            files[rank].write(part.contiguous().view(torch.uint8).numpy().tobytes())
+            ends[rank] = files[rank].tell()
+        return Region(region.dtype, region.shape, tuple(pieces)).to_json()
+
+    for name, record in manifest.parameters.items():
+        entry = content["parameters"][name]
+        entry["weight"] = slices(record.weight)
+        entry["master"] = record.master and slices(record.master)
+        for key, region in record.state.items():
+            entry["state"][key] = (
+                {"codec": region.codec, "codes": slices(region.codes), "scales": slices(region.scales)}
+                if isinstance(region, CodedRegion)
+                else slices(region)
+            )
+    content["world_size"] = ranks
+    content["files"] = {name: each for name, each in content["files"].items() if not name.startswith("unit-")}
+    for rank, file in enumerate(files):
+        file.close()
+        content["files"][f"unit-rank-{rank}.bin"] = file_record(target / f"unit-rank-{rank}.bin").to_json()
+    (target / "manifest.json").write_text(json.dumps(content))
+    data.close()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.bfloat16, "state_format": "compact"}]
+)
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_slices_of_any_number_of_ranks_load_bit_for_bit(tier: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    one = Run(tmp_path, tier, **fields)
+    one.train(2)
+    one.save(tmp_path / "1")
+    cut(tmp_path / "1", tmp_path / "2", 2)
+    cut(tmp_path / "2", tmp_path / "4", 4)
+    other = Run(tmp_path, tier, seed=1, **fields)
+    outsize.load(tmp_path / "4", other.model, other.optimizer)
+    other.save(tmp_path / "back")
+    last = Run(tmp_path, "host", seed=2, **fields)
+    outsize.load(tmp_path / "back", last.model, last.optimizer)
+    for run in (other, last):
+        assert same(one.weights(), run.weights())
+        assert same(one.state(), run.state())
+    for run in (one, other, last):
+        torch.manual_seed(5)
+        run.train(2)
+    assert same(one.weights(), other.weights())
+    assert same(one.weights(), last.weights())
+
+
+def test_forty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def array(folder: Path, region: Any) -> Any:
+        """A region as a flat array of its elements; bfloat16 as its bits."""
+        dtype = numpy.dtype({"bfloat16": "uint16"}.get(region["dtype"], region["dtype"]))
+        pieces = region.get("pieces") or [[region.get("file"), region.get("offset"), prod(region["shape"])]]
+        parts = [numpy.fromfile(folder / file, dtype, count, offset=offset) for file, offset, count in pieces]
+        return numpy.concatenate(parts).reshape(region["shape"])
+
+    def weight(folder: Path, record: Any) -> Any:
+        """The fp32 master of a parameter."""
+        stored = array(folder, record["weight"])
+        if record["master"] is None or record["weight"]["dtype"] == "float16":
+            return array(folder, record["master"] or record["weight"])
+        rest = array(folder, record["master"]).astype(numpy.int32).view(numpy.uint32)
+        return ((stored.astype(numpy.uint32) << 16) + rest).view(numpy.float32)
+
+    def values(folder: Path, region: Any) -> Any:
+        """An optimizer array, decoded where it is kept in 8 bits."""
+        if "codec" not in region:
+            return array(folder, region)
+        codes = array(folder, region["codes"]).reshape(-1).astype(numpy.float32)
+        scales = numpy.repeat(array(folder, region["scales"]), 64)[: codes.size]
+        if region["codec"] == "signed":
+            flat = codes / (254 - numpy.abs(codes)) * scales
+        else:
+            flat = numpy.square(codes * numpy.float32(1 / 255) * scales)
+        return flat.reshape(region["codes"]["shape"])
+
+    for fields in ({}, {"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.float16, "state_format": "compact"}):
+        run = Run(tmp_path, "disk", **fields)
+        run.train(2)
+        run.save(tmp_path / "ckpt")
+        cut(tmp_path / "ckpt", tmp_path / "cut", 3)
+        wide = Run(tmp_path, "host", seed=1)
+        outsize.load(tmp_path / "ckpt", wide.model, wide.optimizer)
+        for folder in (tmp_path / "ckpt", tmp_path / "cut"):
+            manifest = json.loads((folder / "manifest.json").read_text())
+            for name, record in manifest["parameters"].items():
+                assert torch.equal(torch.from_numpy(weight(folder, record)), wide.weights()[name]), name
+                for key, region in record["state"].items():
+                    assert torch.equal(torch.from_numpy(values(folder, region)), wide.state()[f"{name}/{key}"]), key
+        shutil.rmtree(tmp_path / "cut")
