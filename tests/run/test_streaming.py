@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.move.generations import Generations
 from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, train, weights
 
 PAGE = 4096
@@ -194,11 +195,12 @@ def requests_of_a_step(workshop: Workshop) -> dict[str, int]:
         step(pair.model, pair.optimizer)
     workshop.settle(pair.model)
     counted = Counted(resources.disk)
-    for file in resources._files:
+    files = [file.now.file if isinstance(file, Generations) else file for file in resources._files]
+    for file in files:
         file._engine = counted
     step(pair.model, pair.optimizer)
     workshop.settle(pair.model)
-    for file in resources._files:
+    for file in files:
         file._engine = resources.disk
     return counted.counts
 
