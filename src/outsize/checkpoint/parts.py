@@ -6,6 +6,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -23,6 +24,7 @@ from outsize.move.store import Store
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
 WRITE_BYTES = 8 << 20
+SYNC_THREADS = 16
 
 Ranges = list[tuple[int, int]]
 """(first byte, bytes) of whole pages, in order."""
@@ -126,10 +128,16 @@ def record_of(generation: Generation) -> FileRecord:
     return FileRecord(generation.nbytes, tuple(joined_sums(generation.pages.sums, generation.nbytes, CHUNK_BYTES)))
 
 
+def sync_all(files: Iterable[Generations]) -> None:
+    """Bring what was written to the drive. Several at a time: file systems commit them together."""
+    with ThreadPoolExecutor(SYNC_THREADS, "outsize-sync") as pool:
+        for _ in pool.map(lambda file: file.now.file.sync(), files):
+            pass
+
+
 def take(files: Generations, folder: Path, name: str) -> Part:
-    """Make a file of the run part of the checkpoint where the file system can, and freeze it."""
+    """Make a file of the run, which is synced, part of the checkpoint where the file system can, and freeze it."""
     generation = files.now
-    generation.file.sync()
     if link(generation, folder / name):
         files.freeze(given_away=True)
         return Present(name, record_of(generation))

@@ -25,7 +25,7 @@ from outsize.checkpoint.manifest import (
     ParameterRecord,
     Region,
 )
-from outsize.checkpoint.parts import FrozenCopy, Part, Present, UnitPlaces, take
+from outsize.checkpoint.parts import FrozenCopy, Part, Present, UnitPlaces, sync_all, take
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
@@ -120,6 +120,8 @@ class UnfinishedCheckpoint:
     def _take_state(self, room: Room) -> None:
         left = sum(plan.places.copied_bytes for plan in self._plans)
         small = left + sum(plan.places.file_bytes for plan in self._plans) <= AT_ONCE_BYTES
+        if not small:
+            sync_all(file for plan in self._plans for file in plan.places.files.values())
         for plan in self._plans:
             for name, file in plan.places.files.items():
                 if small:
