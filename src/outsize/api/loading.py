@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
-from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, whole
+from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.match import Differences, Live, check_match
-from outsize.checkpoint.reader import Checkpoint, find_checkpoint
+from outsize.checkpoint.dcp import is_dcp
+from outsize.checkpoint.match import Live, check_match
+from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.rng import restore_rng
-from outsize.move.shard import DTYPES
+from outsize.move.shard import DTYPES, UnitShard
 from outsize.optim.compact import codec_named
 from outsize.run.unit import Unit
 
@@ -35,7 +37,8 @@ def load(
 
     Args:
         path: a checkpoint, or a directory of checkpoints (also `directory/latest`): its newest complete one, and what
-            is passed over is logged.
+            is passed over is logged. Or a folder of `torch.distributed.checkpoint` (weights and optimizer state by
+            their names in a state dict; it has no random numbers and no `extra`, so that None is returned).
         model: without `optimizer`, weights and buffers alone are restored; optimizer state, gradients and random
             numbers stay as they are. None: the optimizer's state alone.
         strict: with False, parameters and buffers that only one side has are passed over; their names are logged as a
@@ -52,27 +55,73 @@ def load(
     prepared.resources.saver.settle()
     source = Path(os.path.realpath(path))
     Saving.settle_at(source)
+    if is_dcp(source):
+        return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
     checkpoint = Checkpoint(find_checkpoint(source), codec_named)
     try:
-        parameters = {
-            slot.name: (slot.shape, DTYPES[slot.dtype])
-            for unit in prepared.engine.units
-            for slot in unit.shard.layout.slots
-        }
-        buffers = buffers_of(prepared.model) if model is not None else {}
-        persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
-        record = optimizer_record(prepared, optimizer, encoded=False)
-        live = Live(parameters, persistent if model is not None else None, record)
+        live = _live(prepared, model, optimizer)
         _tell(check_match(checkpoint.manifest, live, os.fspath(path), strict), checkpoint.folder)
         checkpoint.verify(weights=model is not None, state=optimizer is not None)
         settle(prepared)
-        try:
-            _restore(prepared, checkpoint, buffers, model, optimizer)
-        except BaseException as error:
-            interrupted = RuntimeError("outsize.load was interrupted")
-            prepared.engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
-            raise
+        with _stopping_on_errors(prepared):
+            _restore(prepared, checkpoint, model, optimizer)
         return checkpoint.extra
+    finally:
+        checkpoint.close()
+
+
+def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
+    """What is to be filled."""
+    parameters = {
+        slot.name: (slot.shape, DTYPES[slot.dtype])
+        for unit in prepared.engine.units
+        for slot in unit.shard.layout.slots
+    }
+    buffers = buffers_of(prepared.model)
+    persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
+    record = optimizer_record(prepared, optimizer, encoded=False)
+    return Live(parameters, persistent if model is not None else None, record)
+
+
+@contextmanager
+def _stopping_on_errors(prepared: Prepared) -> Iterator[None]:
+    """State that is half overwritten is of no use: an error in the block stops the run."""
+    try:
+        yield
+    except BaseException as error:
+        interrupted = RuntimeError("outsize.load was interrupted")
+        prepared.engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
+        raise
+
+
+def _load_dcp(
+    prepared: Prepared,
+    source: Path,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    label: str,
+    strict: bool,
+) -> None:
+    """A folder of torch.distributed.checkpoint: it has no gradients, no random numbers and no `extra`."""
+    from outsize.checkpoint.dcp_reading import open_dcp  # imports torch.distributed.checkpoint, which takes seconds
+
+    live = _live(prepared, model, optimizer)
+    checkpoint = open_dcp(source, live, label, tied_names(prepared.model), strict)
+    try:
+        _tell(checkpoint.passed_over, source)
+        settle(prepared)
+        with _stopping_on_errors(prepared):
+            for unit in prepared.engine.units:
+                _place(prepared, unit, checkpoint, model, optimizer)
+                if optimizer is not None:
+                    _drop_gradients(prepared, unit)
+            for name, (value, _) in buffers_of(prepared.model).items() if model is not None else ():
+                stored = checkpoint.buffer(name)
+                if stored is not None:
+                    with torch.no_grad():
+                        value.copy_(stored)
+            if optimizer is not None:
+                _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
     finally:
         checkpoint.close()
 
@@ -89,35 +138,58 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
     return whole(prepared.model, optimizer, "load")
 
 
-def _tell(passed_over: Differences, folder: Path) -> None:
+def _tell(passed_over: Mapping[str, list[str]], folder: Path) -> None:
     for what, names in passed_over.items():
         logger.warning("%s: %d %s, passed over: %s", folder, len(names), what, ", ".join(names))
 
 
+class _Source(Protocol):
+    """What a checkpoint of any format offers for one unit."""
+
+    def load_weights(self, shard: UnitShard, masters: Masters) -> None: ...
+    def load_state(self, shard: UnitShard) -> None: ...
+
+
 def _restore(
+    prepared: Prepared, checkpoint: Checkpoint, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> None:
+    for unit in prepared.engine.units:
+        _place(prepared, unit, checkpoint, model, optimizer)
+        if optimizer is not None:
+            _restore_gradients(prepared, checkpoint, unit)
+    if model is not None:
+        _restore_buffers(checkpoint, buffers_of(model))
+    if optimizer is not None:
+        assert checkpoint.manifest.optimizer is not None
+        _restore_stepping(prepared, optimizer, checkpoint.manifest.optimizer.steps, checkpoint.hyper)
+        if model is not None:
+            restore_rng(checkpoint.rng, prepared.config.compute_device)
+
+
+def _place(
     prepared: Prepared,
-    checkpoint: Checkpoint,
-    buffers: Mapping[str, tuple[torch.Tensor, bool]],
+    unit: Unit,
+    source: _Source,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    for unit in prepared.engine.units:
-        if model is not None:
-            checkpoint.load_weights(unit.shard, MASTERS)
-            if unit.shard.buffer.resident:
-                unit.shard.buffer.await_filled()
-        if optimizer is not None:
-            checkpoint.load_state(unit.shard)
-            _restore_gradients(prepared, checkpoint, unit)
-    _restore_buffers(checkpoint, buffers)
+    """One unit's weights and states."""
+    if model is not None:
+        source.load_weights(unit.shard, MASTERS)
+        if unit.shard.buffer.resident:
+            unit.shard.buffer.await_filled()
     if optimizer is not None:
-        assert prepared.stepper is not None and checkpoint.manifest.optimizer is not None
-        prepared.stepper.forget()
-        prepared.stepper.steps = checkpoint.manifest.optimizer.steps
-        for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
-            group.update(hyper)
-        if model is not None:
-            restore_rng(checkpoint.rng, prepared.config.compute_device)
+        source.load_state(unit.shard)
+
+
+def _restore_stepping(
+    prepared: Prepared, optimizer: torch.optim.Optimizer, steps: int, hyper: Sequence[Mapping[str, Any]]
+) -> None:
+    assert prepared.stepper is not None
+    prepared.stepper.forget()
+    prepared.stepper.steps = steps
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        group.update(values)
 
 
 def _restore_buffers(checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
@@ -134,10 +206,8 @@ def _restore_buffers(checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.T
 
 
 def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:
+    _drop_gradients(prepared, unit)
     keeper = prepared.engine.keepers[unit.index]
-    keeper.flush_and_drop()
-    for param in unit.parameters.values():
-        param.grad = None
     stored = checkpoint.manifest.parameters
     records = {name: stored[name] for name in unit.parameters if name in stored}
     keeper.restore_held(
@@ -158,3 +228,11 @@ def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -
             keeper.restore(name, content, grad.ops, grad.norms)
     keeper.finish()
     keeper.flush_and_drop()
+
+
+def _drop_gradients(prepared: Prepared, unit: Unit) -> None:
+    keeper = prepared.engine.keepers[unit.index]
+    keeper.flush_and_drop()
+    for param in unit.parameters.values():
+        param.grad = None
+    keeper.restore_held({})

@@ -211,3 +211,10 @@ def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
         if name not in module._non_persistent_buffers_set
     }
     return {name: (value, name in kept) for name, value in model.named_buffers()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters, each with the first one."""
+    first = {id(param): name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if name != first[id(param)]}

@@ -1,0 +1,16 @@
+"""What is known of `torch.distributed.checkpoint` folders without importing it, which takes seconds.
+
+`dcp_folder` opens a folder and reads single tensors, `dcp_names` finds the live model in it, `dcp_reading` loads it
+into the stores; `dcp_writing` writes one. Import those where they are used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+METADATA_NAME = ".metadata"
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether this is a complete folder of `torch.distributed.checkpoint`: the metadata is written last."""
+    return (folder / METADATA_NAME).is_file()

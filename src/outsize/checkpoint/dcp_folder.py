@@ -1,0 +1,305 @@
+"""A folder of `torch.distributed.checkpoint`, opened for reading: its metadata runs no code, its tensors come singly.
+
+torch does the file work. Three things are ours: the metadata, which torch unpickles without restriction, goes through
+an unpickler that knows the classes of real metadata only; plain values load as weights only; and nothing is read from
+a place that was not checked. Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import io
+import os
+import pickle
+import stat
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
+
+from outsize.checkpoint.dcp import METADATA_NAME, is_dcp
+from outsize.checkpoint.files import naming
+
+LARGEST_VALUE = 1 << 20
+"""Bytes of a plain value: a learning rate, a list of parameter names."""
+
+TAKES_NO_DIST = "no_dist" in inspect.signature(load).parameters
+"""Whether torch's `load` and `save` can be told to run in this process alone; in torch 2.6 their forerunners can."""
+
+_WARNINGS = (
+    ("torch.distributed is", UserWarning),  # alone, which is meant
+    (".*_state_dict` is deprecated", FutureWarning),  # what torch 2.6 needs
+    ("TypedStorage is deprecated", UserWarning),  # torch 2.6 of itself
+)
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.3
+_ALLOWED = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_OLD_METADATA, "TensorProperties"),
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+}
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
+_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+
+Shape = tuple[int, ...]
+
+
+@final
+class DcpFolder:
+    """What the folder holds, by key. Nothing is read but the metadata until `tensor` or `small` is called.
+
+    `tensors` maps keys to (shape, dtype); `values` are the keys of what is no tensor. Raises `FileNotFoundError` where
+    there is no metadata, `ValueError` that names the file for a damaged or a suspicious one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / METADATA_NAME
+        if not is_dcp(folder):
+            raise FileNotFoundError(
+                errno.ENOENT, "not a complete checkpoint: the metadata is written last and is missing", str(self.file)
+            )
+        self._metadata = _read_metadata(self.file)
+        self._lengths: dict[str, int] = {}
+        self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+        self.values: set[str] = set()
+        with self._sound():
+            for key, record in self._metadata.state_dict_metadata.items():
+                if isinstance(record, TensorStorageMetadata):
+                    self.tensors[key] = tuple(record.size), _dtype(record)
+                elif isinstance(record, BytesStorageMetadata):
+                    self.values.add(key)
+                else:
+                    raise ValueError(f"{key!r} is a {type(record).__name__}")
+
+    def level(self, key: str) -> tuple[Any, ...]:
+        """The place of the dict in which the value stood when it was saved: () at the top, or where it is unknown."""
+        places = self._metadata.planner_data
+        place = places.get(key) if isinstance(places, Mapping) else None
+        return tuple(place[:-1]) if isinstance(place, (tuple, list)) else ()
+
+    def check(self, keys: Iterable[str]) -> None:
+        """Raise unless the files have all bytes of these entries, in regular files of this folder.
+
+        `ValueError` that names the file, or `FileNotFoundError`.
+        """
+        for key in keys:
+            with self._sound():
+                if key in self.values:
+                    length = self._check_piece(key, None)
+                    if length > LARGEST_VALUE:
+                        raise ValueError(f"{key!r} has {length} bytes, too many for a plain value")
+                    continue
+                shape, _ = self.tensors[key]
+                boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in self._record(key).chunks]
+                if not _fills(shape, boxes):
+                    raise ValueError(f"the pieces of {key!r} do not make up the whole tensor")
+                for offsets, sizes in boxes:
+                    if prod(sizes):
+                        self._check_piece(key, offsets)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor on the CPU, put together from its pieces. Memory: twice its bytes while it is read."""
+        shape, dtype = self.tensors[key]
+        out = torch.empty(shape, dtype=dtype)
+        self._load({key: out})
+        return out
+
+    def small(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Small tensors and plain values at once, by key. `ValueError` for a value that holds more than plain data."""
+        wanted: dict[str, Any] = dict.fromkeys(keys)
+        for key in wanted:
+            if key in self.tensors:
+                shape, dtype = self.tensors[key]
+                wanted[key] = torch.empty(shape, dtype=dtype)
+        self._load(wanted)
+        return wanted
+
+    def _load(self, wanted: dict[str, Any]) -> None:
+        """Fill the tensors in place and the other values in the dict."""
+        reader = _Reader(self.folder, self._metadata)
+        try:
+            with alone():
+                if TAKES_NO_DIST:
+                    load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+                else:
+                    load_state_dict(wanted, reader, no_dist=True, planner=_Planner())
+        except OSError:
+            raise
+        except Exception as error:
+            names = ", ".join(sorted(wanted)[:3])
+            raise ValueError(f"{self.folder} is damaged at {names}: {type(error).__name__}: {error}") from error
+
+    def _record(self, key: str) -> TensorStorageMetadata:
+        record = self._metadata.state_dict_metadata[key]
+        assert isinstance(record, TensorStorageMetadata)
+        return record
+
+    def _check_piece(self, key: str, offsets: Shape | None) -> int:
+        info = self._metadata.storage_data[MetadataIndex(key, offsets)]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{key!r} went through {list(info.transform_descriptors)}, which outsize does not undo")
+        name, first, length = info.relative_path, info.offset, info.length
+        if type(name) is not str or type(first) is not int or type(length) is not int or min(first, length) < 0:
+            raise TypeError(f"{key!r} is said to lie at {first!r} of {name!r}, {length!r} bytes long")
+        nbytes = self._length_of(name)
+        if first + length > nbytes:
+            raise ValueError(
+                f"{name!r} has {nbytes} bytes and {key!r} lies at {first} to {first + length} of it: the file was cut"
+            )
+        return length
+
+    def _length_of(self, name: str) -> int:
+        """Bytes of a data file, which must be a regular one inside the folder."""
+        if name not in self._lengths:
+            path = PurePosixPath(name)
+            file, root = os.path.realpath(self.folder / name), os.path.realpath(self.folder)
+            if not path.parts or path.is_absolute() or ".." in path.parts or os.path.commonpath([file, root]) != root:
+                raise ValueError(f"the metadata names {name!r}, which lies outside of the folder")
+            status = os.stat(self.folder / name)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{name!r} is not a regular file")
+            self._lengths[name] = status.st_size
+        return self._lengths[name]
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Say which checkpoint is damaged, whatever was wrong with the metadata."""
+        try:
+            yield
+        except _DAMAGE as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"the checkpoint {self.folder} is damaged: {reason}") from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes that real metadata holds; a class that is not among them is never even imported."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return PurePosixPath  # where the folder was when it was written: of no use, and perhaps of another system
+        raise _RefusedError(f"{module}.{name}")
+
+
+class _RefusedError(Exception):
+    """A pickle that asks for a class that no metadata needs."""
+
+
+def _read_metadata(file: Path) -> Metadata:
+    try:
+        with naming(file, "reading"), open(file, "rb") as stream:
+            found = _MetadataUnpickler(stream, fix_imports=False).load()
+    except OSError:
+        raise
+    except _RefusedError as error:
+        raise ValueError(
+            f"{file} asks for {error}, which the metadata of torch.distributed.checkpoint has no use for and which "
+            f"could run code; it was not loaded"
+        ) from error
+    except Exception as error:  # what a damaged pickle raises is not limited
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    fields = found.__dict__ if isinstance(found, Metadata) else {}
+    if not isinstance(fields.get("state_dict_metadata"), dict) or not isinstance(fields.get("storage_data"), dict):
+        raise ValueError(f"{file} is not the metadata of a torch.distributed.checkpoint folder with its files")
+    assert isinstance(found, Metadata)
+    return found
+
+
+def _dtype(record: TensorStorageMetadata) -> torch.dtype:
+    dtype = record.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype!r} is no dtype")
+    return dtype
+
+
+def _fills(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether the boxes (offsets, sizes) lie in the tensor, apart from each other, and make up all of it."""
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            return False
+        if any(low < 0 or size < 0 or low + size > end for low, size, end in zip(offsets, sizes, shape, strict=True)):
+            return False
+    if sum(prod(sizes) for _, sizes in boxes) != prod(shape):
+        return False
+    active: list[tuple[Shape, Shape]] = []  # those that reach past where the sweep along the first dimension stands
+    for box in sorted(box for box in boxes if prod(box[1])):
+        active = [other for other in active if shape and other[0][0] + other[1][0] > box[0][0]]
+        if any(_overlap(box, other) for other in active):
+            return False
+        active.append(box)
+    return True
+
+
+def _overlap(one: tuple[Shape, Shape], other: tuple[Shape, Shape]) -> bool:
+    return all(
+        low < start + size and start < low + length
+        for low, length, start, size in zip(one[0], one[1], other[0], other[1], strict=True)
+    )
+
+
+class _Reader(FileSystemReader):
+    """torch's reader of files, given metadata that was read and checked before."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Loads the keys as they are given, and plain values without unpickling more than plain data."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        found = torch.load(value, map_location="cpu", weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = found
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """For calls of the library in this process alone: without its warnings about it, with the errors themselves."""
+    try:
+        with warnings.catch_warnings():
+            for message, kind in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=kind)
+            yield
+    except CheckpointException as error:  # wraps even KeyboardInterrupt
+        found = next(iter(error.failures.values()))[0]
+        raise _system_error(found) or found from error
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The `OSError` behind an error: torch's archive writer raises another one over it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
