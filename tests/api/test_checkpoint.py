@@ -278,6 +278,7 @@ def masters(run: Run) -> dict[str, torch.Tensor]:
         for name, slot in unit.shard.slots.items():
             with outsize.gathered(unit.parameters[name]):
                 value = unit.parameters[name].detach().clone().reshape(-1)
+            unit.await_written()
             if slot.dtype == "bfloat16":
                 rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end)
                 value = ((value.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)

@@ -530,6 +530,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
         for name, slot in unit.shard.slots.items():
             with outsize.gathered(unit.parameters[name]):
                 value = unit.parameters[name].detach().clone().as_subclass(Tensor)
+            unit.await_written()
             if slot.dtype != "float32":
                 rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end)
                 value = MASTERS.join(value.reshape(-1), rest).view(slot.shape)
@@ -854,3 +855,41 @@ def test_shards_of_two_fsdp_ranks_are_put_together(flat: bool, sharded: Path, tm
             expected = states[f"state.{name}.{key}"] if flat else states["state"][name][key]
             assert torch.equal(found[f"{name}/{key}"], expected), name
     train(model, optimizer, 1)
+
+
+# -- through the public functions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_export_and_load_speak_the_format(tier: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model)
+    prepare(model, optimizer, tier, tmp_path)
+    train(model, optimizer, 2)
+    outsize.export(tmp_path / "dcp", model, format="dcp", optimizer=optimizer)
+    other = Net()
+    resumed = adamw(other)
+    prepare(other, resumed, tier, tmp_path)
+    train(other, resumed, 1)
+    assert outsize.load(tmp_path / "dcp", other, resumed) is None
+    losses = train(model, optimizer, 2, seed=3), train(other, resumed, 2, seed=3)
+    assert losses[0] == losses[1]
+    third = Net()
+    prepare(third, None, tier, tmp_path)
+    outsize.load(tmp_path / "dcp", third)
+
+
+def test_export_refuses_what_the_format_has_not_got(tmp_path: Path) -> None:
+    model = Net()
+    prepare(model, None, "host", tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").touch()
+    with pytest.raises(FileExistsError, match="a new or an empty folder"):
+        outsize.export(tmp_path / "full", model, format="dcp")
+    with pytest.raises(ValueError, match="max_shard_size is for safetensors"):
+        outsize.export(tmp_path / "dcp", model, 1 << 20, format="dcp")
+    with pytest.raises(ValueError, match="format is 'pickle'"):
+        outsize.export(tmp_path / "dcp", model, format="pickle")
+    with pytest.raises(ValueError, match="safetensors holds weights alone"):
+        outsize.export(tmp_path / "dcp", model, optimizer=adamw(Net()))

@@ -6,6 +6,7 @@ import builtins
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.api import exporting
+from outsize.api.assemble import prepared_of
 from outsize.api.exporting import export
+from outsize.checkpoint import weights
+from outsize.move.disk import open_engine
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -38,7 +43,7 @@ def prepared(model: nn.Module, tmp: Path, tier: str = "disk", **fields: Any) -> 
     (tmp / "disk").mkdir(exist_ok=True)
     tiers = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **tiers, **fields)
+    outsize.prepare(model, optimizer, **{"device": "cpu", "host_memory": "64MiB", **tiers, **fields})
     return optimizer
 
 
@@ -138,25 +143,207 @@ def test_an_export_into_a_folder_replaces_weights_and_keeps_the_rest(tmp_path: P
     assert len(opened(tmp_path / "weights")) == 4
 
 
-def test_a_full_disk_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+def failing_engine(monkeypatch: pytest.MonkeyPatch, *injection: Any, **how: Any) -> None:
+    """Let a transfer of the next export's files fail or fall short."""
+
+    def opened_engine() -> Any:
+        engine = open_engine()
+        engine.inject(*injection, **how)
+        return engine
+
+    monkeypatch.setattr(weights, "open_engine", opened_engine)
+
+
+@pytest.mark.parametrize("moment", ["reserving", "writing"])
+def test_a_full_disk_leaves_the_earlier_export(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1200), nn.Linear(1200, 1024))
     prepared(model, tmp_path)
     export(tmp_path / "weights", model)
     before = (tmp_path / "weights" / "model.safetensors").read_bytes()
     with outsize.gathered(model[0].weight, modify=True):
         nn.init.zeros_(model[0].weight)
 
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise safetensors_error("I/O error: No space left on device (os error 28)")
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    from safetensors import SafetensorError as safetensors_error
-
-    monkeypatch.setattr(safetensors, "save_file", full)
+    if moment == "reserving":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:
+        failing_engine(monkeypatch, "write", 2, error=errno.ENOSPC)
     with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors") as raised:
         export(tmp_path / "weights", model)
     assert raised.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path / "weights") == ["model.safetensors"]
     assert (tmp_path / "weights" / "model.safetensors").read_bytes() == before
+
+
+def test_a_limit_on_file_size_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256))
+    prepared(model, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*model\.safetensors"):
+            export(tmp_path / "weights", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_read_that_fails_stops_the_export_and_leaves_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1024, 3000))
+    prepared(model, tmp_path)
+    resting = prepared_of(model[0].weight)
+    assert resting is not None and resting.resources.disk is not None
+    resting.resources.disk.inject("read", 2, error=errno.EIO)
+    with pytest.raises(OSError, match=r"Input/output error.*unit-00000"):
+        export(tmp_path / "weights", model)
+    assert sorted(os.listdir(tmp_path)) == ["disk"]
+
+
+def test_short_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(1024, 3000))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    prepared(model, tmp_path)
+    failing_engine(monkeypatch, "write", 2, short_bytes=8192)
+    export(tmp_path / "weights", model)
+    assert same(opened(tmp_path / "weights"), expected)
+
+
+def test_a_file_system_without_direct_io_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    prepared(model, tmp_path)
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    export(tmp_path / "weights", model)
+    assert same(opened(tmp_path / "weights"), expected)
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return set(found) == set(expected) and all(
+        found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_a_tensor_of_many_slabs_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 7), nn.Linear(1501, 1507))
+    masters = {name: value.clone() for name, value in model.state_dict().items()}
+    prepared(model, tmp_path, compute_dtype=dtype)
+    export(tmp_path / "wide", model, dtype=torch.float32)
+    export(tmp_path / "own", model)
+    assert sum(value.numel() * 4 for value in masters.values()) > 2 * weights.SLAB_BYTES
+    assert same(opened(tmp_path / "wide"), masters)
+    with outsize.gathered(model):
+        own = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert same(opened(tmp_path / "own"), own)
+
+
+class Many(nn.Module):
+    """A buffer of every dtype that safetensors stores, all of odd lengths, the narrow ones first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 3))
+        for dtype in sorted(weights.DTYPE_NAMES, key=lambda dtype: dtype.itemsize):
+            value = torch.randint(0, 2, (3, 5)).to(dtype)
+            self.register_buffer(f"of_{dtype}".replace(".", "_"), value.t())
+        self.register_buffer("scalar", torch.tensor(7))
+
+
+def test_buffers_keep_their_dtypes_and_bits(tmp_path: Path) -> None:
+    model = Many()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    prepared(model, tmp_path)
+    export(tmp_path / "weights", model)
+    found = opened(tmp_path / "weights")
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name].dtype is value.dtype
+        assert found[name].shape == value.shape
+        assert torch.equal(found[name].view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def test_a_buffer_that_safetensors_cannot_store_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    prepared(model, tmp_path)
+    with pytest.raises(TypeError, match=r"'phases' is of torch\.complex128, which safetensors cannot store"):
+        export(tmp_path / "weights", model)
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+@pytest.mark.parametrize("size", ["1KB", "7KB", "20KB", "1MB"])
+def test_weights_are_cut_into_files_as_by_the_hugging_face_libraries(size: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(width, 32) for width in (32, 50, 8, 120, 64, 32, 32, 3, 90)])
+    hub = pytest.importorskip("huggingface_hub")
+    split = hub.split_torch_state_dict_into_shards(model.state_dict(), max_shard_size=size)
+    prepared(model, tmp_path)
+    export(tmp_path / "weights", model, max_shard_size=size)
+    files = {file.name: set(safetensors.load_file(file)) for file in (tmp_path / "weights").glob("*.safetensors")}
+    assert files == {name: set(names) for name, names in split.filename_to_tensors.items()}
+
+
+def test_files_hold_five_gigabytes_unless_asked_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    prepared(model, tmp_path)
+    asked: list[int] = []
+    monkeypatch.setattr(exporting, "write_shards", lambda folder, found, nbytes: asked.append(nbytes))
+    export(tmp_path / "weights", model)
+    assert asked == [5_000_000_000]
+
+
+def test_data_begins_on_a_page_and_fills_the_file(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(31, 17))
+    prepared(model, tmp_path)
+    export(tmp_path / "weights", model)
+    content = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    assert begin % 4096 == 0
+    assert len(content) == begin + (31 * 17 + 17) * 4
+    assert json.loads(content[8:begin])["__metadata__"] == {"format": "pt"}
+
+
+@pytest.mark.slow
+def test_memory_is_the_arena_however_large_a_tensor_is(tmp_path: Path) -> None:
+    small, large = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(5000, 5000))  # 100 MB in one tensor
+    prepared(small, tmp_path)
+    prepared(large, tmp_path, host_memory="256MiB")
+    export(tmp_path / "warm", small)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    export(tmp_path / "weights", large)
+    status = Path("/proc/self/status").read_text()
+    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    slack = 8 << 20
+    assert peak - before <= weights.ARENA_BYTES + slack
+
+
+def test_the_safetensors_library_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    prepared(model, tmp_path)
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    export(tmp_path / "weights", model)
+    monkeypatch.undo()
+    assert set(opened(tmp_path / "weights")) == {"0.weight", "0.bias"}
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +356,3 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("precious")
     with pytest.raises(NotADirectoryError, match="a file is in the way"):
         export(tmp_path / "file", model)
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install outsize\[export\]"):
-        export(tmp_path / "weights", model)

@@ -276,6 +276,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
     values = weights(model)
     found = {}
     for unit in prepared(model).engine.units:
+        unit.await_written()
         for name, slot in unit.shard.slots.items():
             rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(slot.shape)
             found[name] = ((values[name].view(torch.int16).int() << 16) + rest.int()).view(torch.float32)

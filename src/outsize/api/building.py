@@ -16,7 +16,7 @@ from outsize.api.survey import find_budgets
 from outsize.config import Config, make_config
 from outsize.move.disk import DiskDirectoryError
 from outsize.run.pager import ACCOUNT, Pager
-from outsize.run.paging import PagedParameter, PageFile, out_of_mapped_file
+from outsize.run.paging import PagedParameter, PageFile
 
 LOADER_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -98,7 +98,7 @@ def _making(pager: Pager) -> Any:
         if isinstance(data, PagedParameter):
             data = data.data  # an alias: the two share one page
         elif type(data) is torch.Tensor:
-            data = out_of_mapped_file(data)
+            data = pager.mapped.out_of(data)
         param = original(nn.Parameter, data, requires_grad)
         pager.adopt(param)
         return param

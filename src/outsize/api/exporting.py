@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -14,14 +15,23 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
-from outsize.api.saving import MASTERS, buffers_of, settle, whole
-from outsize.checkpoint.library import require_safetensors
-from outsize.checkpoint.weights import NamedWeight, merged_folder, read_weight, write_shards
+from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, settle, tied_names, whole
+from outsize.checkpoint.folder import NewFolder
+from outsize.checkpoint.weights import (
+    DTYPE_NAMES,
+    NamedWeight,
+    buffer_pieces,
+    merged_folder,
+    parameter_pieces,
+    write_shards,
+)
 from outsize.move.shard import DTYPES
 from outsize.plan.sizes import parse_bytes
 
-LARGEST_SHARD = 1 << 30
-SMALLEST_SHARD = 64 << 20
+MAX_SHARD_SIZE = "5GB"
+"""As in the Hugging Face libraries."""
+
+FORMATS = ("safetensors", "dcp")
 DTYPES_OUT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -30,35 +40,80 @@ def export(
     model: nn.Module,
     max_shard_size: int | str | None = None,
     dtype: torch.dtype | None = None,
+    format: str = "safetensors",
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Write the model's weights as safetensors into the folder `path`, for `from_pretrained` and everything else.
 
     Args:
         path: parents are created; in a folder that exists other files (a tokenizer) stay, weights are replaced.
-        max_shard_size: bytes of one file, and so of memory (a larger single tensor is a file of its own). Default: the
-            largest unit, between 64 MiB and 1 GiB.
+        max_shard_size: bytes of weights in one file; a larger single tensor is a file of its own. Default: `"5GB"`.
         dtype: of floating-point weights; default their own. With bf16 compute, `torch.float32` gives the fp32 masters.
+        format: `"safetensors"`, or `"dcp"`: a new folder of `torch.distributed.checkpoint`, which FSDP2, torchtitan and
+            other programs open: weights under the names of `model.state_dict()`.
+        optimizer: with `format="dcp"`, the prepared one, whose state is written too, under `optimizer.state`.
 
     An update that is still owed runs first. Names are the model's own; a tied weight is written once. A model with a
-    `config` gets its `config.json` and generation configuration. Raises `ImportError` without the safetensors library.
+    `config` gets its `config.json` and generation configuration. Memory: a fixed arena, whatever the size of the model,
+    its files and its parameters. Raises `TypeError` for a buffer that safetensors cannot store, before anything is
+    written, and `OSError` with path and errno if the disk is full; then nothing is left behind.
     """
-    require_safetensors("outsize.export")
     if dtype is not None and dtype not in DTYPES_OUT:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES_OUT))} or None")
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
+    if format == "dcp":
+        return _export_dcp(Path(os.path.realpath(path)), model, max_shard_size, dtype, optimizer)
+    if optimizer is not None:
+        raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
-    shard_bytes = _shard_bytes(prepared, max_shard_size)
-    settle(prepared)
+    shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
+    settle(prepared)
     with merged_folder(Path(os.path.realpath(path))) as folder:
         write_shards(folder, weights, shard_bytes)
         _write_config(folder, model, next((each.dtype for each in weights if each.dtype in DTYPES_OUT), None))
 
 
-def _shard_bytes(prepared: Prepared, asked: int | str | None) -> int:
-    if asked is not None:
-        return parse_bytes(asked, "max_shard_size")
-    largest = max(unit.nbytes for unit in prepared.engine.units)
-    return min(max(largest, SMALLEST_SHARD), LARGEST_SHARD)
+def _export_dcp(
+    target: Path,
+    model: nn.Module,
+    max_shard_size: int | str | None,
+    dtype: torch.dtype | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    from outsize.checkpoint.dcp_writing import DcpContent, DcpGroup, entries_of, write_dcp  # takes seconds to import
+
+    if max_shard_size is not None:
+        raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
+    prepared = whole(model, optimizer, "export")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(errno.EEXIST, "format='dcp' needs a new or an empty folder", str(target))
+    settle(prepared)
+    groups = None
+    if optimizer is not None:
+        groups = [
+            DcpGroup(
+                {key: value for key, value in group.items() if key not in NOT_HYPER},
+                [prepared.engine.name_of(param) for param in group["params"]],
+            )
+            for group in optimizer.param_groups
+        ]
+    content = DcpContent(
+        shards=[unit.shard for unit in prepared.engine.units],
+        masters=MASTERS,
+        dtype=dtype,
+        buffers={name: value for name, (value, persistent) in buffers_of(model).items() if persistent},
+        aliases=tied_names(model),
+        groups=groups,
+    )
+    folder = NewFolder(target)
+    try:
+        write_dcp(folder.path, *entries_of(content))
+        folder.publish()
+    except BaseException:
+        folder.abandon()
+        raise
 
 
 def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) -> list[NamedWeight]:
@@ -67,12 +122,16 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
     for name, param in _chosen_names(model).items():
         unit, slot = prepared.engine.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
-        found.append(NamedWeight(name, slot.shape, out, partial(read_weight, unit.shard, slot, out, MASTERS)))
+        found.append(NamedWeight(name, slot.shape, out, partial(parameter_pieces, unit.shard, slot, out, MASTERS)))
     for name, (value, persistent) in buffers_of(model).items():
         if persistent:
             out = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            found.append(NamedWeight(name, tuple(value.shape), out, partial(_read_buffer, value, out)))
-    return [weight for weight in found if weight.name not in ignored]
+            found.append(NamedWeight(name, tuple(value.shape), out, partial(buffer_pieces, value)))
+    kept = [weight for weight in found if weight.name not in ignored]
+    for weight in kept:
+        if weight.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{weight.name!r} is of {weight.dtype}, which safetensors cannot store")
+    return kept
 
 
 def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -90,10 +149,6 @@ def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:
 def _own_name(candidates: list[str], derived: Iterable[re.Pattern[str]]) -> str:
     own = (name for name in candidates if not any(pattern.search(name) for pattern in derived))
     return next(own, candidates[0])
-
-
-def _read_buffer(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def _write_config(folder: Path, model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -16,6 +16,7 @@ from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.dcp import is_dcp
+from outsize.checkpoint.hugging import is_safetensors, load_safetensors
 from outsize.checkpoint.match import Live, check_match
 from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.rng import restore_rng
@@ -37,8 +38,9 @@ def load(
 
     Args:
         path: a checkpoint, or a directory of checkpoints (also `directory/latest`): its newest complete one, and what
-            is passed over is logged. Or a folder of `torch.distributed.checkpoint` (weights and optimizer state by
-            their names in a state dict; it has no random numbers and no `extra`, so that None is returned).
+            is passed over is logged. Or a folder of safetensors in the Hugging Face layout (weights alone), or
+            one of `torch.distributed.checkpoint` (weights and optimizer state under their names in a state dict):
+            these have no random numbers and no `extra`, so that None is returned.
         model: without `optimizer`, weights and buffers alone are restored; optimizer state, gradients and random
             numbers stay as they are. None: the optimizer's state alone.
         strict: with False, parameters and buffers that only one side has are passed over; their names are logged as a
@@ -55,6 +57,8 @@ def load(
     prepared.resources.saver.settle()
     source = Path(os.path.realpath(path))
     Saving.settle_at(source)
+    if is_safetensors(source):
+        return _load_safetensors(prepared, source, model, optimizer)
     if is_dcp(source):
         return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
     checkpoint = Checkpoint(find_checkpoint(source), codec_named)
@@ -84,14 +88,36 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
 
 
 @contextmanager
-def _stopping_on_errors(prepared: Prepared) -> Iterator[None]:
-    """State that is half overwritten is of no use: an error in the block stops the run."""
+def _stopping_on_errors(prepared: Prepared, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """State that is half overwritten is of no use: an error in the block stops the run.
+
+    Errors of the classes `but` come before anything was changed.
+    """
     try:
         yield
+    except but:
+        raise
     except BaseException as error:
         interrupted = RuntimeError("outsize.load was interrupted")
         prepared.engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
         raise
+
+
+def _load_safetensors(
+    prepared: Prepared, source: Path, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """A folder in the Hugging Face layout: weights and buffers."""
+    if model is None or optimizer is not None:
+        raise ValueError(f"{source} holds weights alone: load it with outsize.load(path, model)")
+    buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
+    optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    settle(prepared)
+    shards = [unit.shard for unit in prepared.engine.units]
+    with _stopping_on_errors(prepared, but=(ValueError, FileNotFoundError)):
+        load_safetensors(source, shards, buffers, MASTERS, tied_names(model), optional)
+    for unit in prepared.engine.units:
+        if unit.shard.buffer.resident:
+            unit.shard.buffer.await_filled()
 
 
 def _load_dcp(

@@ -26,7 +26,7 @@ from outsize.optim.rules import join_master, split_master
 from outsize.run.grads import RestingGrad
 
 MASTERS = Masters(join_master, split_master)
-_NOT_HYPER = ("params", "param_names")
+NOT_HYPER = ("params", "param_names")
 
 
 def save(
@@ -192,7 +192,7 @@ def optimizer_record(
         return None
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        hyper = {key: value for key, value in group.items() if key not in _NOT_HYPER}
+        hyper = {key: value for key, value in group.items() if key not in NOT_HYPER}
         path = f"optimizer.param_groups[{index}]"
         names = tuple(prepared.engine.name_of(param) for param in group["params"])
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))

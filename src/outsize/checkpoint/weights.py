@@ -1,4 +1,4 @@
-"""Weights in the Hugging Face layout: safetensors shards and their index, one shard in memory at a time."""
+"""Weights in the Hugging Face layout: safetensors files and their index, streamed through a fixed arena of slabs."""
 
 from __future__ import annotations
 
@@ -8,73 +8,202 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from math import prod
 from pathlib import Path
+from typing import Final, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_out
+from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
-from outsize.checkpoint.library import require_safetensors, storing
 from outsize.checkpoint.reader import Masters
-from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard
-from outsize.plan.layout import Slot
+from outsize.move.disk import Engine, StripedFile, open_engine
+from outsize.move.memory import PAGE_BYTES, HostBuffer
+from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard
+from outsize.move.transfer import Transfer
+from outsize.plan.layout import PAGE_ELEMENTS, Slot, round_up
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
+SLAB_BYTES = 4 << 20
+READ_SLABS = 4
+WRITE_SLABS = 4
+ARENA_BYTES = (READ_SLABS + WRITE_SLABS) * SLAB_BYTES
+"""All the memory of an export, whatever the size of its files and tensors."""
+
+COPIED_NUMEL = 1 << 15
+"""Elements of one copy: below torch's threshold for threads, and small enough for the cache."""
+
+LENGTH_BYTES = 8
+"""Of the header's length, which begins the file (little-endian)."""
+
+DTYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""What safetensors calls the dtypes that it stores."""
+
+# Note [One stream]
+# A file is its header, padded with spaces to a whole page, and then the tensors' bytes without gaps. The bytes are read
+# from the stores piece by piece, several reads at a time, and packed into slabs, each of which is written while the
+# next ones are filled. So every write is whole pages from page-aligned memory, as direct I/O needs; the last one is
+# padded and the file is cut to its length afterwards. Tensors of wider elements come first: then each begins at a
+# multiple of its element size without gaps, whatever the lengths are.
+
+
+class Piece(ABC):
+    """Consecutive elements of one tensor on their way to a file."""
+
+    @abstractmethod
+    def begin(self, slab: torch.Tensor) -> None:
+        """Start to read into `slab` (uint8 [SLAB_BYTES]), which is the piece's until its values have been used."""
+
+    @abstractmethod
+    def values(self) -> Iterator[torch.Tensor]:
+        """The elements, 1-D, once they have arrived, in runs that are valid until the next one is asked for."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until nothing touches the slab any more; raises nothing."""
+
 
 @dataclass(frozen=True)
 class NamedWeight:
-    """One tensor of the export; `read` gives its values (CPU, contiguous) when its shard is written."""
+    """One tensor of the export; `pieces` gives its elements in order, to be stored as `dtype`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    pieces: Callable[[], Iterator[Piece]]
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def read_weight(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: Masters) -> torch.Tensor:
-    """A parameter's values in `dtype` [slot.shape]; in another dtype than its own they come from its fp32 master."""
-    slab = HostBuffer(SLAB_BYTES)
-    own = DTYPES[slot.dtype]
-    out = torch.empty(slot.numel, dtype=dtype)
-    master = shard.arrays.get(MASTER) if slot.dtype in MASTER_BYTES and dtype is not own else None
-    rest = torch.empty(slot.numel if master is not None else 0, dtype=MASTER_DTYPE.get(slot.dtype))
+def parameter_pieces(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: Masters) -> Iterator[Piece]:
+    """A parameter at rest; for another dtype than its own the values are those of its fp32 master, where it has one."""
+    if not slot.numel:  # it may lie behind the last segment
+        return
+    master = shard.arrays.get(MASTER) if slot.dtype in MASTER_BYTES and dtype is not DTYPES[slot.dtype] else None
+    element_bytes = OWN_BYTES[slot.dtype] + (MASTER_BYTES[slot.dtype] if master is not None else 0)
+    numel = SLAB_BYTES // element_bytes // PAGE_ELEMENTS * PAGE_ELEMENTS
+    for start in range(slot.offset // numel * numel, slot.end, numel):
+        low, high = max(start, slot.offset), min(start + numel, slot.end)
+        yield _ParameterPiece(shard, slot, low, high, master, masters)
 
-    def keep_rest(_: Slot, first: int, content: torch.Tensor) -> None:
-        rest[first : first + content.numel()] = content
 
-    def keep(_: Slot, first: int, content: torch.Tensor) -> None:
-        end = first + content.numel()
-        out[first:end] = content if master is None else masters.join(content, rest[first:end])
+@final
+class _ParameterPiece(Piece):
+    """The elements [low, high) of a unit's element space, which belong to `slot`."""
 
-    if master is not None:
-        copy_out(States(shard, master), {slot.name: slot}, slab, keep_rest)
-    copy_out(Weights(shard), {slot.name: slot}, slab, keep)
-    return out.view(slot.shape)
+    def __init__(
+        self, shard: UnitShard, slot: Slot, low: int, high: int, master: StateArray | None, masters: Masters
+    ) -> None:
+        self._shard, self._slot, self._low, self._high = shard, slot, low, high
+        self._master, self._masters = master, masters
+        self._transfers: list[Transfer] = []
+        self._parts: list[torch.Tensor] = []  # the weight and, where there is one, what completes its master
+
+    def begin(self, slab: torch.Tensor) -> None:
+        shard = self._shard
+        first_page, end_page = shard.pages(self._low, self._high)
+        first, nbytes = shard.param_layout.span(first_page, end_page)
+        read = shard.buffer.fetch if shard.params is None else shard.params.read
+        self._start(read, first, slab[:nbytes], DTYPES[self._slot.dtype], first_page)
+        if self._master is not None:
+            first, more = self._master.layout.span(first_page, end_page)
+            rest = slab[nbytes : nbytes + more]
+            self._start(self._master.store.read, first, rest, self._master.dtype(self._slot.dtype), first_page)
+
+    def _start(
+        self,
+        read: Callable[[int, torch.Tensor], Transfer],
+        first: int,
+        out: torch.Tensor,
+        dtype: torch.dtype,
+        first_page: int,
+    ) -> None:
+        self._transfers.append(read(first, out))
+        self._parts.append(out.view(dtype)[self._low - first_page : self._high - first_page])
+
+    def values(self) -> Iterator[torch.Tensor]:
+        for transfer in self._transfers:
+            transfer.wait()
+        if self._master is None:
+            yield self._parts[0]
+            return
+        weight, rest = self._parts
+        for own, more in zip(weight.split(COPIED_NUMEL), rest.split(COPIED_NUMEL), strict=True):
+            yield self._masters.join(own, more)  # small enough for memory that is at hand
+
+    def drain(self) -> None:
+        _drain(self._transfers)
+
+
+def buffer_pieces(value: torch.Tensor) -> Iterator[Piece]:
+    """A tensor in memory. One that is not contiguous is copied once."""
+    flat = value.detach().contiguous().view(-1)
+    numel = SLAB_BYTES // flat.itemsize
+    for start in range(0, flat.numel(), numel):
+        yield _BufferPiece(flat[start : start + numel])
+
+
+@final
+class _BufferPiece(Piece):
+    def __init__(self, content: torch.Tensor) -> None:
+        self._content = content
+
+    def begin(self, slab: torch.Tensor) -> None:
+        return
+
+    def values(self) -> Iterator[torch.Tensor]:
+        yield self._content.cpu()
+
+    def drain(self) -> None:
+        return
+
+
+def _drain(transfers: Iterable[Transfer]) -> None:
+    for transfer in transfers:
+        with suppress(OSError):
+            transfer.wait()
 
 
 def write_shards(folder: Path, weights: Sequence[NamedWeight], max_shard_bytes: int) -> None:
-    """Write the files and the index. Memory: `max_shard_bytes`, or the largest tensor if that is larger."""
-    shards = list(_cut(weights, max_shard_bytes))
+    """Write the files and the index. Memory: `ARENA_BYTES`. Raises `OSError` with path and errno."""
+    shards = _cut(weights, max_shard_bytes)
     names = [f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [SINGLE_NAME]
-    for name, shard in zip(names, shards, strict=True):
-        with storing(folder / name):
-            tensors = {weight.name: weight.read() for weight in shard}
-            require_safetensors("outsize.export").save_file(tensors, folder / name, metadata={"format": "pt"})
-            del tensors
-        sync(folder / name)
+    arena = HostBuffer(ARENA_BYTES)
+    slabs = arena.bytes.split(SLAB_BYTES)
+    with closing(open_engine()) as engine:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(folder / name, shard, engine, slabs)
     if len(shards) > 1:
         home = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         total = sum(weight.nbytes for weight in weights)
@@ -82,16 +211,128 @@ def write_shards(folder: Path, weights: Sequence[NamedWeight], max_shard_bytes: 
         write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
-def _cut(weights: Iterable[NamedWeight], max_shard_bytes: int) -> Iterator[list[NamedWeight]]:
+def _cut(weights: Iterable[NamedWeight], max_shard_bytes: int) -> list[list[NamedWeight]]:
+    """The files, as transformers cuts them: a larger tensor is a file of its own, others go on filling the last one."""
+    shards: list[list[NamedWeight]] = []
     shard: list[NamedWeight] = []
     nbytes = 0
     for weight in weights:
+        if weight.nbytes > max_shard_bytes:
+            shards.append([weight])
+            continue
         if shard and nbytes + weight.nbytes > max_shard_bytes:
-            yield shard
+            shards.append(shard)
             shard, nbytes = [], 0
         shard.append(weight)
         nbytes += weight.nbytes
-    yield shard
+    return [*shards, shard] if shard or not shards else shards
+
+
+def _write_file(path: Path, weights: Iterable[NamedWeight], engine: Engine, slabs: Sequence[torch.Tensor]) -> None:
+    """See Note [One stream]."""
+    weights = sorted(weights, key=lambda weight: -weight.dtype.itemsize)
+    header = _header(weights)
+    nbytes = len(header) + sum(weight.nbytes for weight in weights)
+    with naming(path, "writing weights"), closing(StripedFile(engine, [path.parent], path.name, nbytes)) as file:
+        file.preallocate(0, file.nbytes)
+        out = _Packer(file, slabs[READ_SLABS:])
+        try:
+            out.put(torch.frombuffer(header, dtype=torch.uint8), torch.uint8)
+            with closing(_read_ahead(weights, slabs[:READ_SLABS])) as arriving:
+                for piece, dtype in arriving:
+                    for values in piece.values():
+                        out.put(values, dtype)
+            out.finish()
+        finally:
+            out.drain()
+        os.truncate(path, nbytes)
+    sync(path)
+
+
+def _header(weights: Iterable[NamedWeight]) -> bytearray:
+    """The length and the JSON of a file, padded so that the data begins on a page."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for weight in weights:
+        end = position + weight.nbytes
+        dtype = DTYPE_NAMES[weight.dtype]
+        entries[weight.name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = round_up(LENGTH_BYTES + len(text), PAGE_BYTES) - LENGTH_BYTES
+    return bytearray(length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length))
+
+
+def _read_ahead(weights: Iterable[NamedWeight], slabs: Sequence[torch.Tensor]) -> Generator[tuple[Piece, torch.dtype]]:
+    """(the next piece, the dtype to store it as), in order; its slab is used again when the one after is asked for."""
+    going: deque[tuple[Piece, torch.dtype]] = deque()
+    free = cycle(slabs)
+    try:
+        for weight in weights:
+            for piece in weight.pieces():
+                if len(going) == len(slabs):
+                    yield going[0]
+                    going.popleft()
+                going.append((piece, weight.dtype))
+                piece.begin(next(free))
+        while going:
+            yield going[0]
+            going.popleft()
+    finally:
+        for piece, _ in going:
+            piece.drain()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1-D values on this thread alone: with other work on the machine, a pool of threads waits for its slowest."""
+    torch._foreach_copy_(target.split(COPIED_NUMEL), source.split(COPIED_NUMEL))
+
+
+@final
+class _Packer:
+    """Appends to a file through slabs; one is filled while the others are written."""
+
+    def __init__(self, file: StripedFile, slabs: Sequence[torch.Tensor]) -> None:
+        self._file = file
+        self._count = len(slabs)
+        self._slabs = cycle(slabs)
+        self._slab, self._used = next(self._slabs), 0
+        self._position = 0  # of the slab in the file
+        self._going: deque[Transfer] = deque()
+
+    def put(self, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Append 1-D values, cast to `dtype`."""
+        while values.numel():
+            numel = min(values.numel(), (SLAB_BYTES - self._used) // dtype.itemsize)
+            end = self._used + numel * dtype.itemsize
+            _copy(self._slab[self._used : end].view(dtype), values[:numel])
+            values, self._used = values[numel:], end
+            if end == SLAB_BYTES:
+                self._send()
+
+    def finish(self) -> None:
+        """Write what is left, padded to a whole page, and wait for all."""
+        end = round_up(self._used, PAGE_BYTES)
+        self._slab[self._used : end].zero_()
+        self._used = end
+        self._send()
+        while self._going:
+            self._await_oldest()
+
+    def drain(self) -> None:
+        """Wait until nothing touches the slabs any more; raises nothing."""
+        _drain(self._going)
+
+    def _send(self) -> None:
+        self._going.append(self._file.write(self._position, self._slab[: self._used]))
+        self._position += self._used
+        if len(self._going) == self._count:
+            self._await_oldest()
+        self._slab, self._used = next(self._slabs), 0
+
+    def _await_oldest(self) -> None:
+        self._going[0].wait()
+        self._going.popleft()
 
 
 @contextmanager
@@ -106,7 +347,7 @@ def merged_folder(target: Path) -> Iterator[Path]:
     exists = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     # Inside an existing folder, since that may be a file system of its own.
-    fresh = (target if exists else target.parent) / f".{target.name}.new-{secrets.token_hex(6)}"
+    fresh = (target if exists else target.parent) / f".{target.name}.export-{secrets.token_hex(6)}"
     fresh.mkdir()
     try:
         yield fresh

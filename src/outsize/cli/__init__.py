@@ -1,14 +1,14 @@
-"""The command line: `outsize train | plan | probe`. It uses the public API only, and `import outsize` leaves it out."""
+"""The command line: `outsize train | plan | probe | checkpoint`. `import outsize` leaves it out."""
 
 import argparse
 import logging
 import sys
 from collections.abc import Sequence
 
-from outsize.cli import planning, probe, train
+from outsize.cli import checkpoints, planning, probe, train
 
 _EXTRA = {"transformers", "tokenizers", "safetensors", "rich", "matplotlib"}  # optional dependency -> outsize[train]
-_ROOMS = {"train": train, "plan": planning, "probe": probe}
+_ROOMS = {"train": train, "plan": planning, "probe": probe, "checkpoint": checkpoints}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from outsize.move.memory import Ledger
 from outsize.plan.sizes import format_bytes
-from outsize.run.paging import Owner, Page, PagedParameter, PageFile, Place, use_counts
+from outsize.run.paging import MappedFiles, Owner, Page, PagedParameter, PageFile, Place, use_counts
 
 ACCOUNT = "host/parameters"
 
@@ -26,6 +26,7 @@ class Pager:
     def __init__(self, budget: int, disk: PageFile | None) -> None:
         self.ledger = Ledger()
         self.ledger.add(ACCOUNT, 0)
+        self.mapped = MappedFiles()
         self._budget = budget
         self._disk = disk
         self._building = True
@@ -47,6 +48,7 @@ class Pager:
             return
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._reap()
+            self.mapped.trim()
             self._track(param, "(unnamed)")
             param.__class__ = self._class
 
@@ -59,6 +61,7 @@ class Pager:
     def hold(self, param: nn.Parameter, operation: str, fills: bool) -> Page:
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._reap()
+            self.mapped.trim()
             self._check_building(param, operation)
             page = self._owners[id(param)].page
             self._pages[page.key] = self._pages.pop(page.key)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,9 @@ from outsize.run.guard import METADATA, TO_NUMPY
 
 MIN_PAGED_BYTES = 64 << 10
 """Smaller parameters stay in memory: they would cost more requests than they free bytes."""
+
+MAPPED_BYTES = 64 << 20
+"""Resident pages of mapped files that may come together before they are given back."""
 
 FILE_BYTES = 1 << 30
 """The disk space for parameters grows by sparse files of this size."""
@@ -289,37 +293,84 @@ def _held(params: Iterable[PagedParameter], operation: str, filled: Any) -> Iter
             pager.release(param, page, failed)
 
 
-def out_of_mapped_file(tensor: torch.Tensor) -> torch.Tensor:
-    """Weights that a loader maps from a file are copied, and the file's pages given back where they are unmodified."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+# Note [Mapped weights]
+# Loaders map weights from files, and a page of the file counts as this process's memory from its first use until the
+# file is closed: after reading a model of any size, all of it. A parameter that is a piece of such a mapping is copied
+# out of it; one that was cast from it leaves no trace of its source. So the pages of whole mappings go (MADV_DONTNEED:
+# they come back from the file if they are used again) whenever the resident pages of files have grown by a fixed
+# amount. Only mappings that were made since the pager began or that a parameter came from, and that hold no modified
+# page, which would be lost.
+
+
+@final
+class MappedFiles:
+    """Files that loaders have mapped, whose pages are given back now and then. See Note [Mapped weights]."""
+
+    def __init__(self) -> None:
+        self._others = {each.identity for each in _file_mappings(detailed=False)}
+        self._limit = _resident_file_bytes() + MAPPED_BYTES
+
+    def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor that lies in a mapped file; any other tensor itself."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_PAGED_BYTES or storage.resizable():
+            return tensor
+        address = storage.data_ptr()
+        for each in _file_mappings(detailed=False):
+            if each.address <= address < each.address + each.nbytes:
+                self._others.discard(each.identity)
+                return tensor.detach().clone()
         return tensor
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < MIN_PAGED_BYTES or storage.resizable() or not _is_private_file(storage.data_ptr()):
-        return tensor
-    copied = tensor.detach().clone()
-    nbytes = tensor.numel() * tensor.element_size()
-    first = round_up(tensor.data_ptr(), PAGE_BYTES)
-    length = (tensor.data_ptr() + nbytes) // PAGE_BYTES * PAGE_BYTES - first
-    if tensor.is_contiguous() and length > 0 and _is_unmodified(first, length):
-        give_back_pages(first, length)
-    return copied
+
+    def trim(self) -> None:
+        """Give back what can be, if enough has come together."""
+        if _resident_file_bytes() <= self._limit:
+            return
+        for each in _file_mappings(detailed=True):
+            if each.unmodified and each.identity not in self._others:
+                with suppress(OSError):  # locked by its owner: it stays
+                    give_back_pages(each.address, each.nbytes)
+        self._limit = _resident_file_bytes() + MAPPED_BYTES
 
 
-def _is_private_file(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, _, _, inode = line.split(maxsplit=5)[:5]
-        low, high = (int(end, 16) for end in span.split("-"))
-        if low <= address < high:
-            return permissions[3] == "p" and inode != "0"
-    return False
+@dataclass(frozen=True)
+class _Mapping:
+    """A private mapping of a file that is no program. `unmodified`: it holds pages, all of them the file's own."""
+
+    address: int
+    nbytes: int
+    file: str  # device and inode
+    unmodified: bool
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        return self.address, self.file
 
 
-_PRESENT, _OF_FILE, _SWAPPED = 1 << 63, 1 << 61, 1 << 62
+_HEAD = r"^([0-9a-f]+)-([0-9a-f]+) [r-][w-]-p \S+ (\S+ [1-9]\d*)\b.*\n"
+_MAPS = re.compile(_HEAD, re.MULTILINE)
+_SMAPS = re.compile(
+    _HEAD + "".join(rf"(?:[A-Z].*\n)*?{key}: +(\d+) kB\n" for key in ("Rss", "Anonymous", "Swap")), re.M
+)
 
 
-def _is_unmodified(first: int, length: int) -> bool:
-    """Whether the memory's pages are still the file's own (a private mapping copies those that are written)."""
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        pagemap.seek(first // PAGE_BYTES * 8)
-        entries = memoryview(pagemap.read(length // PAGE_BYTES * 8)).cast("Q")
-    return all(not entry & (_PRESENT | _SWAPPED) or bool(entry & _OF_FILE and entry & _PRESENT) for entry in entries)
+def _file_mappings(detailed: bool) -> Iterator[_Mapping]:
+    """Those of this process; `unmodified` is found out only in detail, which is slower. None where /proc has none."""
+    try:
+        listing = Path("/proc/self/smaps" if detailed else "/proc/self/maps").read_text(errors="replace")
+    except OSError:
+        return
+    for low, high, file, *kilobytes in (_SMAPS if detailed else _MAPS).findall(listing):
+        resident, *changed = map(int, kilobytes or (0, 0))
+        address = int(low, 16)
+        yield _Mapping(address, int(high, 16) - address, file, resident > 0 and not any(changed))
+
+
+def _resident_file_bytes() -> int:
+    """Of this process's memory what belongs to files and shared memory; 0 on a system that does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[2]) * PAGE_BYTES
+    except OSError:
+        return 0

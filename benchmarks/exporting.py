@@ -1,0 +1,129 @@
+"""Weights out of a model and back: streamed exports and `from_pretrained` under `outsize.init`, against bounds.
+
+Rows: export, masters, imports. Each runs in a process of its own; bandwidth is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outsize
+from benchmarks.common import PeakRss, Row, machine, plain_disk_bandwidth, print_rows, rss_bytes, run_child
+from benchmarks.models import llama
+
+GB = 1e9
+DISK_PLACES = {"params": "disk", "grads": "disk", "states": "disk"}
+ROUNDS = 5
+
+
+def export_child(disk: str, layers: str, kind: str) -> dict[str, Any]:
+    """Export a Llama that is all on disk, a few times, each against plain direct I/O of as many bytes."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  (an import, not the model's memory)
+
+    base = rss_bytes()
+    dtype = torch.bfloat16 if kind == "masters" else torch.float32
+    with outsize.init(host_memory="256MiB", disk=disk):
+        model = llama(int(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outsize.prepare(model, optimizer, disk=disk, host_memory="256MiB", compute_dtype=dtype, **DISK_PLACES)
+    parameters = sum(param.numel() for param in model.parameters())
+    moved, folder, probe = 8 * parameters, Path(disk) / "weights", Path(disk) / "probe"
+    plain_disk_bandwidth(probe, moved // 2, "mixed", repeats=1)  # lay its blocks out
+    seconds, plain, peaks = [], [], []
+    for _ in range(ROUNDS):
+        shutil.rmtree(folder, ignore_errors=True)
+        plain.append(plain_disk_bandwidth(probe, moved // 2, "mixed", repeats=1))
+        with PeakRss() as memory:
+            began = time.perf_counter()
+            outsize.export(folder, model, dtype=torch.float32)
+            seconds.append(time.perf_counter() - began)
+        peaks.append(memory.peak - base)
+    shares = [moved / each / bandwidth for each, bandwidth in zip(seconds, plain, strict=True)]
+    return {"parameters": parameters, "moved": moved, "seconds": seconds, "shares": shares, "rss": max(peaks)}
+
+
+def _exported(disk: str, layers: int, kind: str, label: str) -> list[Row]:
+    found = run_child("benchmarks.exporting", "--child", "export", disk, str(layers), kind)
+    share = sorted(found["shares"])[ROUNDS // 2]  # type: ignore[call-overload]
+    seconds = sorted(found["seconds"])[ROUNDS // 2]  # type: ignore[call-overload]
+    rss = found["rss"] / GB  # type: ignore[operator]
+    what = f"export of {found['parameters'] / 1e9:.2f} B parameters, {label}"  # type: ignore[operator]
+    rate = f"{share:.0%} ({seconds:.1f} s, {found['moved'] / seconds / GB:.2f} GB/s)"
+    return [
+        Row(f"{what}: peak RSS over imports", f"{rss:.2f} GB", "<= 0.50 GB", rss <= 0.50),
+        Row(f"{what}: share of plain direct I/O, half reads, half writes", rate, ">= 80 %", share >= 0.80),
+    ]
+
+
+def export(disk: str) -> list[Row]:
+    """1.0 B fp32 parameters, all on disk."""
+    return _exported(disk, 101, "own", "fp32")
+
+
+def masters(disk: str) -> list[Row]:
+    """The fp32 masters of a bf16 model: two arrays are joined on the way."""
+    return _exported(disk, 48, "masters", "fp32 masters of bf16")
+
+
+def import_child(disk: str, folder: str, dtype: str) -> dict[str, Any]:
+    """`from_pretrained` under a 256 MiB budget."""
+    import transformers.models.llama.modeling_llama
+
+    base = rss_bytes()
+    began = time.perf_counter()
+    with PeakRss() as memory, outsize.init(host_memory="256MiB", disk=disk):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    seconds = time.perf_counter() - began
+    return {"rss": memory.peak - base, "seconds": seconds, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def imports(disk: str) -> list[Row]:
+    """A folder of 2.0 GB in several files."""
+    folder = Path(disk) / "pretrained"
+    model = llama(48)
+    outsize.prepare(model, None, host_memory="8GiB", disk=disk)
+    outsize.export(folder, model, max_shard_size="500MB")
+    del model
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        found = run_child("benchmarks.exporting", "--child", "import", disk, str(folder), dtype)
+        rss = found["rss"] / GB  # type: ignore[operator]
+        what = f"from_pretrained of 2.0 GB under outsize.init with 256 MiB, as {dtype}: peak RSS over imports"
+        rows.append(Row(what, f"{rss:.2f} GB ({found['seconds']:.1f} s)", "<= 0.45 GB", rss <= 0.45))
+    return rows
+
+
+ROWS: dict[str, Callable[[str], list[Row]]] = {"export": export, "masters": masters, "imports": imports}
+CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"export": export_child, "import": import_child}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help=f"which of {', '.join(ROWS)}; all if none is named")
+    parser.add_argument("--disk", default=".", help="a directory on the drive to measure")
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        kind, *rest = options.child
+        print(json.dumps(CHILDREN[kind](*rest)))
+        return 0
+    print(machine())
+    rows = []
+    for name in options.rows or ROWS:
+        with tempfile.TemporaryDirectory(dir=options.disk) as directory:
+            rows += ROWS[name](directory)
+    print_rows(rows)
+    return 0 if all(row.reached for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

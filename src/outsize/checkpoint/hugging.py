@@ -1,0 +1,333 @@
+"""Weights from a folder in the Hugging Face layout: checked as a whole, then streamed into any live layout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from outsize.checkpoint.arrays import SLAB_BYTES, RestingArray, States, Weights, copy_in
+from outsize.checkpoint.files import naming
+from outsize.checkpoint.reader import Masters
+from outsize.checkpoint.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
+from outsize.move.memory import HostBuffer, memory_of
+from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard, page_range
+from outsize.plan.layout import Slot
+
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+LISTED = 10
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FLOATS = frozenset(DTYPES.values())
+"""A weight may change between these."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Where a tensor lies: `offset` bytes into `file`."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def is_safetensors(folder: Path) -> bool:
+    """Whether this is a folder of weights in the Hugging Face layout."""
+    return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
+
+
+def load_safetensors(
+    folder: Path,
+    shards: Sequence[UnitShard],
+    buffers: Mapping[str, torch.Tensor],
+    masters: Masters,
+    aliases: Mapping[str, str],
+    optional: Collection[str] = (),
+) -> None:
+    """Place the weights of a safetensors folder into units and the model's buffers.
+
+    Args:
+        shards: of all units, settled.
+        buffers: those that must be in the folder, by name.
+        aliases: for each further name of a tied parameter the name that its unit knows it by.
+        optional: names that the folder may lack, which then keep their values.
+
+    Floating-point weights are cast to the live dtype; a 16-bit parameter with an fp32 master takes the stored values as
+    its master, exactly. Every check comes before any change: `FileNotFoundError` where there are no weights,
+    `ValueError` for files that are damaged, lie outside the folder or belong to another model. An `OSError` after
+    that leaves the model with a mixture. Memory: two slabs, and the largest buffer.
+    """
+    stored = find_weights(folder)
+    slots = {slot.name: slot for shard in shards for slot in shard.layout.slots}
+    chosen = {name: _alias(name, aliases, stored) for name in (*slots, *buffers)}
+    names = {name for name in chosen if chosen[name] in stored}
+    _check_names(folder, stored, {*chosen, *aliases}, {name for name in chosen if name not in names} - {*optional})
+    weights = {name: stored[chosen[name]] for name in names}
+    _check_weights(folder, weights, slots, buffers)
+    with _Source(weights, masters) as source:
+        for shard in shards:
+            _place(shard, source)
+        for name in buffers:
+            if name in weights:
+                source.fill(name, buffers[name])
+
+
+def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> str:
+    """The name under which a tensor is stored; its own if there is none."""
+    others = (alias for alias, first in aliases.items() if first == name and alias in stored)
+    return name if name in stored else next(others, name)
+
+
+def _check_names(folder: Path, stored: Collection[str], known: Collection[str], missing: Collection[str]) -> None:
+    unexpected = [name for name in stored if name not in known]
+    problems = [
+        f"{len(found)} {what} weights: {_listed(sorted(found))}"
+        for what, found in (("missing", missing), ("unexpected", unexpected))
+        if found
+    ]
+    if problems:
+        raise ValueError(f"{folder} is of another model: {'; '.join(problems)}. Nothing was changed")
+
+
+def _check_weights(
+    folder: Path,
+    weights: Mapping[str, StoredWeight],
+    slots: Mapping[str, Slot],
+    buffers: Mapping[str, torch.Tensor],
+) -> None:
+    live = {name: (slot.shape, DTYPES[slot.dtype]) for name, slot in slots.items()}
+    live |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
+    problems = []
+    for name, weight in weights.items():
+        shape, dtype = live[name]
+        if weight.shape != shape:
+            problems.append(f"{name} is {_dims(weight.shape)} there and {_dims(shape)} here")
+        elif weight.dtype is not dtype and not {weight.dtype, dtype} <= _FLOATS:
+            problems.append(f"{name} is {weight.dtype} there and {dtype} here")
+    if problems:
+        raise ValueError(f"{folder} is of another model: {_listed(problems)}. Nothing was changed")
+
+
+def _place(shard: UnitShard, source: _Source) -> None:
+    """Write the whole unit: what the folder lacks may share a page with what it has, and is written as it is."""
+    slab = HostBuffer(SLAB_BYTES)
+    weights, master = Weights(shard), shard.arrays.get(MASTER)
+    halves = {name: slot for name, slot in shard.slots.items() if master is not None and slot.dtype in MASTER_BYTES}
+
+    def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
+        if not source.has(slot):
+            return _present(weights, slot, start, end)
+        return source.weight(slot, start, end, slot.name in halves)
+
+    copy_in(weights, shard.slots, slab, weight)
+    if master is not None:
+        states = States(shard, master)
+
+        def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
+            return source.master(slot, start, end) if source.has(slot) else _present(states, slot, start, end)
+
+        copy_in(states, halves, slab, rest)
+    if shard.buffer.resident:
+        shard.buffer.await_filled()
+
+
+def _present(array: RestingArray, slot: Slot, start: int, end: int) -> torch.Tensor:
+    """The elements [start, end) of a parameter as they rest, 1-D."""
+    low, high = slot.offset + start, slot.offset + end
+    first_page, end_page = page_range(low, high)
+    first, nbytes = array.layout.span(first_page, end_page)
+    pages = HostBuffer(nbytes).bytes
+    array.read(first, pages)
+    return pages.view(array.dtype(slot))[low - first_page : high - first_page]
+
+
+@final
+class _Source:
+    """Pieces of stored weights, in whatever form the live side keeps them. One file is open at a time."""
+
+    def __init__(self, weights: Mapping[str, StoredWeight], masters: Masters) -> None:
+        self._weights = weights
+        self._masters = masters
+        self._slab = HostBuffer(SLAB_BYTES)
+        self._open: tuple[Path, int] | None = None
+
+    def has(self, slot: Slot) -> bool:
+        return slot.name in self._weights
+
+    def weight(self, slot: Slot, start: int, end: int, exact: bool) -> torch.Tensor:
+        """Elements of a parameter, 1-D; `exact`: they are what is left of an fp32 master, not rounded on their own."""
+        stored = self._read(self._weights[slot.name], start, end)
+        return self._split(stored, slot)[0] if exact else stored.to(DTYPES[slot.dtype])
+
+    def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
+        """What completes these elements to their fp32 masters."""
+        return self._split(self._read(self._weights[slot.name], start, end), slot)[1]
+
+    def fill(self, name: str, value: torch.Tensor) -> None:
+        stored = self._weights[name]
+        pieces = SLAB_BYTES // stored.dtype.itemsize
+        flat = torch.empty(value.numel(), dtype=stored.dtype, device="cpu")
+        for start in range(0, value.numel(), pieces):
+            end = min(start + pieces, value.numel())
+            flat[start:end] = self._read(stored, start, end)
+        with torch.no_grad():
+            value.copy_(flat.view(stored.shape))
+
+    def _split(self, stored: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.empty_like(stored, dtype=DTYPES[slot.dtype])
+        rest = torch.empty_like(stored, dtype=MASTER_DTYPE[slot.dtype])
+        self._masters.split(stored.float(), weight, rest)
+        return weight, rest
+
+    def _read(self, stored: StoredWeight, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end), 1-D, in the stored dtype; valid until the next call."""
+        out = self._slab.bytes[: (end - start) * stored.dtype.itemsize]
+        offset, left = stored.offset + start * stored.dtype.itemsize, memory_of(out)
+        with naming(stored.file, f"reading weights at {offset}"):
+            fd = self._file(stored.file)
+            # The next piece comes while this one is placed.
+            os.posix_fadvise(fd, offset + len(left), SLAB_BYTES, os.POSIX_FADV_WILLNEED)
+            while left:
+                count = os.preadv(fd, [left], offset)
+                if not count:
+                    raise ValueError(f"{stored.file} ends at {offset}; it was changed while it was being loaded")
+                offset, left = offset + count, left[count:]
+        return out.view(stored.dtype)
+
+    def _file(self, path: Path) -> int:
+        if self._open is None or self._open[0] != path:
+            self._close()
+            self._open = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return self._open[1]
+
+    def _close(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            os.close(opened[1])
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+
+# ------------------------------------------------------------------------------------------- what the folder holds
+
+
+def find_weights(folder: Path) -> dict[str, StoredWeight]:
+    """All tensors of a folder by name, after every check that needs no live model."""
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if not os.path.lexists(single) and not os.path.lexists(index):
+        raise FileNotFoundError(errno.ENOENT, f"there is neither {SINGLE_NAME} nor {INDEX_NAME}", str(folder))
+    if os.path.lexists(single):
+        return _read_header(_inside(folder, SINGLE_NAME))
+    listed = _read_index(_inside(folder, INDEX_NAME))
+    found: dict[str, StoredWeight] = {}
+    for file in sorted(set(listed.values())):
+        for name, weight in _read_header(_inside(folder, file)).items():
+            if listed.get(name) != file:
+                raise ValueError(f"{folder / file} holds {name!r}, which {INDEX_NAME} does not list there")
+            found[name] = weight
+    lost = [name for name in listed if name not in found]
+    if lost:
+        raise ValueError(f"{index} lists weights that the files lack: {_listed(lost)}")
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The real path of a file of the folder. Raises `ValueError` where it leads out of it."""
+    if not name or "\0" in name or Path(name).name != name:
+        raise ValueError(f"{folder / INDEX_NAME} names {name!r}, which is not a plain file name")
+    path = Path(os.path.realpath(folder / name))
+    if not path.is_relative_to(os.path.realpath(folder)):
+        raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy the weights into it")
+    if not os.path.lexists(path):
+        raise FileNotFoundError(errno.ENOENT, "weights are missing", str(folder / name))
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(f"{folder / name} is not a regular file")
+    return path
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    with naming(path, "reading"), _damaged(path):
+        listed = json.loads(path.read_bytes(), object_pairs_hook=_unique)["weight_map"]
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+            raise ValueError("weight_map does not give a file for each weight")
+        return listed
+
+
+def _read_header(path: Path) -> dict[str, StoredWeight]:
+    """The tensors of one file, which cover it without gaps."""
+    with naming(path, "reading"), open(path, "rb") as file, _damaged(path):
+        nbytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if nbytes < LENGTH_BYTES or length > min(nbytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+            raise ValueError(f"a file of {nbytes} bytes has no header of {length}")
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        header.pop("__metadata__", None)  # free text
+        begin = LENGTH_BYTES + length
+        spans = sorted((_span(name, record), name) for name, record in header.items())
+        position = 0
+        for (start, end), name in spans:
+            if start != position:
+                raise ValueError(f"{name!r} begins at {start}, not where the tensor before it ends ({position})")
+            position = end
+        if begin + position != nbytes:
+            raise ValueError(f"it has {nbytes} bytes and should have {begin + position}")
+        return {
+            name: StoredWeight(path, _DTYPES[header[name]["dtype"]], tuple(header[name]["shape"]), begin + start)
+            for (start, _), name in spans
+        }
+
+
+def _span(name: str, record: Any) -> tuple[int, int]:
+    shape, offsets = record["shape"], record["data_offsets"]
+    if record["dtype"] not in _DTYPES:
+        raise ValueError(f"{name!r} is of the unknown dtype {record['dtype']!r}")
+    if not all(type(each) is int and each >= 0 for each in (*shape, *offsets)):
+        raise ValueError(f"the shape or place of {name!r} is not made of whole numbers")
+    start, end = offsets
+    if end - start != prod(shape) * _DTYPES[record["dtype"]].itemsize:
+        raise ValueError(f"{name!r} takes {end - start} bytes, which do not fit its shape and dtype")
+    return start, end
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Whatever a damaged file leads to is a `ValueError` that names it."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"

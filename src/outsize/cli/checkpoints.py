@@ -1,0 +1,137 @@
+"""`outsize checkpoint`: what is in a directory of checkpoints, whether it is whole, and what may go. Needs no model."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from outsize.api.saving import MASTERS
+from outsize.checkpoint.files import DataReader
+from outsize.checkpoint.folder import remove_leftovers
+from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
+from outsize.checkpoint.reader import open_manifest
+from outsize.checkpoint.shelf import checkpoints_in, incomplete_in, set_all_aside
+from outsize.checkpoint.stored import stored_weights
+from outsize.checkpoint.weights import merged_folder, write_shards
+from outsize.cli.job import DTYPES
+from outsize.plan.sizes import format_bytes, parse_bytes
+
+SUMMARY = "list, verify, export and prune checkpoints"
+DESCRIPTION = "Work on the folders that outsize.save and `outsize train` write. No model is needed."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    ls = actions.add_parser("ls", help="list the checkpoints of a directory, newest first")
+    ls.add_argument("path", type=Path, help="a directory of checkpoints, or one checkpoint")
+    verify = actions.add_parser("verify", help="compare every byte with its checksum; exit code 1 if any is damaged")
+    verify.add_argument("path", type=Path, nargs="+", help="checkpoints, or directories of them")
+    export = actions.add_parser("export", help="write the weights as safetensors, without loading them into memory")
+    export.add_argument("path", type=Path, help="a checkpoint")
+    export.add_argument("out", type=Path, help="the folder for the safetensors files")
+    export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: their own)")
+    export.add_argument("--max-shard-size", default="5GB", help="bytes of one file")
+    prune = actions.add_parser("prune", help="remove all but the newest checkpoints of a directory")
+    prune.add_argument("path", type=Path, help="a directory of checkpoints")
+    prune.add_argument("--keep", type=int, required=True, help="how many complete checkpoints stay")
+    prune.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    code: int = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}[args.action](args)
+    return code
+
+
+def _found(path: Path) -> list[Path]:
+    """A checkpoint itself, or those of a directory, newest first. Raises `FileNotFoundError` where there are none."""
+    if (path / MANIFEST_NAME).is_file():
+        return [path]
+    found = [each.path for each in checkpoints_in(path)]
+    if not found:
+        raise FileNotFoundError(f"{path}: there is no checkpoint")
+    return found
+
+
+def _ls(args: argparse.Namespace) -> int:
+    rows = [("checkpoint", "saved (UTC)", "steps", "parameters", "size", "state")]
+    for path in _found(args.path):
+        try:
+            manifest, data = open_manifest(path)
+            data.close()
+            rows.append(_row(path, manifest))
+        except (ValueError, OSError) as error:
+            rows.append((path.name, "", "", "", "", f"damaged: {error}"))
+    if not (args.path / MANIFEST_NAME).is_file():
+        rows += [(path.name, "", "", "", "", "incomplete: no manifest") for path in incomplete_in(args.path)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip())
+    return 0
+
+
+def _row(path: Path, manifest: Manifest) -> tuple[str, str, str, str, str, str]:
+    optimizer = manifest.optimizer
+    numel = sum(record.weight.numel for record in manifest.parameters.values())
+    size = sum(record.nbytes for record in manifest.files.values())
+    return (
+        path.name,
+        manifest.saved_at[:19].replace("T", " "),
+        str(optimizer.steps) if optimizer is not None else "-",
+        f"{numel:,}",
+        format_bytes(size),
+        f"complete, {optimizer.kind if optimizer is not None else 'no optimizer'}",
+    )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    damaged = 0
+    for path in [found for given in args.path for found in _found(given)]:
+        try:
+            manifest, data = open_manifest(path)
+            _verify_one(manifest, data)
+            size = sum(record.nbytes for record in manifest.files.values())
+            print(f"{path}: {len(manifest.files)} files, {format_bytes(size)}, every checksum is right")
+        except (ValueError, OSError) as error:
+            damaged += 1
+            print(f"outsize: {error}", file=sys.stderr)
+    return 1 if damaged else 0
+
+
+def _verify_one(manifest: Manifest, data: DataReader) -> None:
+    try:
+        data.verify(files=manifest.files)
+    finally:
+        data.close()
+
+
+def _export(args: argparse.Namespace) -> int:
+    manifest, data = open_manifest(args.path)
+    try:
+        dtype = DTYPES[args.dtype] if args.dtype is not None else None
+        weights = stored_weights(manifest, data, MASTERS, dtype)
+        regions = [region for record in manifest.parameters.values() for region in record.weights()]
+        data.verify([*regions, *(buffer.region for buffer in manifest.buffers.values())])
+        with merged_folder(args.out.resolve()) as folder:
+            write_shards(folder, weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
+    finally:
+        data.close()
+    size = sum(weight.nbytes for weight in weights)
+    print(f"{args.out}: {len(weights)} tensors, {format_bytes(size)}, as safetensors")
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    if args.keep < 1:
+        raise ValueError(f"--keep is {args.keep}; at least one checkpoint stays")
+    if not args.path.is_dir():
+        raise FileNotFoundError(f"{args.path}: there is no such directory")
+    outdated = [each.path for each in checkpoints_in(args.path)][args.keep :]
+    for path in outdated:
+        print(f"{'would remove' if args.dry_run else 'removed'} {path}")
+    if not args.dry_run:
+        remove_leftovers(args.path)
+        for hidden in set_all_aside(outdated):
+            shutil.rmtree(hidden, ignore_errors=True)
+    return 0

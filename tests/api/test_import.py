@@ -1,0 +1,359 @@
+"""Weights of others: `from_pretrained` under `outsize.init` in bounded memory, and safetensors folders streamed in."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.api.building import init
+from outsize.api.exporting import export
+from outsize.api.saving import MASTERS, buffers_of, settle, tied_names, whole
+from outsize.checkpoint import hugging
+from outsize.checkpoint.hugging import load_safetensors
+from outsize.run import paging
+from outsize.run.paging import MappedFiles, page_in
+
+safetensors = pytest.importorskip("safetensors.torch")
+transformers = pytest.importorskip("transformers")
+
+BUDGET = 8 << 20
+MAPPED = 2 << 20
+
+
+# ------------------------------------------------------------------------------------------------- from_pretrained
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 38 MB in several files; its largest parameter has 4 MB."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=2000,
+        max_position_embeddings=64,
+    )
+    folder = tmp_path_factory.mktemp("pretrained")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="10MB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return folder
+
+
+@pytest.mark.parametrize("loader", ["AutoModelForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memory(
+    loader: str, dtype: torch.dtype | None, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = getattr(transformers, loader)
+    resident: list[int] = []
+    measure = paging._resident_file_bytes
+
+    def measured() -> int:
+        resident.append(measure())
+        return resident[-1]
+
+    oracle = kind.from_pretrained(pretrained, dtype=dtype)
+    before = measure()
+    monkeypatch.setattr(paging, "_resident_file_bytes", measured)
+    monkeypatch.setattr(paging, "MAPPED_BYTES", MAPPED)
+    with init(host_memory=BUDGET, disk=tmp_path, device="cpu") as context:
+        model = kind.from_pretrained(pretrained, dtype=dtype)
+    largest = 2000 * 512 * 4
+    assert context.peak_bytes <= BUDGET + largest
+    assert max(resident) - before <= MAPPED + largest + (1 << 20)  # of 38 MB
+    for param in model.parameters():
+        page_in(param)
+    found, expected = model.state_dict(), oracle.state_dict()
+    assert list(found) == list(expected)
+    assert all(found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+
+
+def mapped(path: Path, numel: int) -> torch.Tensor:
+    """A private mapping of a file of ones, as loaders make it."""
+    torch.ones(numel).numpy().tofile(path)
+    return torch.empty(0).set_(torch.UntypedStorage.from_file(str(path), False, numel * 4)).view(torch.float32)
+
+
+def test_pages_of_mapped_files_go_unless_they_are_modified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "MAPPED_BYTES", 0)
+    numel = 1 << 20
+    older, used = mapped(tmp_path / "older", numel), mapped(tmp_path / "used", numel)
+    files = MappedFiles()
+    assert torch.equal(files.out_of(used), used)
+    assert files.out_of(used).data_ptr() != used.data_ptr()
+    modified, read = mapped(tmp_path / "modified", numel), mapped(tmp_path / "read", numel)
+    modified[5] = 3
+    total = [float(each.sum()) for each in (older, used, modified, read)]
+    before = paging._resident_file_bytes()
+    files.trim()
+    slack = 1 << 20
+    assert abs(before - paging._resident_file_bytes() - 2 * numel * 4) < slack  # of `used` and `read`
+    assert [float(each.sum()) for each in (older, used, modified, read)] == total
+
+
+def test_a_system_without_proc_keeps_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(paging.Path, "read_text", missing)
+    with init(host_memory="64MiB", device="cpu"):
+        model = nn.Linear(512, 512)
+    assert type(model.weight) is nn.Parameter
+
+
+# ------------------------------------------------------------------------------------------ into a prepared model
+
+
+class Small(nn.Module):
+    """Two layers, a tied head, buffers of several kinds; the first weight is larger than a slab's piece."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wide = nn.Linear(1031, 1033)
+        self.embed = nn.Embedding(30, 8)
+        self.head = nn.Linear(8, 30)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.norm.running_mean.fill_(seed)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+
+
+def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
+    (tmp / "disk").mkdir(exist_ok=True)
+    tiers = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **tiers, **fields)
+    return model
+
+
+def import_into(model: nn.Module, folder: Path, optional: tuple[str, ...] = ()) -> None:
+    if not optional:
+        outsize.load(folder, model)
+        return
+    settle(whole(model, None, "load"))
+    shards = [unit.shard for unit in whole(model, None, "load").engine.units]
+    buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
+    load_safetensors(folder, shards, buffers, MASTERS, tied_names(model), optional)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    with outsize.gathered(model):
+        params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return params | {name: value.clone() for name, value in model.named_buffers()}
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return set(found) == set(expected) and all(
+        found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_an_export_comes_back_bit_for_bit(tier: str, tmp_path: Path) -> None:
+    source = prepared(Small(1), tmp_path)
+    export(tmp_path / "weights", source, max_shard_size="100KB")
+    target = prepared(Small(2), tmp_path, tier)
+    before = values(target)
+    import_into(target, tmp_path / "weights")
+    assert equal(values(target), values(source) | {"scratch": before["scratch"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_fp32_weights_become_the_masters_of_16_bit_ones(dtype: torch.dtype, tier: str, tmp_path: Path) -> None:
+    plain = Small(1)
+    expected = {name: value.clone() for name, value in plain.state_dict().items() if name != "head.weight"}
+    safetensors.save_file(expected, tmp_path / "model.safetensors")
+    target = prepared(Small(2), tmp_path, tier, compute_dtype=dtype)
+    import_into(target, tmp_path)
+    export(tmp_path / "again", target, dtype=torch.float32)
+    found = safetensors.load_file(tmp_path / "again" / "model.safetensors")
+    params = [name for name, _ in plain.named_parameters()]
+    assert all(torch.equal(found[name], expected[name]) for name in params)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("live", [torch.float32, torch.bfloat16, torch.float16])
+def test_floating_point_weights_are_cast(stored: torch.dtype, live: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(9, 70).to(stored)
+    safetensors.save_file({"weight": weight}, tmp_path / "model.safetensors")
+    (tmp_path / "disk").mkdir()
+    model = nn.Linear(70, 9, bias=False).requires_grad_(False)  # no master
+    outsize.prepare(model, None, device="cpu", host_memory="64MiB", compute_dtype=live, disk=tmp_path / "disk")
+    import_into(model, tmp_path)
+    assert torch.equal(values(model)["weight"], weight.to(live))
+
+
+def test_weights_that_transformers_saved_give_its_logits(pretrained: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(pretrained)
+    with init(host_memory=BUDGET, disk=tmp_path, device="cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    prepared(model, tmp_path)
+    import_into(model, pretrained)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(pretrained).eval()
+    tokens = torch.randint(0, 2000, (1, 8))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=tokens).logits, oracle(input_ids=tokens).logits)
+
+
+def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in Small(1).state_dict().items() if name != "embed.weight"}
+    safetensors.save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    target = prepared(Small(2), tmp_path)
+    import_into(target, tmp_path)
+    assert torch.equal(values(target)["embed.weight"], tensors["head.weight"])
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {name: value.clone() for name, value in Small(1).state_dict().items() if name != "head.weight"}
+    missing = {name: tensors.pop(name) for name in ("wide.bias", "norm.weight", "norm.running_mean")}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    target = prepared(Small(2), tmp_path, compute_dtype=compute_dtype)
+    export(tmp_path / "before", target, dtype=torch.float32)
+    import_into(target, tmp_path, tuple(missing))
+    export(tmp_path / "after", target, dtype=torch.float32)
+    before, after = (safetensors.load_file(tmp_path / when / "model.safetensors") for when in ("before", "after"))
+    assert equal(after, {**tensors, **{name: before[name] for name in missing}})
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def write(path: Path, header: Any, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def one(**changes: Any) -> dict[str, Any]:
+    return {"weight": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32], **changes}}
+
+
+def indexed(files: dict[str, Any]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        write(folder / "a.safetensors", one(), bytes(32))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    return make
+
+
+def single(header: Any, data: bytes = bytes(32)) -> Callable[[Path], None]:
+    return lambda folder: write(folder / "model.safetensors", header, data)
+
+
+def raw(content: bytes) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(content)
+
+    return make
+
+
+def linked(folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    (folder / "model.safetensors").symlink_to("../outside.safetensors")
+
+
+def repeated(folder: Path) -> None:
+    indexed({"weight": "a.safetensors", "other": "b.safetensors"})(folder)
+    write(
+        folder / "b.safetensors", {**one(), "other": {"dtype": "U8", "shape": [0], "data_offsets": [32, 32]}}, bytes(32)
+    )
+
+
+TWICE = (
+    b'{"weight":' + json.dumps(one()["weight"]).encode() + b',"weight":' + json.dumps(one()["weight"]).encode() + b"}"
+)
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another shape": (single(one(shape=[4, 2])), "weight is 4x2 there and 2x4 here"),
+    "another kind": (single(one(dtype="I32")), "weight is torch.int32 there and torch.float32 here"),
+    "another name": (single({"bias": one()["weight"]}), "1 missing weights: weight; 1 unexpected weights: bias"),
+    "a name twice": (single(TWICE), "stands there twice"),
+    "two holders": (repeated, "holds 'weight', which model.safetensors.index.json does not list there"),
+    "a file with less": (single(one(), bytes(31)), "should have"),
+    "a file with more": (single(one(), bytes(33)), "should have"),
+    "a gap": (single(one(data_offsets=[4, 36]), bytes(36)), "begins at 4"),
+    "a wrong length": (single(one(data_offsets=[0, 31])), "takes 31 bytes"),
+    "a negative place": (single(one(data_offsets=[-32, 0])), "whole numbers"),
+    "a fractional shape": (single(one(shape=[2, 4.0])), "whole numbers"),
+    "an unknown dtype": (single(one(dtype="F3")), "unknown dtype 'F3'"),
+    "no offsets": (single({"weight": {"dtype": "F32", "shape": [2, 4]}}), "damaged: KeyError"),
+    "a list": (single([1]), "damaged: TypeError"),
+    "no JSON": (single(b"{", b""), "damaged"),
+    "deep JSON": (single(b"[" * 100_000), "damaged: RecursionError"),
+    "an empty file": (raw(b""), "no header"),
+    "a huge header": (raw(struct.pack("<Q", 1 << 62) + bytes(64)), "no header"),
+    "a file above": (indexed({"weight": "../a.safetensors"}), "not a plain file name"),
+    "an absolute file": (indexed({"weight": "/etc/passwd"}), "not a plain file name"),
+    "the folder itself": (indexed({"weight": ".."}), "not a plain file name|leads out of the folder"),
+    "a list of files": (indexed({"weight": ["a.safetensors"]}), "weight_map"),
+    "a weight that is nowhere": (indexed({"weight": "a.safetensors", "bias": "a.safetensors"}), "files lack: bias"),
+    "a link out": (linked, "leads out of the folder"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+    make, message = WRONG[kind]
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    safetensors.save_file({"weight": torch.randn(2, 4)}, folder / "model.safetensors")
+    make(folder)
+    model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
+    before = values(model)
+    with pytest.raises(ValueError, match=message):
+        import_into(model, folder)
+    assert equal(values(model), before)
+
+
+@pytest.mark.parametrize("missing", ["everything", "a file of the index"])
+def test_missing_files_are_named(missing: str, tmp_path: Path) -> None:
+    model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
+    if missing != "everything":
+        (tmp_path / "model.safetensors").touch()
+        indexed({"weight": "b.safetensors"})(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"b\.safetensors|not a complete checkpoint"):
+        import_into(model, tmp_path)
+
+
+def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
+    safetensors.save_file({"weight": torch.ones(2, 4)}, tmp_path / "blob")
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
+    import_into(model, tmp_path)
+    assert torch.equal(values(model)["weight"], torch.ones(2, 4))
+
+
+def test_short_reads_are_resumed_and_failing_ones_name_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = torch.randn(2, 4)
+    safetensors.save_file({"weight": expected}, tmp_path / "model.safetensors")
+    model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
+    preadv = os.preadv
+    monkeypatch.setattr(hugging.os, "preadv", lambda fd, data, at: preadv(fd, [data[0][:5]], at))
+    import_into(model, tmp_path)
+    assert torch.equal(values(model)["weight"], expected)
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(hugging.os, "preadv", failing)
+    with pytest.raises(OSError, match=r"reading weights at \d+.*model\.safetensors"):
+        import_into(model, tmp_path)

@@ -1,0 +1,101 @@
+"""`outsize checkpoint`: lists, verifies, exports and prunes what `save` wrote; the oracle is the model that saved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.cli import main
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three checkpoints of a bf16 run, a folder that was never completed, and what a killed save left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    (tmp_path / "disk").mkdir()
+    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", compute_dtype=torch.bfloat16)
+    for step in (1, 2, 10):
+        model(torch.ones(1, 30, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outsize.save(tmp_path / "ckpts" / f"step-{step}", model, optimizer)
+    outsize.export(tmp_path / "expected", model)
+    outsize.export(tmp_path / "expected-fp32", model, dtype=torch.float32)
+    broken = tmp_path / "ckpts" / "step-11"
+    shutil.copytree(tmp_path / "ckpts" / "step-10", broken)
+    (broken / "manifest.json").unlink()
+    shutil.copytree(broken, tmp_path / "ckpts" / ".step-12.new-0123456789ab")
+    return tmp_path / "ckpts"
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+def test_ls_lists_the_newest_first_and_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "step-1" / "unit-00000-memory.bin").unlink()
+    assert main(["checkpoint", "ls", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    left = ".step-12.new-0123456789ab"
+    assert [line.split()[0] for line in lines] == ["checkpoint", "step-10", "step-2", "step-1", left, "step-11"]
+    assert "1,322" in lines[1]
+    assert "complete, AdamW" in lines[1]
+    assert "damaged: " in lines[3]
+    assert "incomplete: no manifest" in lines[4]
+    assert main(["checkpoint", "ls", str(folder / "step-2")]) == 0
+    assert main(["checkpoint", "ls", str(folder.parent / "disk")]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_verify_finds_a_flipped_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count("every checksum is right") == 3
+    file = folder / "step-2" / "unit-00000-memory.bin"
+    flip(file)
+    assert main(["checkpoint", "verify", str(folder / "step-10"), str(folder / "step-2")]) == 1
+    caught = capsys.readouterr()
+    assert "step-10: " in caught.out
+    assert f"{file} is damaged: chunk 0" in caught.err
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_export_writes_what_the_model_itself_would_have(dtype: str | None, folder: Path) -> None:
+    out = folder.parent / "out"
+    arguments = ["checkpoint", "export", str(folder / "step-10"), str(out), "--max-shard-size", "2KB"]
+    assert main([*arguments, *(["--dtype", dtype] if dtype else [])]) == 0
+    expected = safetensors.load_file(folder.parent / f"expected{'-fp32' if dtype else ''}" / "model.safetensors")
+    found = {key: value for file in out.glob("*.safetensors") for key, value in safetensors.load_file(file).items()}
+    assert (out / "model.safetensors.index.json").exists()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_export_of_a_damaged_checkpoint_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(folder / "step-10" / "unit-00000-memory.bin")
+    assert main(["checkpoint", "export", str(folder / "step-10"), str(folder.parent / "out")]) == 2
+    assert "chunk 0" in capsys.readouterr().err
+    assert not (folder.parent / "out").exists()
+
+
+def test_prune_keeps_the_newest_and_sweeps_what_killed_saves_left(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = sorted(entry.name for entry in folder.iterdir())
+    assert main(["checkpoint", "prune", str(folder), "--keep", "2", "--dry-run"]) == 0
+    assert sorted(entry.name for entry in folder.iterdir()) == names
+    assert main(["checkpoint", "prune", str(folder), "--keep", "2"]) == 0
+    assert "step-1" in capsys.readouterr().out
+    assert sorted(entry.name for entry in folder.iterdir()) == ["step-10", "step-11", "step-2"]
+    assert main(["checkpoint", "prune", str(folder), "--keep", "0"]) == 2
+    assert main(["checkpoint", "prune", str(folder / "nowhere"), "--keep", "1"]) == 2
