@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from outsize.move.gradients import GradShard
-from outsize.move.memory import HostBuffer
+from outsize.move.memory import HostBuffer, copy, zero
 from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard, page_range
 from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, chunk_ranges, slots_in
 
@@ -135,11 +135,11 @@ def copy_in(
         content = slab.bytes[:nbytes]
         if keep:
             array.read(first, content)
-        else:
-            content.zero_()
+        elif sum(high - low for _, low, high in parts) < end - start:
+            zero(content)
         for slot, low, high in parts:
             piece = source(slot, low - slot.offset, high - slot.offset)
-            _part(array, content, slot, start, low, high).copy_(piece)
+            copy(_part(array, content, slot, start, low, high), piece)
         array.write(first, content)
 
 

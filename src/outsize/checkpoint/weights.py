@@ -24,7 +24,7 @@ from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
 from outsize.checkpoint.reader import Masters
 from outsize.move.disk import Engine, StripedFile, open_engine
-from outsize.move.memory import PAGE_BYTES, HostBuffer
+from outsize.move.memory import COPIED_NUMEL, PAGE_BYTES, HostBuffer, copy
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import PAGE_ELEMENTS, Slot, round_up
@@ -38,9 +38,6 @@ READ_SLABS = 4
 WRITE_SLABS = 4
 ARENA_BYTES = (READ_SLABS + WRITE_SLABS) * SLAB_BYTES
 """All the memory of an export, whatever the size of its files and tensors."""
-
-COPIED_NUMEL = 1 << 15
-"""Elements of one copy: below torch's threshold for threads, and small enough for the cache."""
 
 LENGTH_BYTES = 8
 """Of the header's length, which begins the file (little-endian)."""
@@ -283,11 +280,6 @@ def _read_ahead(weights: Iterable[NamedWeight], slabs: Sequence[torch.Tensor]) -
             piece.drain()
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy 1-D values on this thread alone: with other work on the machine, a pool of threads waits for its slowest."""
-    torch._foreach_copy_(target.split(COPIED_NUMEL), source.split(COPIED_NUMEL))
-
-
 @final
 class _Packer:
     """Appends to a file through slabs; one is filled while the others are written."""
@@ -305,7 +297,7 @@ class _Packer:
         while values.numel():
             numel = min(values.numel(), (SLAB_BYTES - self._used) // dtype.itemsize)
             end = self._used + numel * dtype.itemsize
-            _copy(self._slab[self._used : end].view(dtype), values[:numel])
+            copy(self._slab[self._used : end].view(dtype), values[:numel])
             values, self._used = values[numel:], end
             if end == SLAB_BYTES:
                 self._send()

@@ -128,6 +128,20 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+COPIED_NUMEL = 1 << 15
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1-D values, cast if need be, on this thread alone: with other work on the machine, a pool of threads waits
+    for its slowest. Pieces of `COPIED_NUMEL` are below the size from which torch takes threads."""
+    torch._foreach_copy_(target.split(COPIED_NUMEL), source.split(COPIED_NUMEL))
+
+
+def zero(content: torch.Tensor) -> None:
+    """Fill contiguous CPU memory with zeros on this thread alone."""
+    ctypes.memset(content.data_ptr(), 0, content.numel() * content.itemsize)
+
+
 @dataclass
 class Ledger:
     """Bytes in use, now and at their peak, by "tier/kind"; thread-safe."""
