@@ -243,6 +243,44 @@ def test_where_nothing_can_be_linked_the_files_are_cloned_or_copied(
     assert_same(plain.values(), other.values())
 
 
+def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "link", lambda generation, target: False)
+    at_rest = outsize.plan(Run(tmp_path).model).bytes_on("disk")
+    run = Run(tmp_path, disk_space=at_rest)
+    run.train()
+    settle(run.prepared)
+    used = blocks(tmp_path / "disk", set())
+    assert outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1).done()
+    assert not any(file.frozen for file in run.files)
+    run.train()
+    settle(run.prepared)
+    assert blocks(tmp_path / "disk", set()) <= used
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+
+
+def test_the_run_itself_never_takes_more_than_one_generation_where_files_are_linked(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    settle(run.prepared)
+    one = blocks(tmp_path / "disk", set())
+    for step in range(3):
+        run.save(tmp_path / f"step-{step}")
+        assert blocks(tmp_path / "disk", set()) <= one + (256 << 10)
+        run.train()
+        settle(run.prepared)
+        assert blocks(tmp_path / "disk", set()) <= one + (256 << 10)
+
+
+def test_the_plan_says_what_checkpoints_take(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    plan = outsize.plan(run.model)
+    assert 0 < plan.generation_bytes == plan.checkpoint_bytes <= sum(file.nbytes for file in run.files)
+    assert "each one that is kept takes" in str(plan)
+
+
 def test_several_disks_are_copied_into_one_file(tmp_path: Path) -> None:
     disks = [tmp_path / "one", tmp_path / "two"]
     for disk in disks:

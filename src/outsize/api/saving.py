@@ -82,7 +82,7 @@ def save(
         extra=stored,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
     )
-    unfinished = UnfinishedCheckpoint(target, snapshot, Room(_room_for_copies(prepared)))
+    unfinished = UnfinishedCheckpoint(target, snapshot, _room(prepared))
     saving = saver.begin(target)
     if unfinished.pending:
         _reserve(files, None)
@@ -113,12 +113,16 @@ def _reserve(files: Sequence[Generations], discarded: Discarded | None) -> None:
             file.reserve(discarded.take(file) if discarded is not None else None)
 
 
-def _room_for_copies(prepared: Prepared) -> int:
-    """Bytes of host memory that the budget leaves beside what training has needed at most so far."""
+def _room(prepared: Prepared) -> Room:
+    """What the budgets leave beside what training has needed at most so far."""
     budgets = prepared.survey.budgets
-    tiers = ("host", "device") if budgets.device is None else ("host",)
-    taken = sum(nbytes for name, nbytes in prepared.resources.ledger.peak.items() if name.split("/")[0] in tiers)
-    return max(budgets.host - taken, 0)
+    memory = ("host", "device") if budgets.device is None else ("host",)
+
+    def taken(tiers: tuple[str, ...]) -> int:
+        peak = prepared.resources.ledger.peak
+        return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers)
+
+    return Room(max(budgets.host - taken(memory), 0), max((budgets.disk or 0) - taken(("disk",)), 0))
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:

@@ -135,15 +135,19 @@ def sync_all(files: Iterable[Generations]) -> None:
             pass
 
 
-def take(files: Generations, folder: Path, name: str) -> Part:
-    """Make a file of the run, which is synced, part of the checkpoint where the file system can, and freeze it."""
+def take(files: Generations, folder: Path, name: str, room: int) -> Part:
+    """Make a file of the run, which is synced, part of the checkpoint where the file system can, and freeze it.
+
+    One that is to be copied is frozen where `room` bytes hold its next generation meanwhile.
+    """
     generation = files.now
     if link(generation, folder / name):
         files.freeze(given_away=True)
         return Present(name, record_of(generation))
     if clone(generation, folder / name):  # the file system keeps the two apart
         return Present(name, record_of(generation))
-    files.freeze(given_away=False)
+    if files.has_next or files.reserved_bytes <= room:
+        files.freeze(given_away=False)
     return FrozenCopy(name, generation)
 
 

@@ -83,9 +83,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Room:
-    """What a save may take: memory for copies that are written behind the training."""
+    """What a save may take: memory for copies that are written behind the training, and `disk` for the generations that
+    follow files which are copied behind it."""
 
     copy_bytes: int
+    disk_bytes: int
 
 
 @final
@@ -122,12 +124,15 @@ class UnfinishedCheckpoint:
         small = left + sum(plan.places.file_bytes for plan in self._plans) <= AT_ONCE_BYTES
         if not small:
             sync_all(file for plan in self._plans for file in plan.places.files.values())
+        disk = room.disk_bytes
         for plan in self._plans:
             for name, file in plan.places.files.items():
-                if small:
-                    self._write(FrozenCopy(name, file.now))
+                part = FrozenCopy(name, file.now) if small else take(file, self._folder.path, name, disk)
+                if isinstance(part, Present) or file.frozen:
+                    self._parts.append(part)
                 else:
-                    self._parts.append(take(file, self._folder.path, name))
+                    self._write(part)
+                disk -= file.reserved_bytes if file.frozen and not isinstance(part, Present) else 0
         for plan in self._plans:
             image = plan.places.image()
             if image is None:

@@ -53,6 +53,20 @@ class Plan:
         )
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: parameters and optimizer state, wherever they rest."""
+        return sum(unit.size.params + unit.size.states for unit in self.units)
+
+    @property
+    def generation_bytes(self) -> int:
+        """Bytes of `disk` that each checkpoint which is kept on its file system takes beside the state in use."""
+        return sum(
+            (unit.size.params if unit.tiers.params == "disk" else 0)
+            + (unit.size.states if unit.tiers.states == "disk" else 0)
+            for unit in self.units
+        )
+
+    @property
     def read_bytes(self) -> int:
         """Bytes read from disk in one training step."""
         return sum(unit.traffic.read_bytes for unit in self.units)
@@ -104,7 +118,16 @@ class Plan:
             )
         if budgets.disk is not None:
             lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
+        lines.append(f"a checkpoint is {format_bytes(self.checkpoint_bytes)}{self._sharing()}")
         return lines
+
+    def _sharing(self) -> str:
+        if not self.generation_bytes:
+            return ""
+        return (
+            f"; on the file system of disk it shares the files in use, and each one that is kept takes "
+            f"{format_bytes(self.generation_bytes)} there as training goes on"
+        )
 
     def _movement(self) -> list[str]:
         if self.bound == "computation":
