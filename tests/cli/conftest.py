@@ -1,6 +1,7 @@
 """A plain-torch engine behind the public names, a small text and a tiny model, for the tests of the command line."""
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -45,13 +46,19 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
         optimizer.register_step_post_hook(count)
         return model, optimizer
 
-    def save(path: str, model: Any, optimizer: Any, extra: Any) -> None:
+    def steps(folder: Path) -> list[Path]:
+        return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+    def save(path: str, model: Any, optimizer: Any, extra: Any, keep: int) -> None:
         json.dumps(extra)  # values that JSON can hold
         Path(path).mkdir(parents=True)
+        for outdated in steps(Path(path).parent)[:-keep]:
+            shutil.rmtree(outdated)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, f"{path}/all.pt")
 
     def load(path: str, model: Any, optimizer: Any) -> Any:
-        found = torch.load(f"{path}/all.pt")
+        newest = Path(path) if (Path(path) / "all.pt").exists() else steps(Path(path))[-1]
+        found = torch.load(newest / "all.pt")
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         return found["extra"]

@@ -120,4 +120,4 @@ def test_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> Non
     for step in (5, 100, 20):
         folder.checkpoint(step).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-900.partial").mkdir()
-    assert folder.to_resume("latest") == folder.checkpoint(100)
+    assert folder.to_resume("latest") == folder.checkpoint(100).parent

@@ -263,7 +263,6 @@ class RunFolder:
             if not Path(resume).is_dir():
                 raise FileNotFoundError(f"--resume {resume}: no such checkpoint folder")
             return Path(resume)
-        found = self.checkpoints()
-        if not found:
+        if not self.checkpoints():
             raise FileNotFoundError(f"--resume: no checkpoint in {self.path / 'checkpoints'}")
-        return found[-1]
+        return self.path / "checkpoints"  # the newest complete one in it

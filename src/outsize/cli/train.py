@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -166,8 +165,6 @@ class Training:
         if self.step == self._saved:
             return
         target = self.folder.checkpoint(self.step)
-        if target.exists():  # of a run that went further before it was resumed from an earlier step
-            shutil.rmtree(target)
         memory = outsize.memory(self.model)
         extra = {
             "step": self.step,
@@ -179,10 +176,8 @@ class Training:
             "data": self._data_order(),
             "scaler": self.scaler.state_dict(),
         }
-        outsize.save(str(target), self.model, self.optimizer, extra=extra)
+        outsize.save(str(target), self.model, self.optimizer, extra=extra, keep=KEPT_CHECKPOINTS)
         self._saved = self.step
-        for old in self.folder.checkpoints()[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(old)
 
     def resume(self, checkpoint: Path) -> None:
         """Continue exactly where the checkpoint was made; the text and its order must be the same."""
