@@ -51,6 +51,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
 
     def save(path: str, model: Any, optimizer: Any, extra: Any, keep: int) -> None:
         json.dumps(extra)  # values that JSON can hold
+        shutil.rmtree(path, ignore_errors=True)  # of a run that went further before it was resumed
         Path(path).mkdir(parents=True)
         for outdated in steps(Path(path).parent)[:-keep]:
             shutil.rmtree(outdated)
