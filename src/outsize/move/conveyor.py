@@ -157,6 +157,9 @@ class Conveyor:
         while self._await_work():
             self._reap_finished_writes()
             self._start_what_fits()
+            for moving in self._writing:  # the drive has its reads, so there is time
+                for transfer in moving.transfers:
+                    transfer.meanwhile()
             if self._started:
                 self._finish_oldest()
             elif self._writing:

@@ -47,7 +47,7 @@ class PageTable:
         self.touched = torch.full((count,), not zeros)  # [pages]
 
     def record(self, start: int, source: torch.Tensor) -> None:
-        """`source` (whole pages) is about to be written at byte `start`."""
+        """`source` (whole pages) is being written at byte `start`."""
         page, count = start // PAGE_BYTES, source.numel() // PAGE_BYTES
         sums_of(source, self.sums[page : page + count])
         self.touched[page : page + count] = True
@@ -106,6 +106,27 @@ class CheckedTransfer(Transfer):
         if self._check is not None:
             self._check()
             self._check = None
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+
+@final
+class RecordedTransfer(Transfer):
+    """A write whose page sums are taken while it is under way: the memory does not change before it is done."""
+
+    def __init__(self, inner: Transfer, pages: PageTable, start: int, source: torch.Tensor) -> None:
+        self._inner = inner
+        self._record: Callable[[], None] | None = lambda: pages.record(start, source)
+
+    def meanwhile(self) -> None:
+        if self._record is not None:
+            self._record()
+            self._record = None
+
+    def wait(self) -> None:
+        self.meanwhile()
+        self._inner.wait()
 
     def done(self) -> bool:
         return self._inner.done()
@@ -188,8 +209,7 @@ class Generations:
         return self._write(self._next, start, source)
 
     def _write(self, generation: Generation, start: int, source: torch.Tensor) -> Transfer:
-        generation.pages.record(start, source)
-        return generation.file.write(start, source)
+        return RecordedTransfer(generation.file.write(start, source), generation.pages, start, source)
 
     def freeze(self, given_away: bool) -> None:
         """A checkpoint holds the bytes from now on; with `given_away` it holds the very file."""

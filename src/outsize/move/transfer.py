@@ -20,6 +20,9 @@ class Transfer(ABC):
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
 
+    def meanwhile(self) -> None:  # noqa: B027
+        """Do what may be done while the bytes travel and would otherwise be left to `wait`; safe to repeat."""
+
 
 @final
 class Arrived(Transfer):
