@@ -17,7 +17,7 @@ from torch import nn
 
 import outsize
 from outsize.checkpoint.files import DataReader, file_record
-from outsize.checkpoint.manifest import CodedRegion, Manifest, Piece, Region
+from outsize.checkpoint.manifest import CodedRegion, Manifest, Piece, Region, sealed
 
 TIERS = ("device", "host", "disk")
 
@@ -75,7 +75,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
     content = json.loads((path / "manifest.json").read_text())
     change(content)
-    (path / "manifest.json").write_text(json.dumps(content))
+    (path / "manifest.json").write_text(sealed(json.dumps(content)))
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def cut(source: Path, target: Path, ranks: int) -> None:
     for rank, file in enumerate(files):
         file.close()
         content["files"][f"unit-rank-{rank}.bin"] = file_record(target / f"unit-rank-{rank}.bin").to_json()
-    (target / "manifest.json").write_text(json.dumps(content))
+    (target / "manifest.json").write_text(sealed(json.dumps(content)))
     data.close()
 
 

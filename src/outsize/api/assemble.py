@@ -200,7 +200,7 @@ def _build(
 def _open_streamer(
     units: Sequence[Unit], resources: Resources, updater: ChunkUpdater | None, plan: Survey
 ) -> tuple[Streamer, list[GradKeeper]]:
-    allow_open_files(len(units))
+    allow_open_files(4 * len(units))  # a unit has a file, one that follows, one that is copied, and gradients
     keepers: list[GradKeeper] = []
     streamer = Streamer(
         units,

@@ -42,8 +42,8 @@ class Resources:
     def open_generations(self, name: str, nbytes: int, verify: bool) -> Generations:
         """The file of parameters and optimizer state, which checkpoints may hold."""
 
-        def make(number: int, recycle: Path | None) -> StripedFile:
-            return self._open(f"{name}.{number}", nbytes, recycle)
+        def make(number: int) -> StripedFile:
+            return self._open(f"{name}.{number}", nbytes)
 
         file = Generations(make, verify)
         self._files.append(file)
@@ -51,13 +51,13 @@ class Resources:
 
     def open_file(self, name: str, nbytes: int) -> StripedFile:
         """A file that is of use to this run alone."""
-        file = self._open(name, nbytes, None)
+        file = self._open(name, nbytes)
         self._files.append(file)
         return file
 
-    def _open(self, name: str, nbytes: int, recycle: Path | None) -> StripedFile:
+    def _open(self, name: str, nbytes: int) -> StripedFile:
         assert self.disk is not None
-        return StripedFile(self.disk, [run.path for run in self._runs], name, nbytes, recycle)
+        return StripedFile(self.disk, [run.path for run in self._runs], name, nbytes)
 
     @property
     def run_directories(self) -> list[Path]:

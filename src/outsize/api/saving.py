@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ from outsize.api.public import require
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
+from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng
-from outsize.checkpoint.shelf import Discarded, check_room, no_longer_kept, set_all_aside
+from outsize.checkpoint.shelf import next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.values import encode, inline
 from outsize.checkpoint.writer import Extra, GradAtRest, Room, Snapshot, UnfinishedCheckpoint, check_buffers
+from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
 from outsize.run.grads import RestingGrad
 
 MASTERS = Masters(join_master, split_master)
+logger = logging.getLogger("outsize")
 NOT_HYPER = ("params", "param_names")
 
 
@@ -63,6 +66,7 @@ def save(
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
     saver = prepared.resources.saver
     saver.settle()
+    _check_place(prepared, target)
     check_replaceable(target)
     outdated = no_longer_kept(target, keep)
     buffers = buffers_of(model)
@@ -70,8 +74,6 @@ def save(
     record = optimizer_record(prepared, optimizer, encoded=True)
     settle(prepared)
     shards = [unit.shard for unit in prepared.engine.units]
-    files = [file for shard in shards for file in shard.generations()]
-    check_room(files, [*outdated, target], prepared.resources.run_directories)
     snapshot = Snapshot(
         shards=shards,
         grads=_gradients(prepared) if optimizer is not None else {},
@@ -80,40 +82,57 @@ def save(
         optimizer=record,
         rng=capture_rng(prepared.config.compute_device),
         extra=stored,
-        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        saved_at=next_saved_at(target.parent),
     )
-    unfinished = UnfinishedCheckpoint(target, snapshot, _room(prepared))
+    try:
+        unfinished = UnfinishedCheckpoint(target, snapshot, _room(prepared, [*outdated, target]))
+    except UnsyncedError as error:
+        prepared.engine.streamer.stop(error)
+        raise
+    files = [file for shard in shards for file in shard.generations()]
+    if unfinished.pending:
+        try:
+            _reserve(files)
+        except BaseException:
+            unfinished.abandon()
+            raise
     saving = saver.begin(target)
     if unfinished.pending:
-        _reserve(files, None)
-        saving.run_behind(lambda: _replaced(unfinished, outdated).remove())
+        saving.run_behind(lambda: _finish(unfinished.finish, outdated))
     else:
-        saving.run(lambda: _finish_now(unfinished, outdated, files))
+        saving.run(lambda: _finish(unfinished.finish_now, outdated))
+        _reserve(files)
     return saving
 
 
-def _finish_now(unfinished: UnfinishedCheckpoint, outdated: Sequence[Path], files: Sequence[Generations]) -> None:
-    discarded = _replaced(unfinished, outdated)
-    try:
-        _reserve(files, discarded)
-    finally:
-        discarded.remove()
+def _finish(finish: Callable[[], Path | None], outdated: Sequence[Path]) -> None:
+    """Publish, then remove what the new checkpoint makes superfluous."""
+    replaced = finish()
+    remove_all([*([replaced] if replaced is not None else []), *set_all_aside(outdated)])
 
 
-def _replaced(unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> Discarded:
-    """Publish, then hide what the new checkpoint makes superfluous."""
-    replaced = unfinished.finish()
-    return Discarded([*([replaced] if replaced is not None else []), *set_all_aside(outdated)])
-
-
-def _reserve(files: Sequence[Generations], discarded: Discarded | None) -> None:
-    """Take the space of the next generations, out of discarded checkpoints where there are any."""
+def _reserve(files: Sequence[Generations]) -> None:
+    """Take the space of the next generations. The checkpoint is safe by now, so a failure is for the next update to
+    raise, if the reason is still there."""
     for file in files:
-        if file.frozen and not file.has_next:
-            file.reserve(discarded.take(file) if discarded is not None else None)
+        if file.frozen:
+            try:
+                file.reserve()
+            except OSError as error:
+                logger.warning("no room for the next update yet: %s", error)
+                return
 
 
-def _room(prepared: Prepared) -> Room:
+def _check_place(prepared: Prepared, target: Path) -> None:
+    """Raise `ValueError` for a folder that goes with the run, or that the next run takes for a dead one's."""
+    runs = [run.resolve() for run in prepared.resources.run_directories]
+    if target.name.startswith(RUN_PREFIX) or any(run == target or run in target.parents for run in runs):
+        raise ValueError(
+            f"{target} is where outsize keeps a run's own files, which are removed with it; choose another"
+        )
+
+
+def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
     """What the budgets leave beside what training has needed at most so far."""
     budgets = prepared.survey.budgets
     memory = ("host", "device") if budgets.device is None else ("host",)
@@ -122,7 +141,8 @@ def _room(prepared: Prepared) -> Room:
         peak = prepared.resources.ledger.peak
         return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers)
 
-    return Room(max(budgets.host - taken(memory), 0), max((budgets.disk or 0) - taken(("disk",)), 0))
+    copies, disk = budgets.host - taken(memory), (budgets.disk or 0) - taken(("disk",))
+    return Room(max(copies, 0), max(disk, 0), going)
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:

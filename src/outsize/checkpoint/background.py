@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,24 +28,39 @@ class Saving(Transfer):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._promise = Promise()
+        self._told = False
 
     @classmethod
     def settle_at(cls, path: Path) -> None:
         """Block until no checkpoint is on its way to `path`, or into that directory."""
         for saving in list(cls.on_their_way.values()):
             if path in (saving.path, saving.path.parent, saving.path.parent / "latest"):
-                saving.wait()
+                saving.settle()
 
     def wait(self) -> None:
         """Block until the checkpoint is complete; safe to repeat. Raises what went wrong."""
-        self._promise.wait()
+        try:
+            self._promise.wait()
+        except BaseException:
+            self._told = True
+            raise
+
+    def settle(self) -> None:
+        """As `wait`; what was raised before is not raised again."""
+        if not self._told:
+            self.wait()
 
     def done(self) -> bool:
         return self._promise.done()
 
     def run(self, work: Callable[[], None]) -> None:
         """Do the rest of the work here and now."""
-        work()
+        try:
+            work()
+        except BaseException as error:
+            self._told = True
+            self._promise.break_(error)
+            raise
         self._promise.keep()
 
     def run_behind(self, work: Callable[[], None]) -> None:
@@ -64,7 +80,14 @@ class Saving(Transfer):
                 self._promise.break_(error)
 
         self.on_their_way[self.path] = self
-        threading.Thread(target=guarded, name="outsize-save", daemon=False).start()
+        try:
+            threading.Thread(target=guarded, name="outsize-save", daemon=False).start()
+        except RuntimeError:  # the interpreter is ending, and starts no threads any more
+            guarded()
+
+
+# In a forked child nobody writes what its parent is still writing.
+os.register_at_fork(after_in_child=Saving.on_their_way.clear)
 
 
 @final
@@ -72,13 +95,14 @@ class Saver:
     """The checkpoint of one prepared model that is on its way; there is one at a time."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._saving: Saving | None = None
 
     def settle(self) -> None:
         """Block until no checkpoint is on its way. Raises what went wrong with the last one, once."""
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        if saving is not None and os.getpid() == self._pid:
+            saving.settle()
 
     def begin(self, path: Path) -> Saving:
         self._saving = Saving(path)

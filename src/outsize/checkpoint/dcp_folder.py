@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 
 from outsize.checkpoint.dcp import METADATA_NAME, is_dcp
-from outsize.checkpoint.files import naming
+from outsize.checkpoint.files import read_manifest
 
 LARGEST_VALUE = 1 << 20
 """Bytes of a plain value: a learning rate, a list of parameter names."""
@@ -191,8 +191,11 @@ class DcpFolder:
             raise ValueError(f"the checkpoint {self.folder} is damaged: {reason}") from error
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that real metadata holds; a class that is not among them is never even imported."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Knows the classes that real metadata holds; a class that is not among them is never even imported.
+
+    The one in Python: the one in C takes memory for whatever index a nine-byte file may name.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -209,11 +212,9 @@ class _RefusedError(Exception):
 
 
 def _read_metadata(file: Path) -> Metadata:
+    content = read_manifest(file)
     try:
-        with naming(file, "reading"), open(file, "rb") as stream:
-            found = _MetadataUnpickler(stream, fix_imports=False).load()
-    except OSError:
-        raise
+        found = _MetadataUnpickler(io.BytesIO(content), fix_imports=False).load()
     except _RefusedError as error:
         raise ValueError(
             f"{file} asks for {error}, which the metadata of torch.distributed.checkpoint has no use for and which "

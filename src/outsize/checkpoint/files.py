@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from outsize.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, Region
+from outsize.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, FileRecord, Manifest, Region
 from outsize.move.generations import joined_sums, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.sizes import format_bytes
@@ -73,6 +73,17 @@ class DataWriter:
                     os.fsync(self._fd)
         finally:
             os.close(self._fd)
+
+
+def read_manifest(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a manifest, or the first ones. Raises `ValueError` unless it is a regular file of a sane size."""
+    with naming(path, "reading"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{path} is no regular file of at most {format_bytes(MAX_MANIFEST_BYTES)}")
+        return file.read(MAX_MANIFEST_BYTES if most is None else most)
 
 
 def file_record(path: Path) -> FileRecord:

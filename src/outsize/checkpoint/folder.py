@@ -36,26 +36,56 @@ class NewFolder:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        parent = target.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(parent)
-        self.path = parent / f".{target.name}.new-{secrets.token_hex(6)}"
-        self.path.mkdir()
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with suppress(OSError):  # a file system without locks: its leftovers are the user's to remove
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _make_parents(target.parent)
+        remove_leftovers(target.parent)
+        self._lock = -1
+        while self._lock < 0:
+            self.path = target.parent / f".{target.name}.new-{secrets.token_hex(6)}"
+            self.path.mkdir()
+            self._lock = _locked(self.path)
 
     def publish(self) -> Path | None:
-        """Bring it to its place; gives the folder that was there, under a hidden name, for the caller to remove."""
+        """Bring it to its place; gives the folder that was there, under a hidden name, for the caller to remove.
+
+        Raises `FileExistsError` where something else has come to be there meanwhile.
+        """
         sync(self.path)
+        check_replaceable(self.target)
         replaced = _publish(self.path, self.target)
         os.close(self._lock)
+        self._lock = -1
+        sync(self.target.parent)
         return replaced
 
     def abandon(self) -> None:
-        """Leave nothing of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """Leave nothing of it, unless it is published."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _make_parents(folder: Path) -> None:
+    """Create a folder with its parents, and bring their names to the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with suppress(OSError):  # a parent that cannot be opened is not ours
+            sync(each.parent)
+
+
+def _locked(folder: Path) -> int:
+    """The folder, open and locked; -1 where somebody has swept it before it was locked."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
+    with suppress(OSError):  # a file system without locks: its leftovers are the user's to remove
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if folder.exists():
+        return lock
+    os.close(lock)
+    return -1
 
 
 def write_text(path: Path, text: str) -> None:
@@ -119,10 +149,8 @@ def _files_of(manifest: Path) -> set[str] | None:
 def _publish(fresh: Path, target: Path) -> Path | None:
     if not target.exists() or not any(target.iterdir()):
         os.rename(fresh, target)
-        sync(target.parent)
         return None
     if _exchange(fresh, target):
-        sync(target.parent)
         return fresh
     aside = target.parent / f".{target.name}.old-{secrets.token_hex(6)}"
     os.rename(target, aside)
@@ -131,7 +159,6 @@ def _publish(fresh: Path, target: Path) -> Path | None:
     except OSError:
         os.rename(aside, target)
         raise
-    sync(target.parent)
     return aside
 
 

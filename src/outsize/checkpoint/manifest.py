@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outsize.checkpoint.values import DTYPE_NAMES, DTYPES, decode, encode, inline
+from outsize.move.generations import crc32c
 from outsize.move.gradients import GradOps
 from outsize.move.shard import BLOCK
 from outsize.plan.layout import round_up
@@ -23,7 +24,7 @@ ALIGN_BYTES = 64
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
 
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 256 << 20
 CODECS = {"signed": torch.int8, "root": torch.uint8}
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -304,13 +305,14 @@ class Manifest:
             "rng": self.rng,
             "extra": self.extra,
         }
-        return _readable(content, 3, "") + "\n"
+        return sealed(_readable(content, 3, ""))
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
         """Raises `ValueError` that says what is wrong with the text."""
         try:
             value = json.loads(text)
+            intact = text == sealed(_unsealed(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is damaged: not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -320,6 +322,8 @@ class Manifest:
                 f"has the format version {value.get('version')!r}; this version of outsize reads version {VERSION}: "
                 f"load it with the version of outsize that wrote it ({value.get('written_by')})"
             )
+        if not intact:
+            raise ValueError("is damaged: its text does not have its checksum; load an earlier checkpoint")
         try:
             return cls._from_json(value)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -357,6 +361,16 @@ class Manifest:
             nbytes = piece.numel * region.dtype.itemsize
             if piece.file not in self.files or piece.offset + nbytes > self.files[piece.file].nbytes:
                 raise ValueError(f"an array of {nbytes} bytes at {piece.offset} lies outside of {piece.file!r}")
+
+
+def sealed(text: str) -> str:
+    """A JSON object with the checksum of its text as the last entry."""
+    body = text.rstrip().removesuffix("}").rstrip()
+    return f'{body},\n  "crc32c": "{crc32c(body.encode()):08x}"\n}}\n'
+
+
+def _unsealed(text: str) -> str:
+    return text[: text.rindex(',\n  "crc32c": ')] + "}"
 
 
 class FilePlan:

@@ -47,7 +47,7 @@ class Part(ABC):
 
 @final
 class Present(Part):
-    """A file that is in the folder already."""
+    """A file that is in the folder already, linked or cloned."""
 
     def __init__(self, name: str, record: FileRecord) -> None:
         super().__init__(name)
@@ -58,6 +58,10 @@ class Present(Part):
 
     def drop(self) -> None:
         return
+
+
+class UnsyncedError(OSError):
+    """What the run wrote did not reach the drive: nobody knows any more what its files hold."""
 
 
 @final
@@ -129,10 +133,20 @@ def record_of(generation: Generation) -> FileRecord:
 
 
 def sync_all(files: Iterable[Generations]) -> None:
-    """Bring what was written to the drive. Several at a time: file systems commit them together."""
-    with ThreadPoolExecutor(SYNC_THREADS, "outsize-sync") as pool:
-        for _ in pool.map(lambda file: file.now.file.sync(), files):
-            pass
+    """Bring what was written to the drive. Several at a time: file systems commit them together.
+
+    Raises `UnsyncedError`; the system tells of such a failure only once.
+    """
+    going = [file.now.file for file in files]
+    try:
+        with ThreadPoolExecutor(SYNC_THREADS, "outsize-sync") as pool:
+            for _ in pool.map(lambda file: file.sync(), going):
+                pass
+    except OSError as error:
+        raise UnsyncedError(error.errno, error.strerror, error.filename) from error
+    except RuntimeError:  # the interpreter is ending, and starts no threads any more
+        for file in going:
+            file.sync()
 
 
 def take(files: Generations, folder: Path, name: str, room: int) -> Part:
@@ -142,12 +156,12 @@ def take(files: Generations, folder: Path, name: str, room: int) -> Part:
     """
     generation = files.now
     if link(generation, folder / name):
-        files.freeze(given_away=True)
+        files.freeze()
         return Present(name, record_of(generation))
     if clone(generation, folder / name):  # the file system keeps the two apart
         return Present(name, record_of(generation))
     if files.has_next or files.reserved_bytes <= room:
-        files.freeze(given_away=False)
+        files.freeze()
     return FrozenCopy(name, generation)
 
 
@@ -177,7 +191,7 @@ class UnitPlaces:
     @property
     def file_bytes(self) -> int:
         """Bytes of the files on disk that may hold anything but zeros."""
-        return sum(int(file.now.pages.touched.sum()) * PAGE_BYTES for file in self.files.values())
+        return sum(file.touched_bytes for file in self.files.values())
 
     @property
     def copied_bytes(self) -> int:
@@ -291,7 +305,8 @@ class _NewFile:
                 raise
             self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed attempt may have created it
         try:
-            os.ftruncate(self._fd, nbytes)
+            with naming(path, f"making a file of {nbytes} bytes"):
+                os.ftruncate(self._fd, nbytes)
         except BaseException:
             os.close(self._fd)
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
-from outsize.checkpoint.files import DataReader, naming
+from outsize.checkpoint.files import DataReader, read_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
     AnyRegion,
     Manifest,
     ParameterRecord,
@@ -31,9 +29,9 @@ from outsize.checkpoint.writer import EXTRA_FILE, MODEL_FILE
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Codec, SlotState, UnitShard
 from outsize.plan.layout import Slot
-from outsize.plan.sizes import format_bytes
 
 LATEST = "latest"
+MAX_RNG_BYTES = 1 << 20
 
 Codecs = Callable[[str], Codec]
 """The codec of a kind of 8-bit array, by its name in checkpoints."""
@@ -81,11 +79,9 @@ def find_checkpoint(path: Path) -> Path:
 def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
     """The manifest and the files behind it, whose lengths are checked. Raises `ValueError` that names what is wrong."""
     file = folder / MANIFEST_NAME
+    content = read_manifest(file)
     try:
-        with naming(file, "reading"):
-            if os.lstat(file).st_size > MAX_MANIFEST_BYTES:
-                raise ValueError(f"is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
-            manifest = Manifest.from_text(file.read_text(encoding="utf-8"))
+        manifest = Manifest.from_text(content.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     except ValueError as error:
@@ -139,6 +135,8 @@ class Checkpoint:
     def _tensor(self, value: Any) -> torch.Tensor:
         region = Region.from_json(value)
         self.manifest.check(region)
+        if region.nbytes > MAX_RNG_BYTES:
+            raise ValueError(f"the state of a random number generator has {region.nbytes} bytes")
         return self.data.read(region)
 
     def close(self) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import final
 
+from outsize.checkpoint.files import read_manifest
 from outsize.checkpoint.folder import set_aside
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
-from outsize.move.generations import Generations
 from outsize.plan.sizes import format_bytes
 
 _HEAD_BYTES = 4096
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
 _SERIES = re.compile(r"(.*?)\d+")
+_OURS = re.compile(r"manifest\.json|(unit-.*|grads|model)\.bin|extra\.safetensors")
+
+logger = logging.getLogger("outsize")
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,11 @@ class Shelved:
 
 
 def checkpoints_in(parent: Path) -> list[Shelved]:
-    """The folders with a manifest of ours, newest first. Reads their first lines only."""
+    """The folders with a manifest of ours, newest first. Reads their first lines only. Links are passed over."""
     found = []
     for entry in parent.iterdir() if parent.is_dir() else ():
-        saved_at = _saved_at(entry / MANIFEST_NAME) if not entry.name.startswith(".") else None
+        hidden = entry.name.startswith(".") or entry.is_symlink()
+        saved_at = _saved_at(entry / MANIFEST_NAME) if not hidden else None
         if saved_at is not None:
             found.append(Shelved(entry, saved_at))
     return sorted(found, key=lambda each: (each.saved_at, each.path.name), reverse=True)
@@ -63,7 +68,19 @@ def no_longer_kept(target: Path, keep: int | None) -> list[Path]:
             f"checkpoints of one series are removed"
         )
     same = [each for each in checkpoints_in(target.parent) if _stem(each.path.name) == series[1]]
-    return [each.path for each in same if each.path != target][keep - 1 :]
+    return without_foreign([each.path for each in same if each.path != target][keep - 1 :])
+
+
+def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
+    """Those that hold nothing but what is ours; the others are not removed, and said so."""
+    found = []
+    for path in checkpoints:
+        foreign = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+        if foreign:
+            logger.warning("%s is not removed: it also holds %s", path, ", ".join(foreign[:10]))
+        else:
+            found.append(path)
+    return found
 
 
 def _stem(name: str) -> str | None:
@@ -74,38 +91,11 @@ def _stem(name: str) -> str | None:
 def _saved_at(manifest: Path) -> str | None:
     """When it was saved, out of the first lines of a manifest; None if it is not one of ours."""
     try:
-        with open(manifest, encoding="utf-8", errors="replace") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError:
+        head = read_manifest(manifest, _HEAD_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
         return None
     found = _SAVED_AT.search(head)
     return found[1] if found is not None and FORMAT in head else None
-
-
-@final
-class Discarded:
-    """Checkpoints that nobody needs any more. Their files may serve as next generations before they are removed."""
-
-    def __init__(self, folders: Iterable[Path]) -> None:
-        self._folders = list(folders)
-        self._spare: dict[tuple[int, int], list[Path]] = {}  # by (device, length)
-        for folder in self._folders:
-            for file in folder.glob("unit-*.bin"):
-                status = file.lstat()
-                if status.st_nlink == 1 and not file.is_symlink():
-                    self._spare.setdefault((status.st_dev, status.st_size), []).append(file)
-
-    def take(self, files: Generations) -> Path | None:
-        """A file that may become the next generation of `files`."""
-        single = files.now.file.single
-        if single is None:
-            return None
-        spare = self._spare.get((os.fstat(single).st_dev, files.nbytes))
-        return spare.pop() if spare else None
-
-    def remove(self) -> None:
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_all_aside(checkpoints: Iterable[Path]) -> list[Path]:
@@ -117,20 +107,41 @@ def set_all_aside(checkpoints: Iterable[Path]) -> list[Path]:
     return hidden
 
 
-def check_room(files: Iterable[Generations], freed: Iterable[Path], directories: Iterable[Path]) -> None:
-    """Raise `OSError` (ENOSPC) unless the next generations have room, with what the removal of `freed` gives back."""
-    needed = sum(each.reserved_bytes for each in files if not each.has_next)
-    returned = sum(file.lstat().st_blocks * 512 for folder in freed for file in folder.glob("unit-*.bin"))
-    free: dict[int, int] = {}
+def remove_all(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def next_saved_at(parent: Path) -> str:
+    """The time, or just after the newest checkpoint of the directory where the clock was set back."""
+    now = datetime.now(timezone.utc)
+    for newest in checkpoints_in(parent)[:1]:
+        with suppress(ValueError, TypeError):
+            now = max(now, datetime.fromisoformat(newest.saved_at) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def check_room(directories: Iterable[Path], needed: Mapping[int, int], going: Iterable[Path]) -> None:
+    """Raise `OSError` (ENOSPC) unless the file systems have room.
+
+    `needed` gives, for each file system (`st_dev`), the bytes that the checkpoint and the next update write there,
+    `directories` lie on them, and the checkpoints `going` are removed in between.
+    """
+    returned: dict[int, int] = {}
+    for folder in going:
+        for file in folder.glob("unit-*.bin"):
+            with suppress(FileNotFoundError):
+                status = file.lstat()
+                if status.st_nlink == 1:
+                    returned[status.st_dev] = returned.get(status.st_dev, 0) + status.st_blocks * 512
     for directory in directories:
-        status = os.statvfs(directory)
-        free[directory.stat().st_dev] = status.f_bavail * status.f_frsize
-    room = sum(free.values())
-    if free and needed > room + returned:
-        raise OSError(
-            errno.ENOSPC,
-            f"no room to train on after this checkpoint: the next update writes {format_bytes(needed)} beside the "
-            f"files that the checkpoint holds, and {format_bytes(room + returned)} are free; remove older checkpoints "
-            f"(keep=), or save to another file system",
-            str(next(iter(directories))),
-        )
+        device, free = directory.stat().st_dev, os.statvfs(directory)
+        room = free.f_bavail * free.f_frsize + returned.get(device, 0)
+        if needed.get(device, 0) > room:
+            raise OSError(
+                errno.ENOSPC,
+                f"no room for this checkpoint and to train on: {format_bytes(needed[device])} are written beside the "
+                f"files that it shares, and {format_bytes(room)} are free; remove older checkpoints (keep=), or save "
+                f"to another file system",
+                str(directory),
+            )

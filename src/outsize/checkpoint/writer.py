@@ -26,7 +26,9 @@ from outsize.checkpoint.manifest import (
     Region,
 )
 from outsize.checkpoint.parts import FrozenCopy, Part, Present, UnitPlaces, sync_all, take
+from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
+from outsize.move.generations import Generation, Generations
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import UnitShard
@@ -84,10 +86,11 @@ class Snapshot:
 @dataclass(frozen=True)
 class Room:
     """What a save may take: memory for copies that are written behind the training, and `disk` for the generations that
-    follow files which are copied behind it."""
+    follow files which are copied behind it; `going` are the checkpoints that are removed once this one is complete."""
 
     copy_bytes: int
     disk_bytes: int
+    going: Sequence[Path] = ()
 
 
 @final
@@ -104,14 +107,21 @@ class UnfinishedCheckpoint:
         self._folder = NewFolder(target)
         self._parts: list[Part] = []
         self._files: dict[str, FileRecord] = {}
+        self._frozen: list[Generations] = []  # by this save
+        self._linked: list[Generation] = []
         try:
             self._plans = [_UnitPlan(shard, snapshot, self._grads) for shard in snapshot.shards]
-            self._take_state(room)
+            places = [plan.places for plan in self._plans]
+            small = sum(each.copied_bytes + each.file_bytes for each in places) <= AT_ONCE_BYTES
+            self._check_room(places, small, room)
+            self._take_files(places, small, room.disk_bytes)
+            self._take_memory(places, small, room.copy_bytes)
             self._write_grads()
             self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._files)
             _write_extra(self._folder.path, snapshot.extra, self._files)
         except BaseException:
             self.abandon()
+            self._unfreeze()
             raise
 
     @property
@@ -119,29 +129,54 @@ class UnfinishedCheckpoint:
         """Whether anything large is still to be written."""
         return any(not isinstance(part, Present) for part in self._parts)
 
-    def _take_state(self, room: Room) -> None:
-        left = sum(plan.places.copied_bytes for plan in self._plans)
-        small = left + sum(plan.places.file_bytes for plan in self._plans) <= AT_ONCE_BYTES
+    def _check_room(self, places: Sequence[UnitPlaces], small: bool, room: Room) -> None:
+        """Raise `OSError` now, while nothing has changed, if what is about to be written has no room."""
+        here = self._folder.path.stat().st_dev
+        needed = {here: self._grads.nbytes + sum(each.copied_bytes for each in places)}
+        pending = any(each.copied_bytes for each in places)
+        for file in (file for each in places for file in each.files.values()):
+            device = file.now.file.device
+            if small or device != here:
+                needed[here] += file.touched_bytes
+                pending = True
+            elif not file.has_next:
+                needed[here] += file.reserved_bytes
+        # What goes makes room only for what is written after it: the next generations, unless there is more to come.
+        check_room([self._folder.target.parent], needed, room.going if not pending else ())
+
+    def _take_files(self, places: Sequence[UnitPlaces], small: bool, disk_bytes: int) -> None:
         if not small:
-            sync_all(file for plan in self._plans for file in plan.places.files.values())
-        disk = room.disk_bytes
-        for plan in self._plans:
-            for name, file in plan.places.files.items():
-                part = FrozenCopy(name, file.now) if small else take(file, self._folder.path, name, disk)
-                if isinstance(part, Present) or file.frozen:
-                    self._parts.append(part)
-                else:
-                    self._write(part)
-                disk -= file.reserved_bytes if file.frozen and not isinstance(part, Present) else 0
-        for plan in self._plans:
-            image = plan.places.image()
+            sync_all(file for each in places for file in each.files.values())
+        for name, file in (item for each in places for item in each.files.items()):
+            was_frozen = file.frozen
+            part = FrozenCopy(name, file.now) if small else take(file, self._folder.path, name, disk_bytes)
+            if file.frozen and not was_frozen:
+                self._frozen.append(file)
+            if isinstance(part, Present) and file.frozen:
+                self._linked.append(file.now)
+            if isinstance(part, Present) or file.frozen:
+                self._parts.append(part)
+            else:
+                self._write(part)
+            disk_bytes -= file.reserved_bytes if file.frozen and not isinstance(part, Present) else 0
+
+    def _take_memory(self, places: Sequence[UnitPlaces], small: bool, room: int) -> None:
+        left = sum(each.copied_bytes for each in places)
+        for each in places:
+            image = each.image()
             if image is None:
                 continue
-            if small or left > room.copy_bytes:
+            if small or left > room:
                 self._write(image)
             else:
                 self._parts.append(image)
-            left -= plan.places.copied_bytes
+            left -= each.copied_bytes
+
+    def _unfreeze(self) -> None:
+        """Nobody refers to the files that this save has frozen: they need no next generation."""
+        for file in self._frozen:
+            if file.now.file.links <= 1:
+                file.unfreeze()
 
     def _write(self, part: Part) -> None:
         try:
@@ -165,9 +200,20 @@ class UnfinishedCheckpoint:
             while self._parts:
                 self._write(self._parts.pop(0))
             write_text(self._folder.path / MANIFEST_NAME, self._manifest().to_text())
-            return self._folder.publish()
+            replaced = self._folder.publish()
         except BaseException:
             self.abandon()
+            raise
+        for generation in self._linked:  # they are the checkpoint's now
+            generation.file.unlink()
+        return replaced
+
+    def finish_now(self) -> Path | None:
+        """As `finish`, while the training stands still: on an error the files are as they were."""
+        try:
+            return self.finish()
+        except BaseException:
+            self._unfreeze()
             raise
 
     def abandon(self) -> None:

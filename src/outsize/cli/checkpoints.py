@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from outsize.checkpoint.files import DataReader
 from outsize.checkpoint.folder import remove_leftovers
 from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.checkpoint.reader import open_manifest
-from outsize.checkpoint.shelf import checkpoints_in, incomplete_in, set_all_aside
+from outsize.checkpoint.shelf import checkpoints_in, incomplete_in, remove_all, set_all_aside, without_foreign
 from outsize.checkpoint.stored import stored_weights
 from outsize.checkpoint.weights import merged_folder, write_shards
 from outsize.cli.job import DTYPES
@@ -127,11 +126,10 @@ def _prune(args: argparse.Namespace) -> int:
         raise ValueError(f"--keep is {args.keep}; at least one checkpoint stays")
     if not args.path.is_dir():
         raise FileNotFoundError(f"{args.path}: there is no such directory")
-    outdated = [each.path for each in checkpoints_in(args.path)][args.keep :]
+    outdated = without_foreign(each.path for each in checkpoints_in(args.path)[args.keep :])
     for path in outdated:
         print(f"{'would remove' if args.dry_run else 'removed'} {path}")
     if not args.dry_run:
         remove_leftovers(args.path)
-        for hidden in set_all_aside(outdated):
-            shutil.rmtree(hidden, ignore_errors=True)
+        remove_all(set_all_aside(outdated))
     return 0

@@ -26,7 +26,7 @@ from outsize.plan.sizes import format_bytes
 
 ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
 STRIPE_BYTES = 4 << 20
-_RUN_PREFIX = "outsize-run-"
+RUN_PREFIX = "outsize-run-"
 _NEW_SUFFIX = ".new"
 _NEW_IS_DEAD_AFTER_SECONDS = 3600
 
@@ -73,7 +73,7 @@ class RunDirectory:
         _check_directory(parent)
         remove_dead_runs(parent)
         self._pid = os.getpid()
-        name = f"{_RUN_PREFIX}{self._pid}-{secrets.token_hex(6)}"
+        name = f"{RUN_PREFIX}{self._pid}-{secrets.token_hex(6)}"
         fresh = parent / (name + _NEW_SUFFIX)
         try:
             fresh.mkdir()
@@ -105,7 +105,7 @@ def _check_directory(parent: Path) -> None:
 
 def remove_dead_runs(parent: Path) -> None:
     """Remove what dead runs left in a `disk` directory. See Note [Whose directory]."""
-    for entry in parent.glob(f"{_RUN_PREFIX}*"):
+    for entry in parent.glob(f"{RUN_PREFIX}*"):
         if entry.resolve() in RunDirectory.alive:
             continue
         if entry.name.endswith(_NEW_SUFFIX):
@@ -182,10 +182,7 @@ class StripedFile:
     Opened with O_DIRECT where the file system has it; elsewhere (tmpfs, some overlays) through the page cache.
     """
 
-    def __init__(
-        self, engine: Engine, directories: Sequence[Path], name: str, nbytes: int, recycle: Path | None = None
-    ) -> None:
-        """`recycle` names a file of the same length that nobody needs any more; it is moved here and used again."""
+    def __init__(self, engine: Engine, directories: Sequence[Path], name: str, nbytes: int) -> None:
         self._engine = engine
         self.nbytes = round_up(nbytes, PAGE_BYTES)
         self._paths = [str(directory / name) for directory in directories]
@@ -193,10 +190,8 @@ class StripedFile:
         rows = -(-self.nbytes // (STRIPE_BYTES * len(directories)))
         self._file_bytes = self.nbytes if len(directories) == 1 else rows * STRIPE_BYTES
         try:
-            if recycle is not None:
-                os.rename(recycle, self._paths[0])
             for path in self._paths:
-                self._files.append(_open(path, os.O_EXCL if recycle is None else 0))
+                self._files.append(_create(path))
                 os.ftruncate(self._files[-1], self._file_bytes)
         except BaseException:
             self.close()
@@ -240,6 +235,16 @@ class StripedFile:
                 for index, offset, at, length in self._pieces(start, source.numel())
             ],
         )
+
+    @property
+    def device(self) -> int:
+        """The file system (`st_dev`); -1 where the file is striped."""
+        return os.fstat(self._files[0]).st_dev if len(self._files) == 1 else -1
+
+    @property
+    def links(self) -> int:
+        """How many names the file has."""
+        return max(os.fstat(file).st_nlink for file in self._files)
 
     def read_now(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` without the engine, so that other threads may read while it is being closed. Blocks."""
@@ -286,8 +291,8 @@ class StripedFile:
             os.close(self._files.pop())
 
 
-def _open(path: str, exclusive: int) -> int:
-    flags = os.O_RDWR | os.O_CREAT | exclusive | os.O_CLOEXEC
+def _create(path: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:

@@ -29,8 +29,8 @@ _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # whole. So nothing that a checkpoint refers to is ever written again, whatever the run does and however it ends.
 #
 # Once linked, the file belongs to the checkpoint: the run gives up its own name for it and keeps it open. The space of
-# a checkpoint that the user deletes is free as soon as the run has turned. A checkpoint that outsize itself removes
-# (`keep=`, or one that is replaced) gives its files back, and they serve as the next generation.
+# a checkpoint that is deleted is free as soon as the run has turned. No file is ever used for a second generation: what
+# has no name any more may still be open, in another run or in whoever reads the checkpoint.
 
 # Note [Page sums]
 # Each page's CRC-32C is taken from memory when it is written. A save needs no second look at the data, and a checkpoint
@@ -41,10 +41,10 @@ _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 class PageTable:
     """For each page of a file: its CRC-32C, and whether it may hold anything but zeros."""
 
-    def __init__(self, nbytes: int, zeros: bool = True) -> None:
+    def __init__(self, nbytes: int) -> None:
         count = nbytes // PAGE_BYTES
         self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32)  # [pages], the bits of a uint32
-        self.touched = torch.full((count,), not zeros)  # [pages]
+        self.touched = torch.zeros(count, dtype=torch.bool)  # [pages]
 
     def record(self, start: int, source: torch.Tensor) -> None:
         """`source` (whole pages) is being written at byte `start`."""
@@ -71,6 +71,15 @@ def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
     assert out.is_contiguous() and out.numel() == -(-content.numel() // PAGE_BYTES)
     if content.numel():
         _native.page_sums(content.data_ptr(), content.numel(), PAGE_BYTES, out.data_ptr())
+
+
+def crc32c(content: bytes) -> int:
+    """The CRC-32C of these bytes."""
+    if not content:
+        return 0
+    data, out = torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.empty(1, dtype=torch.int32)
+    _native.page_sums(data.data_ptr(), data.numel(), data.numel(), out.data_ptr())
+    return int(out.item()) & 0xFFFFFFFF
 
 
 def joined_sums(pages: torch.Tensor, nbytes: int, chunk_bytes: int) -> list[int]:
@@ -136,9 +145,9 @@ class RecordedTransfer(Transfer):
 class Generation:
     """One generation's file. `hold` keeps it open for whoever still reads it after the run has moved on."""
 
-    def __init__(self, file: StripedFile, zeros: bool) -> None:
+    def __init__(self, file: StripedFile) -> None:
         self.file = file
-        self.pages = PageTable(file.nbytes, zeros)
+        self.pages = PageTable(file.nbytes)
         self._holds = 1
         self._lock = threading.Lock()
 
@@ -166,8 +175,8 @@ class Generation:
         self.pages.check(start, out, self.file.path)
 
 
-MakeFile = Callable[[int, "Path | None"], StripedFile]
-"""Opens the file of the generation of this number; it may take over an existing file of the same length."""
+MakeFile = Callable[[int], StripedFile]
+"""Makes the file of the generation of this number, all zeros."""
 
 
 @final
@@ -178,7 +187,7 @@ class Generations:
         self._make = make
         self._verify = verify
         self._number = 0
-        self.now = Generation(make(0, None), zeros=True)
+        self.now = Generation(make(0))
         self.frozen = False
         self._next: Generation | None = None
         self._turned: torch.Tensor | None = None  # [pages]: those that this turn has written
@@ -211,11 +220,14 @@ class Generations:
     def _write(self, generation: Generation, start: int, source: torch.Tensor) -> Transfer:
         return RecordedTransfer(generation.file.write(start, source), generation.pages, start, source)
 
-    def freeze(self, given_away: bool) -> None:
-        """A checkpoint holds the bytes from now on; with `given_away` it holds the very file."""
+    def freeze(self) -> None:
+        """A checkpoint holds the bytes from now on."""
         self.frozen = True
-        if given_away:
-            self.now.file.unlink()
+
+    def unfreeze(self) -> None:
+        """The checkpoint for which it was frozen, and no other, has come to nothing."""
+        assert self._turned is None
+        self.frozen = False
 
     @property
     def reserved_bytes(self) -> int:
@@ -223,15 +235,20 @@ class Generations:
         return sum(nbytes for _, nbytes in self._reserved)
 
     @property
+    def touched_bytes(self) -> int:
+        """Bytes that may hold anything but zeros."""
+        return int(self.now.pages.touched.sum()) * PAGE_BYTES
+
+    @property
     def has_next(self) -> bool:
         return self._next is not None
 
-    def reserve(self, recycle: Path | None = None) -> None:
+    def reserve(self) -> None:
         """Make the next generation and take its space, so that no later step fails for want of it."""
         if self._next is not None:
             return
         self._number += 1
-        made = Generation(self._make(self._number, recycle), zeros=recycle is None)
+        made = Generation(self._make(self._number))
         try:
             for start, nbytes in self._reserved:
                 made.file.preallocate(start, nbytes)
@@ -249,17 +266,16 @@ class Generations:
     def end_turn(self) -> None:
         """What the turn did not write is copied; then the next generation is the present one. Blocks."""
         assert self._next is not None and self._turned is not None
-        for start, nbytes in self._left_alone(self._next, self._turned):
+        for start, nbytes in self._left_alone(self._turned):
             content = HostBuffer(nbytes).bytes
             self.now.read_checked(start, content)
             self._write(self._next, start, content).wait()
         self.now.let_go()
         self.now, self._next, self._turned, self.frozen = self._next, None, None, False
 
-    def _left_alone(self, following: Generation, turned: torch.Tensor) -> Iterator[tuple[int, int]]:
+    def _left_alone(self, turned: torch.Tensor) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of what is to be copied, at most `COPY_BYTES` each."""
-        wanted = ~turned & (self.now.pages.touched | following.pages.touched)
-        pages = wanted.nonzero().view(-1).tolist()
+        pages = (self.now.pages.touched & ~turned).nonzero().view(-1).tolist()
         at = 0
         while at < len(pages):
             end = at + 1

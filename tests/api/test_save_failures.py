@@ -1,0 +1,325 @@
+"""Saves that fail, and saves that get in each other's way; the oracle is a run that never saved."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.api.assemble import prepared_of
+from outsize.checkpoint import folder, parts, shelf, writer
+from outsize.move import disk
+from outsize.move.generations import Generations
+
+
+class Run:
+    def __init__(self, tmp: Path, tier: str = "disk", seed: int = 0, **fields: Any) -> None:
+        torch.manual_seed(seed)
+        (tmp / "disk").mkdir(exist_ok=True)
+        self.model = nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        given = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk", "host_memory": "64MiB"}
+        outsize.prepare(self.model, self.optimizer, device="cpu", **{**given, **fields})
+        self.count = 0
+
+    @property
+    def files(self) -> list[Generations]:
+        found = prepared_of(next(self.model.parameters()))
+        assert found is not None
+        return [file for unit in found.engine.units for file in unit.shard.generations()]
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.count += 1
+            inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(self.count))
+            self.model(inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        with outsize.gathered(self.model):
+            return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+    def save(self, path: Path, **options: Any) -> None:
+        outsize.save(path, self.model, self.optimizer, self.count, **options).wait()
+
+    def load(self, path: Path) -> None:
+        self.count = outsize.load(path, self.model, self.optimizer)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.fixture(autouse=True, params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "large":
+        monkeypatch.setattr(writer, "AT_ONCE_BYTES", -1)
+    return str(request.param)
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+
+FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "the arrays in memory": lambda patch: patch.setattr(writer, "_write_model", full),
+    "the manifest": lambda patch: patch.setattr(writer, "write_text", full),
+    "the rename": lambda patch: patch.setattr(folder.os, "rename", full),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_a_save_that_fails_leaves_the_run_as_if_it_had_never_been_asked(
+    failure: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, run = Run(tmp_path, tier), Run(tmp_path, tier)
+    for each in (plain, run):
+        each.train()
+    with monkeypatch.context() as patch:
+        FAILURES[failure](patch)
+        with pytest.raises(OSError, match="No space left"):
+            run.save(tmp_path / "ckpt")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["disk"]
+    assert not any(file.frozen for file in run.files)
+    for each in (plain, run):
+        each.train()
+    run.save(tmp_path / "ckpt")  # neither hangs nor raises what is over
+    run.load(tmp_path / "ckpt")
+    for each in (plain, run):
+        each.train()
+    assert same(plain.values(), run.values())
+
+
+def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_raise(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, run = Run(tmp_path), Run(tmp_path)
+    for each in (plain, run):
+        each.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "posix_fallocate", full)
+        run.save(tmp_path / "ckpt")
+    assert ("no room for the next update" in caplog.text) == (size == "large")
+    for each in (plain, run):
+        each.train()  # there is room again
+    assert same(plain.values(), run.values())
+    run.save(tmp_path / "ckpt")
+    if size == "large":
+        with monkeypatch.context() as patch:
+            for file in run.files:
+                file._next.let_go()
+                file._next = None
+            patch.setattr(disk.os, "posix_fallocate", full)
+            with pytest.raises(OSError, match="No space left"):
+                run.train(2)
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert same(plain.values(), other.values())
+
+
+def test_what_did_not_reach_the_drive_stops_the_run(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if size == "small":
+        pytest.skip("small state is read back and compared instead")
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+
+    def broken(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    run.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "fsync", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            run.save(tmp_path / "step-2")
+    with pytest.raises(RuntimeError, match="no longer whole"):
+        run.train()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path)
+    assert other.count == 1
+
+
+def test_an_error_after_the_rename_leaves_both_checkpoints_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "ckpt")
+    run.train()
+    saved, plain = run.values(), folder.sync
+
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        plain(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "sync", sync)
+        with pytest.raises(OSError, match="Input/output error"):
+            run.save(tmp_path / "ckpt")
+    run.train()
+    run.load(tmp_path / "ckpt")
+    assert same(saved, run.values())
+
+
+def test_what_appears_at_the_target_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    plain = writer.write_text
+
+    def write_text(path: Path, text: str) -> None:
+        (tmp_path / "ckpt").mkdir()
+        (tmp_path / "ckpt" / "thesis.tex").write_text("precious")
+        plain(path, text)
+
+    monkeypatch.setattr(writer, "write_text", write_text)
+    with pytest.raises(FileExistsError, match="not an outsize checkpoint"):
+        run.save(tmp_path / "ckpt")
+    assert (tmp_path / "ckpt" / "thesis.tex").read_text() == "precious"
+
+
+def test_two_runs_may_save_to_the_same_names(tmp_path: Path) -> None:
+    plain, one, two = Run(tmp_path), Run(tmp_path), Run(tmp_path, seed=1)
+    for _ in range(4):
+        for each in (plain, one, two):
+            each.train()
+        one.save(tmp_path / "ckpt")
+        two.save(tmp_path / "ckpt")
+    for each in (plain, one):
+        each.train()
+    assert same(plain.values(), one.values())
+
+
+def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+    files = [open(file, "rb") for file in sorted((tmp_path / "step-1").iterdir())]  # noqa: SIM115
+    before = [file.read() for file in files]
+    for step in (2, 3, 4):
+        run.save(tmp_path / f"step-{step}", keep=1)
+        run.train()
+    for file, content in zip(files, before, strict=True):
+        file.seek(0)
+        assert file.read() == content
+        file.close()
+
+
+def test_keep_leaves_links_and_whatever_else_lies_in_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    ckpts = tmp_path / "ckpts"
+    for step in (1, 2, 3):
+        run.save(ckpts / f"step-{step}")
+    shutil.move(ckpts / "step-1", tmp_path / "best")
+    (ckpts / "step-1").symlink_to(tmp_path / "best")
+    (ckpts / "step-2" / "eval.json").write_text("precious")
+    with caplog.at_level(logging.WARNING, "outsize"):
+        run.save(ckpts / "step-4", keep=1)
+    assert sorted(each.name for each in ckpts.iterdir()) == ["step-1", "step-2", "step-4"]
+    assert "it also holds eval.json" in caplog.text
+    run.load(ckpts / "step-1")
+
+
+def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+
+    class Back(shelf.datetime):  # type: ignore[misc, name-defined]
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls(2001, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(shelf, "datetime", Back)
+    run.train()
+    run.save(tmp_path / "step-2", keep=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-2"]
+
+
+def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    own = next((tmp_path / "disk").iterdir())
+    for place in (own, own / "ckpt", tmp_path / "outsize-run-1"):
+        with pytest.raises(ValueError, match="keeps a run's own files"):
+            run.save(place)
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if size == "small":
+        pytest.skip("nothing is written behind the training")
+    run = Run(tmp_path, "host")
+    run.train()
+    run.save(tmp_path / "step-1")
+    gate_in, gate_out = os.pipe()
+    plain = parts._NewFile.write
+
+    def write(file: Any, offset: int, content: torch.Tensor) -> None:
+        os.read(gate_in, 1)
+        os.write(gate_out, b"x")
+        plain(file, offset, content)
+
+    monkeypatch.setattr(parts._NewFile, "write", write)
+    saving = outsize.save(tmp_path / "step-2", run.model, run.optimizer, run.count)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        background = __import__("outsize.checkpoint.background", fromlist=["Saving"])
+        background.Saving.settle_at(tmp_path / "step-2")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.write(gate_out, b"x")
+    saving.wait()
+    os.close(gate_in)
+    os.close(gate_out)
+
+
+def test_every_flipped_byte_of_a_manifest_is_found(size: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, "host")
+    run.train()
+    run.save(tmp_path / "ckpt")
+    before, file = run.values(), tmp_path / "ckpt" / "manifest.json"
+    content = file.read_bytes()
+    for at in range(0, len(content), 97):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises((ValueError, OSError)):
+            run.load(tmp_path / "ckpt")
+    assert same(before, run.values())
+    file.write_bytes(content)
+    run.load(tmp_path / "ckpt")
+
+
+def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "ckpts" / "step-1")
+    run.save(tmp_path / "ckpts" / "step-2")
+    manifest = tmp_path / "ckpts" / "step-2" / "manifest.json"
+    manifest.rename(tmp_path / "elsewhere")
+    manifest.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="manifest"):
+        run.load(tmp_path / "ckpts" / "step-2")
+    manifest.unlink()
+    os.mkfifo(manifest)
+    outsize.load(tmp_path / "ckpts", run.model, run.optimizer)  # the other one, and at once
