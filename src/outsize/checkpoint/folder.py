@@ -80,9 +80,14 @@ def _locked(folder: Path) -> int:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return -1
-    with suppress(OSError):  # a file system without locks: its leftovers are the user's to remove
+    swept = False
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if folder.exists():
+    except BlockingIOError:
+        swept = True
+    except OSError:  # a file system without locks: its leftovers are the user's to remove
+        pass
+    if not swept and folder.exists():
         return lock
     os.close(lock)
     return -1

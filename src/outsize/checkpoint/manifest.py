@@ -312,7 +312,6 @@ class Manifest:
         """Raises `ValueError` that says what is wrong with the text."""
         try:
             value = json.loads(text)
-            intact = text == sealed(_unsealed(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is damaged: not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -322,7 +321,7 @@ class Manifest:
                 f"has the format version {value.get('version')!r}; this version of outsize reads version {VERSION}: "
                 f"load it with the version of outsize that wrote it ({value.get('written_by')})"
             )
-        if not intact:
+        if not _intact(text):
             raise ValueError("is damaged: its text does not have its checksum; load an earlier checkpoint")
         try:
             return cls._from_json(value)
@@ -369,8 +368,9 @@ def sealed(text: str) -> str:
     return f'{body},\n  "crc32c": "{crc32c(body.encode()):08x}"\n}}\n'
 
 
-def _unsealed(text: str) -> str:
-    return text[: text.rindex(',\n  "crc32c": ')] + "}"
+def _intact(text: str) -> bool:
+    end = text.rfind(',\n  "crc32c": ')
+    return end > 0 and text == sealed(text[:end] + "}")
 
 
 class FilePlan:

@@ -75,7 +75,10 @@ def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
     """Those that hold nothing but what is ours; the others are not removed, and said so."""
     found = []
     for path in checkpoints:
-        foreign = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+        try:
+            foreign = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+        except FileNotFoundError:  # another run has just removed it
+            continue
         if foreign:
             logger.warning("%s is not removed: it also holds %s", path, ", ".join(foreign[:10]))
         else:
