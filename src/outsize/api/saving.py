@@ -19,9 +19,17 @@ from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng
-from outsize.checkpoint.shelf import next_saved_at, no_longer_kept, remove_all, set_all_aside
+from outsize.checkpoint.shelf import given_back, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.values import encode, inline
-from outsize.checkpoint.writer import Extra, GradAtRest, Room, Snapshot, UnfinishedCheckpoint, check_buffers
+from outsize.checkpoint.writer import (
+    AT_ONCE_BYTES,
+    Extra,
+    GradAtRest,
+    Room,
+    Snapshot,
+    UnfinishedCheckpoint,
+    check_buffers,
+)
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
@@ -98,29 +106,35 @@ def save(
             raise
     saving = saver.begin(target)
     if unfinished.pending:
-        saving.run_behind(lambda: _finish(unfinished.finish, outdated))
+        saving.run_behind(lambda: remove_all(_publish(unfinished.finish, outdated)))
+        return saving
+    going: list[Path] = []
+    saving.run(lambda: going.extend(_publish(unfinished.finish_now, outdated)))
+    if sum(given_back(going).values()) > AT_ONCE_BYTES and _reserve(files):
+        saving.sweep_behind(lambda: remove_all(going))  # freeing gigabytes takes seconds
     else:
-        saving.run(lambda: _finish(unfinished.finish_now, outdated))
+        remove_all(going)
         _reserve(files)
     return saving
 
 
-def _finish(finish: Callable[[], Path | None], outdated: Sequence[Path]) -> None:
-    """Publish, then remove what the new checkpoint makes superfluous."""
+def _publish(finish: Callable[[], Path | None], outdated: Sequence[Path]) -> list[Path]:
+    """Bring the checkpoint to its place, then hide what it makes superfluous."""
     replaced = finish()
-    remove_all([*([replaced] if replaced is not None else []), *set_all_aside(outdated)])
+    return [*([replaced] if replaced is not None else []), *set_all_aside(outdated)]
 
 
-def _reserve(files: Sequence[Generations]) -> None:
+def _reserve(files: Sequence[Generations]) -> bool:
     """Take the space of the next generations. The checkpoint is safe by now, so a failure is for the next update to
     raise, if the reason is still there."""
-    for file in files:
-        if file.frozen:
-            try:
+    try:
+        for file in files:
+            if file.frozen:
                 file.reserve()
-            except OSError as error:
-                logger.warning("no room for the next update yet: %s", error)
-                return
+    except OSError as error:
+        logger.warning("no room for the next update yet: %s", error)
+        return False
+    return True
 
 
 def _check_place(prepared: Prepared, target: Path) -> None:

@@ -29,6 +29,7 @@ class Saving(Transfer):
         self.path = path
         self._promise = Promise()
         self._told = False
+        self._sweeping: threading.Thread | None = None
 
     @classmethod
     def settle_at(cls, path: Path) -> None:
@@ -44,6 +45,8 @@ class Saving(Transfer):
         except BaseException:
             self._told = True
             raise
+        if self._sweeping is not None:
+            self._sweeping.join()
 
     def settle(self) -> None:
         """As `wait`; what was raised before is not raised again."""
@@ -62,6 +65,15 @@ class Saving(Transfer):
             self._promise.break_(error)
             raise
         self._promise.keep()
+
+    def sweep_behind(self, sweep: Callable[[], None]) -> None:
+        """Remove what is not wanted any more on a thread of its own; the checkpoint is complete already."""
+        self._sweeping = threading.Thread(target=sweep, name="outsize-save", daemon=False)
+        try:
+            self._sweeping.start()
+        except RuntimeError:  # the interpreter is ending, and starts no threads any more
+            self._sweeping = None
+            sweep()
 
     def run_behind(self, work: Callable[[], None]) -> None:
         """Do the rest of the work on a thread of its own, which the interpreter waits for at its end."""

@@ -400,12 +400,15 @@ def _no_tensor(value: Any) -> torch.Tensor:
     raise ValueError("a tensor where none can be")
 
 
+_one_line = json.JSONEncoder(allow_nan=False).encode
+
+
 def _readable(value: Any, levels: int, indent: str) -> str:
     """JSON with one line an entry down to `levels`, compact below."""
     deeper = indent + "  "
     if levels and isinstance(value, dict) and value:
-        lines = (f"{deeper}{json.dumps(key)}: {_readable(each, levels - 1, deeper)}" for key, each in value.items())
+        lines = (f"{deeper}{_one_line(key)}: {_readable(each, levels - 1, deeper)}" for key, each in value.items())
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     if levels and isinstance(value, list) and value:
         return "[\n" + ",\n".join(deeper + _readable(each, levels - 1, deeper) for each in value) + f"\n{indent}]"
-    return json.dumps(value, allow_nan=False)
+    return _one_line(value)

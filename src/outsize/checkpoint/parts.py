@@ -17,7 +17,7 @@ from outsize.checkpoint.arrays import Weights
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.manifest import CHUNK_BYTES, AnyRegion, CodedRegion, FileRecord, Region
 from outsize.move.disk import DiskStore
-from outsize.move.generations import Generation, Generations, clone, joined_sums, link, sums_of
+from outsize.move.generations import Generation, Generations, clone, joined_sums, link, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
 from outsize.move.store import Store
@@ -268,19 +268,6 @@ class UnitPlaces:
 
 def _whole(store: Store) -> Ranges:
     return [(0, store.nbytes)]
-
-
-def merged(spans: Iterable[tuple[int, int]]) -> Ranges:
-    """Whole pages that hold the spans (first byte, bytes), neighbours in one."""
-    found: Ranges = []
-    for first, nbytes in sorted(spans):
-        low, high = first // PAGE_BYTES * PAGE_BYTES, round_up(first + nbytes, PAGE_BYTES)
-        if found and low <= found[-1][0] + found[-1][1]:
-            start = found[-1][0]
-            found[-1] = (start, max(high, start + found[-1][1]) - start)
-        else:
-            found.append((low, high - low))
-    return found
 
 
 def _touched(generation: Generation) -> Iterator[tuple[int, int]]:

@@ -124,12 +124,8 @@ def next_saved_at(parent: Path) -> str:
     return now.isoformat(timespec="microseconds")
 
 
-def check_room(directories: Iterable[Path], needed: Mapping[int, int], going: Iterable[Path]) -> None:
-    """Raise `OSError` (ENOSPC) unless the file systems have room.
-
-    `needed` gives, for each file system (`st_dev`), the bytes that the checkpoint and the next update write there,
-    `directories` lie on them, and the checkpoints `going` are removed in between.
-    """
+def given_back(going: Iterable[Path]) -> dict[int, int]:
+    """Bytes that are free on each file system (`st_dev`) when these checkpoints are gone, as far as one can know."""
     returned: dict[int, int] = {}
     for folder in going:
         for file in folder.glob("unit-*.bin"):
@@ -137,6 +133,16 @@ def check_room(directories: Iterable[Path], needed: Mapping[int, int], going: It
                 status = file.lstat()
                 if status.st_nlink == 1:
                     returned[status.st_dev] = returned.get(status.st_dev, 0) + status.st_blocks * 512
+    return returned
+
+
+def check_room(directories: Iterable[Path], needed: Mapping[int, int], going: Iterable[Path]) -> None:
+    """Raise `OSError` (ENOSPC) unless the file systems have room.
+
+    `needed` gives, for each file system (`st_dev`), the bytes that the checkpoint and the next update write there,
+    `directories` lie on them, and the checkpoints `going` are removed in between.
+    """
+    returned = given_back(going)
     for directory in directories:
         device, free = directory.stat().st_dev, os.statvfs(directory)
         room = free.f_bavail * free.f_frsize + returned.get(device, 0)

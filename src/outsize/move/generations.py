@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import final
 
@@ -16,6 +16,7 @@ from outsize import _native
 from outsize.move.disk import StripedFile
 from outsize.move.memory import PAGE_BYTES, HostBuffer
 from outsize.move.transfer import Transfer
+from outsize.plan.layout import round_up
 
 COPY_BYTES = 1 << 20
 _FICLONE = 0x40049409  # <linux/fs.h>
@@ -175,6 +176,19 @@ class Generation:
         self.pages.check(start, out, self.file.path)
 
 
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Whole pages that hold the ranges (first byte, bytes), in order, neighbours in one."""
+    found: list[tuple[int, int]] = []
+    for first, nbytes in sorted(ranges):
+        low, high = first // PAGE_BYTES * PAGE_BYTES, round_up(first + nbytes, PAGE_BYTES)
+        if found and low <= found[-1][0] + found[-1][1]:
+            start, before = found[-1]
+            found[-1] = (start, max(high, start + before) - start)
+        else:
+            found.append((low, high - low))
+    return found
+
+
 MakeFile = Callable[[int], StripedFile]
 """Makes the file of the generation of this number, all zeros."""
 
@@ -250,7 +264,7 @@ class Generations:
         self._number += 1
         made = Generation(self._make(self._number))
         try:
-            for start, nbytes in self._reserved:
+            for start, nbytes in merged(self._reserved):
                 made.file.preallocate(start, nbytes)
         except BaseException:
             made.let_go()
