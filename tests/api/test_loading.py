@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.checkpoint.files import DataReader, file_record
-from outsize.checkpoint.manifest import CodedRegion, Manifest, Piece, Region, sealed
+from outsize.checkpoint.files import file_record
+from outsize.checkpoint.manifest import CodedRegion, Piece, Region, sealed
+from outsize.checkpoint.reader import open_manifest
 
 TIERS = ("device", "host", "disk")
 
@@ -184,8 +185,7 @@ def test_an_optimizer_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
 
 def cut(source: Path, target: Path, ranks: int) -> None:
     """Rewrite a checkpoint as `ranks` ranks would save it: each array in slices, a file for each rank."""
-    manifest = Manifest.from_text((source / "manifest.json").read_text())
-    data = DataReader(source, manifest)
+    manifest, data = open_manifest(source)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("unit-*"))
     content = json.loads((target / "manifest.json").read_text())
     ends = [0] * ranks

@@ -17,7 +17,7 @@ from torch import nn
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.checkpoint import folder, parts, shelf, writer
+from outsize.checkpoint import files, folder, parts, shelf, writer
 from outsize.move import disk
 from outsize.move.generations import Generations
 
@@ -323,3 +323,25 @@ def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
     manifest.unlink()
     os.mkfifo(manifest)
     outsize.load(tmp_path / "ckpts", run.model, run.optimizer)  # the other one, and at once
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = Run(tmp_path), Run(tmp_path, seed=1)
+    run.train()
+    run.save(tmp_path / "ckpt")
+    saved, plain = run.values(), files.DataReader.verify
+
+    def verify(reader: files.DataReader, *given: Any) -> None:
+        plain(reader, *given)
+        monkeypatch.undo()
+        run.train()
+        run.save(tmp_path / "ckpt")
+
+    monkeypatch.setattr(files.DataReader, "verify", verify)
+    try:
+        other.load(tmp_path / "ckpt")
+    except OSError:  # its files are gone; never those of the other
+        return
+    assert same(saved, other.values())

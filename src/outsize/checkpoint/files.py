@@ -75,15 +75,30 @@ class DataWriter:
             os.close(self._fd)
 
 
-def read_manifest(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a manifest, or the first ones. Raises `ValueError` unless it is a regular file of a sane size."""
-    with naming(path, "reading"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def read_manifest(path: Path, most: int | None = None, folder: int | None = None) -> bytes:
+    """The bytes of a manifest, or the first ones. Raises `ValueError` unless it is a regular file of a sane size.
+
+    `folder` is an open descriptor of its folder.
+    """
+    fd = _open_regular(path, folder)
     with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"{path} is no regular file of at most {format_bytes(MAX_MANIFEST_BYTES)}")
+        if os.fstat(fd).st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{path} is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
         return file.read(MAX_MANIFEST_BYTES if most is None else most)
+
+
+def _open_regular(path: Path, folder: int | None) -> int:
+    """A descriptor of a regular file. Raises `ValueError` for anything else: a pipe would block."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with naming(path, "opening"):
+        try:
+            fd = os.open(path if folder is None else path.name, flags, dir_fd=folder)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError(f"{path} is not a regular file; the checkpoint is damaged")
+    return fd
 
 
 def file_record(path: Path) -> FileRecord:
@@ -121,15 +136,20 @@ def _read(fd: int, offset: int, out: torch.Tensor, path: Path) -> None:
 
 @final
 class DataReader:
-    """The data files of one checkpoint, open a few at a time. Opening checks that every file has its length."""
+    """The data files of one checkpoint, open a few at a time. Opening checks that every file has its length.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    They are found through `held`, a descriptor of the folder which the reader takes over: another checkpoint that takes
+    the folder's name meanwhile is not mixed with this one.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, held: int) -> None:
         self._folder = folder
+        self._held = held
         self._files = manifest.files
         self._open: OrderedDict[str, int] = OrderedDict()
         for name, record in manifest.files.items():
             try:
-                status = os.lstat(folder / name)
+                status = os.stat(name, dir_fd=held, follow_symlinks=False)
             except FileNotFoundError as error:
                 raise FileNotFoundError(
                     errno.ENOENT, "missing; the checkpoint is damaged: load an earlier one", str(folder / name)
@@ -189,12 +209,17 @@ class DataReader:
         else:
             if len(self._open) >= MAX_OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
-            self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._open[name] = _open_regular(self._folder / name, self._held)
         return self._open[name]
+
+    def path(self, name: str) -> str:
+        """Where another library finds the file, whatever the folder is called by now."""
+        return f"/proc/self/fd/{self._held}/{name}"
 
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+        os.close(self._held)
 
 
 def _runs(chunks: list[int], longest: int) -> Iterator[tuple[int, int]]:

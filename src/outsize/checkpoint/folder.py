@@ -142,8 +142,16 @@ def locate(path: Path) -> Path:
     return asides[-1] if asides else path
 
 
+def is_stranded(entry: Path) -> bool:
+    """Whether this is a checkpoint that a save, killed between its two renames, left without its name."""
+    found = _LEFTOVER.fullmatch(entry.name)
+    return found is not None and found["kind"] == "old" and not (entry.parent / found["name"]).exists()
+
+
 def _files_of(manifest: Path) -> set[str] | None:
     """The names that a checkpoint's folder may hold; None if this is no manifest."""
+    if not manifest.is_file():  # a pipe would block
+        return None
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
         return {MANIFEST_NAME, *content["files"]} if content["format"] == FORMAT else None
@@ -186,7 +194,7 @@ def remove_leftovers(parent: Path) -> None:
         found = _LEFTOVER.fullmatch(entry.name)
         if found is None or entry.is_symlink():
             continue
-        if found["kind"] == "old" and not (parent / found["name"]).exists():
+        if is_stranded(entry):
             continue  # it is the only one: see Note [One instant]
         with suppress(OSError):
             fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -393,7 +394,10 @@ def _natural(value: Any) -> int:
 
 
 def _numbers(value: Any) -> Any:
-    return {key: each if isinstance(each, bool) else float(each) for key, each in decode(value, _no_tensor).items()}
+    numbers = {key: each if isinstance(each, bool) else float(each) for key, each in decode(value, _no_tensor).items()}
+    if any(math.isfinite(each) and abs(each) > torch.finfo(torch.float32).max for each in numbers.values()):
+        raise ValueError(f"{numbers} are not fp32 numbers")
+    return numbers
 
 
 def _no_tensor(value: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
-from outsize.checkpoint.files import DataReader, read_manifest
+from outsize.checkpoint.files import DataReader, naming, read_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import (
@@ -79,14 +80,20 @@ def find_checkpoint(path: Path) -> Path:
 def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
     """The manifest and the files behind it, whose lengths are checked. Raises `ValueError` that names what is wrong."""
     file = folder / MANIFEST_NAME
-    content = read_manifest(file)
+    with naming(folder, "opening"):
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        manifest = Manifest.from_text(content.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} {error}") from error
-    return manifest, DataReader(folder, manifest)
+        content = read_manifest(file, folder=held)
+        try:
+            manifest = Manifest.from_text(content.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{file} {error}") from error
+        return manifest, DataReader(folder, manifest, held)
+    except BaseException:
+        os.close(held)
+        raise
 
 
 @final
@@ -120,7 +127,7 @@ class Checkpoint:
         manifest = self.manifest
         tensors: dict[str, torch.Tensor] = {}
         if EXTRA_FILE in manifest.files:
-            tensors = require_safetensors("outsize.load of an extra with tensors").load_file(folder / EXTRA_FILE)
+            tensors = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(EXTRA_FILE))
         self.extra = decode(manifest.extra, tensors.__getitem__)
         self.rng: dict[str, Any] = decode(manifest.rng, self._tensor)
         check_rng(self.rng)

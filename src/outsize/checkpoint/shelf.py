@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from outsize.checkpoint.files import read_manifest
-from outsize.checkpoint.folder import set_aside
+from outsize.checkpoint.folder import is_stranded, set_aside
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 from outsize.plan.sizes import format_bytes
 
@@ -38,7 +38,7 @@ def checkpoints_in(parent: Path) -> list[Shelved]:
     """The folders with a manifest of ours, newest first. Reads their first lines only. Links are passed over."""
     found = []
     for entry in parent.iterdir() if parent.is_dir() else ():
-        hidden = entry.name.startswith(".") or entry.is_symlink()
+        hidden = entry.is_symlink() or (entry.name.startswith(".") and not is_stranded(entry))
         saved_at = _saved_at(entry / MANIFEST_NAME) if not hidden else None
         if saved_at is not None:
             found.append(Shelved(entry, saved_at))
