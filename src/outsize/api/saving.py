@@ -132,7 +132,7 @@ def _reserve(files: Sequence[Generations]) -> bool:
             if file.frozen:
                 file.reserve()
     except OSError as error:
-        logger.warning("no room for the next update yet: %s", error)
+        logger.warning("no room for the next update yet: %s", str(error))  # not the error: a log may keep its frames
         return False
     return True
 

@@ -83,7 +83,7 @@ class Saving(Transfer):
             try:
                 work()
             except BaseException as raised:
-                logger.error("the checkpoint %s could not be completed: %s", self.path, raised)
+                logger.error("the checkpoint %s could not be completed: %s", self.path, str(raised))
                 error = raised
             self.on_their_way.pop(self.path, None)
             if error is None:

@@ -66,7 +66,7 @@ def find_checkpoint(path: Path) -> Path:
         try:
             open_manifest(shelved.path)[1].close()
         except (ValueError, OSError) as error:
-            logger.warning("passed over %s: %s", shelved.path, error)
+            logger.warning("passed over %s: %s", shelved.path, str(error))
         else:
             logger.info("%s: the newest complete checkpoint is %s", path, shelved.path)
             return shelved.path

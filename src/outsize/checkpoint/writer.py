@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -204,8 +205,10 @@ class UnfinishedCheckpoint:
         except BaseException:
             self.abandon()
             raise
-        for generation in self._linked:  # they are the checkpoint's now
-            generation.file.unlink()
+        self._frozen = []  # whatever comes now, the files are the checkpoint's
+        for generation in self._linked:
+            with suppress(OSError):  # then it has two names until the run ends
+                generation.file.unlink()
         return replaced
 
     def finish_now(self) -> Path | None:

@@ -251,7 +251,11 @@ class StripedFile:
         for index, offset, at, length in self._pieces(start, out.numel()):
             left = memory_of(out)[at : at + length]
             while left:
-                count = os.preadv(self._files[index], [left], offset)
+                try:
+                    count = os.preadv(self._files[index], [left], offset)
+                except OSError as error:
+                    message = f"{os.strerror(error.errno or 0)} (reading {len(left)} bytes at {offset})"
+                    raise OSError(error.errno, message, self._paths[index]) from error
                 if not count:
                     raise OSError(errno.EIO, f"the file ends at {offset}", self._paths[index])
                 offset, left = offset + count, left[count:]

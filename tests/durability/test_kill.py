@@ -1,0 +1,36 @@
+"""A run that is killed again and again ends as one that was never killed; the oracle is that one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checkpoint_kills import in_a_process
+
+KILLS = 12
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tally(swift: Path) -> dict[str, Any]:
+    """Runs of every manner, killed at random instants and at random system calls of their saves."""
+    return in_a_process(swift, 3, KILLS)
+
+
+def test_a_run_that_is_killed_at_any_instant_ends_bit_for_bit_as_one_that_was_not(tally: dict[str, Any]) -> None:
+    assert tally["kills"] == KILLS
+    assert tally["kills_in_saves"] and tally["kills_in_saves"] < KILLS and tally["loads"]
+    assert tally["identical_runs"] == tally["runs"]
+
+
+def test_every_repeated_step_has_the_loss_that_it_had(tally: dict[str, Any]) -> None:
+    assert not tally["other_losses"]
+
+
+def test_no_completed_checkpoint_is_missed_by_the_next_life(tally: dict[str, Any]) -> None:
+    assert not tally["lost_checkpoints"]
+
+
+def test_killed_runs_leave_nothing_once_one_is_through(tally: dict[str, Any]) -> None:
+    assert not tally["leftovers"]
