@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -42,22 +43,16 @@ class Resources:
     def open_generations(self, name: str, nbytes: int, verify: bool) -> Generations:
         """The file of parameters and optimizer state, which checkpoints may hold."""
 
-        def make(number: int) -> StripedFile:
-            return self._open(f"{name}.{number}", nbytes)
-
-        file = Generations(make, verify)
+        file = Generations(partial(_make_file, self.disk, self.run_directories, name, nbytes), verify)
         self._files.append(file)
         return file
 
     def open_file(self, name: str, nbytes: int) -> StripedFile:
         """A file that is of use to this run alone."""
-        file = self._open(name, nbytes)
+        assert self.disk is not None
+        file = StripedFile(self.disk, self.run_directories, name, nbytes)
         self._files.append(file)
         return file
-
-    def _open(self, name: str, nbytes: int) -> StripedFile:
-        assert self.disk is not None
-        return StripedFile(self.disk, [run.path for run in self._runs], name, nbytes)
 
     @property
     def run_directories(self) -> list[Path]:
@@ -92,3 +87,11 @@ class Resources:
         for run in self._runs:
             run.close()
         self._runs = []
+
+
+def _make_file(
+    engine: DiskEngine | None, directories: Sequence[Path], name: str, nbytes: int, number: int
+) -> StripedFile:
+    """One generation's file. Knows nothing of the `Resources`, which an error's traceback must not keep alive."""
+    assert engine is not None
+    return StripedFile(engine, directories, f"{name}.{number}", nbytes)
