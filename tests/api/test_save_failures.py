@@ -151,14 +151,17 @@ def test_what_did_not_reach_the_drive_stops_the_run(size: str, tmp_path: Path, m
     assert other.count == 1
 
 
-def test_an_error_after_the_rename_leaves_both_checkpoints_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_error_after_the_rename_leaves_the_earlier_checkpoint_as_it_was(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not exchange:
+        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
     run = Run(tmp_path)
     run.train()
     run.save(tmp_path / "ckpt")
-    run.train()
     saved, plain = run.values(), folder.sync
+    run.train()
 
     def sync(path: Path) -> None:
         if path == tmp_path:
@@ -167,8 +170,10 @@ def test_an_error_after_the_rename_leaves_both_checkpoints_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(folder, "sync", sync)
-        with pytest.raises(OSError, match="Input/output error"):
-            run.save(tmp_path / "ckpt")
+        for name in ("ckpt", "other"):
+            with pytest.raises(OSError, match="Input/output error"):
+                run.save(tmp_path / name)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["ckpt", "disk"]
     run.train()
     run.load(tmp_path / "ckpt")
     assert same(saved, run.values())

@@ -52,10 +52,23 @@ class NewFolder:
         sync(self.path)
         check_replaceable(self.target)
         replaced = _publish(self.path, self.target)
+        try:
+            sync(self.target.parent)
+        except OSError:
+            self._take_back(replaced)
+            raise
         os.close(self._lock)
         self._lock = -1
-        sync(self.target.parent)
         return replaced
+
+    def _take_back(self, replaced: Path | None) -> None:
+        """The names as they were before: what was there stays, since the new one may not survive a loss of power."""
+        if replaced == self.path:
+            _exchange(self.path, self.target)
+            return
+        os.rename(self.target, self.path)
+        if replaced is not None:
+            os.rename(replaced, self.target)
 
     def abandon(self) -> None:
         """Leave nothing of it, unless it is published."""
@@ -80,6 +93,9 @@ def _locked(folder: Path) -> int:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return -1
+    except BaseException:
+        folder.rmdir()
+        raise
     swept = False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
