@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -247,7 +249,7 @@ class UnitPlaces:
         if isinstance(store, DiskStore):
             assert isinstance(store.file, Generations)
             return self._names[store.file], store.base
-        return self._in_memory(store.nbytes, ranges, lambda first, out: store.read(first, out).wait())
+        return self._in_memory(store.nbytes, ranges, partial(_read, store))
 
     def _in_memory(self, nbytes: int, ranges: Ranges, read: Callable[[int, torch.Tensor], None]) -> tuple[str, int]:
         base = self.image_bytes
@@ -268,6 +270,15 @@ class UnitPlaces:
 
 def _whole(store: Store) -> Ranges:
     return [(0, store.nbytes)]
+
+
+def _read(store: Store, first: int, out: torch.Tensor) -> None:
+    """Fill `out` (uint8). Memory is copied on this thread alone: the cores may be busy."""
+    view = store.view(first, out.numel())
+    if view is None:
+        store.read(first, out).wait()
+    else:
+        ctypes.memmove(out.data_ptr(), view.data_ptr(), out.numel())
 
 
 def _touched(generation: Generation) -> Iterator[tuple[int, int]]:
