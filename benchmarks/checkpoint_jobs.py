@@ -32,7 +32,8 @@ IN_HOST: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "host")
 class Job:
     """A Llama in training."""
 
-    def __init__(self, layers: int, disk: str, host_memory: str, places: dict[str, Any], **fields: Any) -> None:
+    def __init__(self, layers: int, disk: str, host_memory: str, places: dict[str, Any], batch: int = 1, **fields: Any) -> None:
+        self._batch = batch
         on_disk = places is ON_DISK
         with outsize.init(host_memory=host_memory, disk=disk) if on_disk else contextlib.nullcontext():
             self.model = llama(layers)
@@ -45,7 +46,7 @@ class Job:
     def step(self) -> float:
         """Seconds of one step of the user's loop; its update may still be owed."""
         self.steps += 1
-        return timed(lambda: train_step(self.model, self.optimizer, tokens(self.steps)))
+        return timed(lambda: train_step(self.model, self.optimizer, tokens(self.steps, batch=self._batch)))
 
     def settle(self) -> float:
         """Seconds of the update that is owed."""
@@ -98,9 +99,9 @@ def disk(directory: str, layers: str, rounds: str) -> dict[str, Any]:
     return {**result, "stands": stands, "parameters": job.parameters}
 
 
-def host(directory: str, layers: str, rounds: str) -> dict[str, Any]:
+def host(directory: str, layers: str, rounds: str, batch: str) -> dict[str, Any]:
     """Everything in host memory: what a save costs, and the steps while it is written behind them."""
-    job = Job(int(layers), directory, "12GiB", IN_HOST)
+    job = Job(int(layers), directory, "12GiB", IN_HOST, int(batch))
     folder = Path(directory) / "checkpoints"
     for _ in range(2):
         job.whole_step()

@@ -297,13 +297,13 @@ def test_several_disks_are_copied_into_one_file(tmp_path: Path) -> None:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds the writing behind the training until it is set."""
     opened = threading.Event()
-    plain = parts._NewFile.write
+    plain = parts._NewFile.__init__
 
-    def write(file: Any, offset: int, content: torch.Tensor) -> None:
+    def make(file: Any, path: Path, nbytes: int) -> None:
         assert opened.wait(60)
-        plain(file, offset, content)
+        plain(file, path, nbytes)
 
-    monkeypatch.setattr(parts._NewFile, "write", write)
+    monkeypatch.setattr(parts._NewFile, "__init__", make)
     yield opened
     opened.set()
 
@@ -326,11 +326,92 @@ def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_i
     assert_same(saved, other.values())
 
 
-def test_without_room_for_copies_memory_is_written_before_save_returns(tmp_path: Path) -> None:
+def test_without_room_for_copies_what_is_about_to_change_is_waited_for(tmp_path: Path, gate: threading.Event) -> None:
     run = Run(tmp_path, params="host", grads="host", states="host", host_memory="1MiB")
     run.train()
+    saved = run.values()
     run.prepared.resources.ledger.add("host/test", 1 << 20)
-    assert outsize.save(tmp_path / "ckpt", run.model, run.optimizer).done()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    released = threading.Event()
+    shard = run.prepared.engine.units[0].shard
+
+    def change() -> None:
+        shard.before_change()
+        released.set()
+
+    waiting = threading.Thread(target=change)
+    waiting.start()
+    assert not released.wait(0.2)
+    gate.set()
+    waiting.join(60)
+    assert released.is_set()
+    run.train(2)
+    saving.wait()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
+
+
+def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, opened = threading.Event(), threading.Event()
+    plain = parts._NewFile.write
+
+    def write(file: Any, offset: int, content: torch.Tensor) -> None:
+        begun.set()
+        assert opened.wait(60)
+        plain(file, offset, content)
+
+    monkeypatch.setattr(parts._NewFile, "write", write)
+    monkeypatch.setattr(parts, "IN_PLACE_BYTES", 4096)
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    assert begun.wait(60)
+    changing = threading.Thread(target=run.prepared.engine.units[0].shard.before_change)
+    changing.start()
+    changing.join(0.2)
+    assert changing.is_alive()
+    opened.set()
+    changing.join(60)
+    run.train()
+    saving.wait()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
+
+
+def test_weights_on_the_device_that_the_user_changes_after_a_save_are_saved_as_they_were(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    run = Run(tmp_path, params="device", grads="device", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    with outsize.gathered(list(run.model.parameters()), modify=True):
+        for param in run.model.parameters():
+            param.data.add_(1)
+    gate.set()
+    saving.wait()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
+
+
+def test_a_model_that_goes_away_is_still_written(tmp_path: Path, gate: threading.Event) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    for unit in run.prepared.engine.units:
+        unit.shard.close()
+    gate.set()
+    saving.wait()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
 
 
 @pytest.mark.parametrize("waited", [True, False])

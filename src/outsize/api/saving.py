@@ -61,7 +61,8 @@ def save(
 
     An update that is still owed runs first. State on disk becomes the checkpoint by hard links where `path` is on the
     same file system, whatever its size; the next update writes new files, for which the space is taken now. State in
-    memory beyond 64 MiB is copied and written behind the training: the `Saving` that is returned has `wait()` and
+    memory beyond 64 MiB is written behind the training from where it lies (what is updated before that is copied, or
+    waited for where `host_memory` leaves no room): the `Saving` that is returned has `wait()` and
     `done()`, the next `save` or `load` waits too, and so does the end of the process.
 
     Raises `OSError` with path and errno if the disk is full or fails; then nothing is left behind and the earlier

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,17 +17,19 @@ from typing import final
 
 import torch
 
-from outsize.checkpoint.arrays import Weights
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.manifest import CHUNK_BYTES, AnyRegion, CodedRegion, FileRecord, Region
 from outsize.move.disk import DiskStore
-from outsize.move.generations import Generation, Generations, clone, joined_sums, link, merged, sums_of
+from outsize.move.generations import ZERO_SUM, Generation, Generations, clone, joined_sums, link, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
-from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
+from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Hold, StateArray, UnitShard
 from outsize.move.store import Store
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
 WRITE_BYTES = 8 << 20
+IN_PLACE_BYTES = 64 << 20
+"""What is written from where it lies goes in large pieces: each wake of the writer costs the computation a barrier."""
+
 SYNC_THREADS = 16
 
 Ranges = list[tuple[int, int]]
@@ -92,41 +96,116 @@ class FrozenCopy(Part):
 
 
 @final
-class Image(Part):
-    """A copy of what one unit has in memory, made when the part is made: training goes on while it is written."""
+class CopyRoom:
+    """The memory that copies of what is about to change may take, over all units of a save."""
 
-    def __init__(self, name: str, nbytes: int, entries: Iterable[MemoryEntry]) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        with self._lock:
+            fits = nbytes <= self._left
+            self._left -= nbytes if fits else 0
+        return fits
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._left += nbytes
+
+
+# Note [Memory is written from where it lies]
+# Between a save and the unit's next update nothing changes what a unit has in memory, so it is written from there, with
+# no copy: fresh memory is slower to come by than a drive writes. Whoever is about to change the unit calls
+# `UnitShard.before_change`, which lets go only when the bytes are safe: written by then, copied where there is room for
+# a copy, or else waited for. Parameters whose place is the model's own memory can change at any time, with nobody told:
+# these are copied when the save begins.
+
+
+@final
+class Image(Part, Hold):
+    """What one unit has in memory, as it is when the part is made. See Note [Memory is written from where it lies]."""
+
+    def __init__(self, name: str, nbytes: int, entries: Iterable[MemoryEntry], room: CopyRoom) -> None:
         super().__init__(name)
-        self._buffer: HostBuffer | None = HostBuffer(nbytes)
-        self._ranges: Ranges = []
-        for entry in entries:
-            for first, count in entry.ranges:
-                at = entry.base + first
-                entry.read(first, self._buffer.bytes[at : at + count])
-                self._ranges.append((at, count))
+        self._nbytes = nbytes
+        self._left = deque(piece for entry in entries for piece in entry.pieces())
+        self._room = room
+        self._copied = 0
+        self._safe = False  # whether what is left has been copied
+        self._borrowing = False  # whether the unit's own memory is being written
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
 
     def write(self, folder: Path) -> FileRecord:
-        buffer = self._buffer
-        assert buffer is not None
-        pages = torch.empty(buffer.nbytes // PAGE_BYTES, dtype=torch.int32)
-        sums_of(buffer.bytes, pages)
-        with _NewFile(folder / self.name, buffer.nbytes) as file:
-            for start, nbytes in self._ranges:
-                for at in range(start, start + nbytes, WRITE_BYTES):
-                    file.write(at, buffer.bytes[at : min(at + WRITE_BYTES, start + nbytes)])
-        return FileRecord(buffer.nbytes, tuple(joined_sums(pages, buffer.nbytes, CHUNK_BYTES)))
+        pages = torch.full((self._nbytes // PAGE_BYTES,), ZERO_SUM, dtype=torch.int32)
+        slab: HostBuffer | None = None
+        with _NewFile(folder / self.name, self._nbytes) as file:
+            while (piece := self._next()) is not None:
+                start, content = piece
+                if content.device.type != "cpu":
+                    slab = HostBuffer(WRITE_BYTES) if slab is None else slab
+                    content = slab.bytes[: content.numel()].copy_(content)
+                page = start // PAGE_BYTES
+                sums_of(content, pages[page : page + content.numel() // PAGE_BYTES])
+                file.write(start, content)
+        return FileRecord(self._nbytes, tuple(joined_sums(pages, self._nbytes, CHUNK_BYTES)))
+
+    def _next(self) -> tuple[int, torch.Tensor] | None:
+        """The piece to write now; the one before is written."""
+        with self._changed:
+            self._borrowing = bool(self._left) and not self._safe
+            self._changed.notify_all()
+            return self._left.popleft() if self._left else None
+
+    def release(self) -> None:
+        """The unit is about to change: block until its bytes are safe. Never raises."""
+        if os.getpid() != self._pid:  # a forked child; its parent writes
+            return
+        with self._changed:
+            nbytes = sum(content.numel() for _, content in self._left)
+            if not self._safe and self._room.take(nbytes):
+                self._left = deque((start, _copy_of(content)) for start, content in self._left)
+                self._copied, self._safe = nbytes, True
+            self._changed.wait_for(lambda: not self._borrowing and (self._safe or not self._left))
 
     def drop(self) -> None:
-        self._buffer = None
+        with self._changed:
+            self._left.clear()
+            self._borrowing = False
+            self._room.give_back(self._copied)
+            self._copied = 0
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One array in memory: where it goes in the image, the ranges of it that mean anything, and how to read them."""
+    """One array in memory: where it goes in the image, the ranges of it that mean anything, and the bytes there.
+
+    Those that may change with nobody told are not `steady`.
+    """
 
     base: int
     ranges: Ranges
-    read: Callable[[int, torch.Tensor], None]
+    bytes_at: Callable[[int, int], torch.Tensor]
+    steady: bool
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first byte in the image, content), safe until the unit is about to change."""
+        for first, count in self.ranges:
+            step = IN_PLACE_BYTES if self.bytes_at(first, count).device.type == "cpu" else WRITE_BYTES
+            for at in range(first, first + count, step):
+                content = self.bytes_at(at, min(step, first + count - at))
+                yield self.base + at, content if self.steady else _copy_of(content)
+
+
+def _copy_of(content: torch.Tensor) -> torch.Tensor:
+    """In host memory, on whole pages; copied on this thread alone, the cores may be busy."""
+    copy = HostBuffer(content.numel()).bytes
+    if content.device.type == "cpu":
+        ctypes.memmove(copy.data_ptr(), content.data_ptr(), content.numel())
+        return copy
+    return copy.copy_(content)
 
 
 def record_of(generation: Generation) -> FileRecord:
@@ -200,9 +279,13 @@ class UnitPlaces:
         """Bytes of memory that the image takes."""
         return sum(nbytes for entry in self._entries for _, nbytes in entry.ranges)
 
-    def image(self) -> Image | None:
-        """A copy of what is in memory as it is now."""
-        return Image(self.image_name, self.image_bytes, self._entries) if self._entries else None
+    def image(self, room: CopyRoom) -> Image | None:
+        """What is in memory as it is now. `hold` must follow if it is not written at once."""
+        return Image(self.image_name, self.image_bytes, self._entries, room) if self._entries else None
+
+    def hold(self, image: Image) -> None:
+        """Whoever changes the unit from now on asks the image first."""
+        self._shard.hold = image
 
     def weight(self, slot: Slot) -> Region:
         return self._region(self._params, self._shard.param_layout, slot, DTYPES[slot.dtype])
@@ -241,7 +324,7 @@ class UnitPlaces:
         shard = self._shard
         nbytes = shard.layout.param_bytes
         if shard.params is None:
-            return self._in_memory(nbytes, [(0, nbytes)], Weights(shard).read)
+            return self._in_memory(nbytes, [(0, nbytes)], partial(_in_buffer, shard), steady=False)
         return self._place(shard.params, [(0, nbytes)])
 
     def _place(self, store: Store, ranges: Ranges) -> tuple[str, int]:
@@ -249,13 +332,15 @@ class UnitPlaces:
         if isinstance(store, DiskStore):
             assert isinstance(store.file, Generations)
             return self._names[store.file], store.base
-        return self._in_memory(store.nbytes, ranges, partial(_read, store))
+        return self._in_memory(store.nbytes, ranges, partial(_in_store, store))
 
-    def _in_memory(self, nbytes: int, ranges: Ranges, read: Callable[[int, torch.Tensor], None]) -> tuple[str, int]:
+    def _in_memory(
+        self, nbytes: int, ranges: Ranges, bytes_at: Callable[[int, int], torch.Tensor], steady: bool = True
+    ) -> tuple[str, int]:
         base = self.image_bytes
         self.image_bytes += round_up(nbytes, PAGE_BYTES)
         if ranges:
-            self._entries.append(MemoryEntry(base, ranges, read))
+            self._entries.append(MemoryEntry(base, ranges, bytes_at, steady))
         return self.image_name, base
 
     def _array_ranges(self, array: StateArray) -> Ranges:
@@ -272,13 +357,14 @@ def _whole(store: Store) -> Ranges:
     return [(0, store.nbytes)]
 
 
-def _read(store: Store, first: int, out: torch.Tensor) -> None:
-    """Fill `out` (uint8). Memory is copied on this thread alone: the cores may be busy."""
-    view = store.view(first, out.numel())
-    if view is None:
-        store.read(first, out).wait()
-    else:
-        ctypes.memmove(out.data_ptr(), view.data_ptr(), out.numel())
+def _in_buffer(shard: UnitShard, first: int, nbytes: int) -> torch.Tensor:
+    return shard.buffer.flat[first : first + nbytes]
+
+
+def _in_store(store: Store, first: int, nbytes: int) -> torch.Tensor:
+    content = store.in_place(first, nbytes)
+    assert content is not None, "the store is memory"
+    return content
 
 
 def _touched(generation: Generation) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,7 @@ from outsize.checkpoint.manifest import (
     ParameterRecord,
     Region,
 )
-from outsize.checkpoint.parts import FrozenCopy, Part, Present, UnitPlaces, sync_all, take
+from outsize.checkpoint.parts import CopyRoom, FrozenCopy, Part, Present, UnitPlaces, sync_all, take
 from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
 from outsize.move.generations import Generation, Generations
@@ -38,8 +38,8 @@ from outsize.plan.layout import Slot
 MODEL_FILE = "model.bin"
 GRADS_FILE = "grads.bin"
 AT_ONCE_BYTES = 64 << 20
-"""State of so many bytes is simply written before `save` returns. What is larger is linked, or copied in memory and
-written behind the training."""
+"""State of so many bytes is simply written before `save` returns. What is larger is linked, or written
+behind the training."""
 
 EXTRA_FILE = "extra.safetensors"
 
@@ -86,7 +86,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Room:
-    """What a save may take: memory for copies that are written behind the training, and `disk` for the generations that
+    """What a save may take: memory for copies of what changes before it is written, and `disk` for the generations that
     follow files which are copied behind it; `going` are the checkpoints that are removed once this one is complete."""
 
     copy_bytes: int
@@ -98,8 +98,8 @@ class Room:
 class UnfinishedCheckpoint:
     """A checkpoint whose state is safe from the training and that `finish` brings to its place.
 
-    Made while the training stands still. What is on disk is linked and frozen, or held; what is in memory is copied, as
-    far as there is room for copies, and written at once where there is none.
+    Made while the training stands still. What is on disk is linked and frozen, or held; what is in memory is held, so
+    that it does not change before it is written or copied.
     """
 
     def __init__(self, target: Path, snapshot: Snapshot, room: Room) -> None:
@@ -116,7 +116,7 @@ class UnfinishedCheckpoint:
             small = sum(each.copied_bytes + each.file_bytes for each in places) <= AT_ONCE_BYTES
             self._check_room(places, small, room)
             self._take_files(places, small, room.disk_bytes)
-            self._take_memory(places, small, room.copy_bytes)
+            self._take_memory(places, small, CopyRoom(room.copy_bytes))
             self._write_grads()
             self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._files)
             _write_extra(self._folder.path, snapshot.extra, self._files)
@@ -161,17 +161,16 @@ class UnfinishedCheckpoint:
                 self._write(part)
             disk_bytes -= file.reserved_bytes if file.frozen and not isinstance(part, Present) else 0
 
-    def _take_memory(self, places: Sequence[UnitPlaces], small: bool, room: int) -> None:
-        left = sum(each.copied_bytes for each in places)
+    def _take_memory(self, places: Sequence[UnitPlaces], small: bool, room: CopyRoom) -> None:
         for each in places:
-            image = each.image()
+            image = each.image(room)
             if image is None:
                 continue
-            if small or left > room:
+            if small:
                 self._write(image)
             else:
                 self._parts.append(image)
-            left -= each.copied_bytes
+                each.hold(image)
 
     def _unfreeze(self) -> None:
         """Nobody refers to the files that this save has frozen: they need no next generation."""

@@ -170,6 +170,14 @@ Pending = dict[str, SlotUpdate]
 """The update that a unit owes: by parameter name."""
 
 
+class Hold(Protocol):
+    """Who still needs the bytes that a unit has in memory."""
+
+    def release(self) -> None:
+        """Block until the unit may change them. Never raises."""
+        ...
+
+
 @final
 class UnitShard:
     """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store."""
@@ -191,6 +199,7 @@ class UnitShard:
         self.device = device
         self.arrays: dict[str, StateArray] = {}
         self.slot_states: dict[str, SlotState] = {}
+        self.hold: Hold | None = None
         self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
         self.param_layout = array_layout(layout, OWN_BYTES)
         self.slots = {slot.name: slot for slot in layout.slots}
@@ -209,6 +218,12 @@ class UnitShard:
     def on_device(self) -> bool:
         """Whether parameters, gradients and states all lie on the computing device."""
         return self.tiers.params == self.tiers.grads == self.tiers.states == "device"
+
+    def before_change(self) -> None:
+        """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""
+        if self.hold is not None:
+            self.hold.release()
+            self.hold = None
 
     def param(self, slot: Slot) -> torch.Tensor:
         """The parameter as a view of the gathered buffer, in its own dtype and shape."""
@@ -247,6 +262,7 @@ class UnitShard:
         """
         if start == end:
             return
+        self.before_change()
         segment = self.segment_at(start)
         low, high = page_range(start, end)
         pages = self._read_pages(array, low, high)
@@ -275,6 +291,7 @@ class UnitShard:
     def write_params(self) -> None:
         """Store the gathered parameters. Blocks."""
         assert self.params is not None
+        self.before_change()
         if self.device.type == "cpu":
             self.params.write(0, self.buffer.flat).wait()
             return

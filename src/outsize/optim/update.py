@@ -71,6 +71,7 @@ class ChunkUpdater:
             for array in shard.arrays.values()
             if array.scales is not None and array.scales.store.view(0, 0) is None
         ]
+        shard.before_change()
         turning = [file for file in shard.generations() if file.frozen]
         for file in turning:
             file.begin_turn()
@@ -123,6 +124,7 @@ class ChunkUpdater:
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None:
         """The whole update at once where everything lies on the computing device."""
+        shard.before_change()
         began = time.perf_counter()
         for name, owed in pending.items():
             slot = shard.slots[name]
