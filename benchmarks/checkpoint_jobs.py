@@ -32,7 +32,9 @@ IN_HOST: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "host")
 class Job:
     """A Llama in training."""
 
-    def __init__(self, layers: int, disk: str, host_memory: str, places: dict[str, Any], batch: int = 1, **fields: Any) -> None:
+    def __init__(
+        self, layers: int, disk: str, host_memory: str, places: dict[str, Any], batch: int = 1, **fields: Any
+    ) -> None:
         self._batch = batch
         on_disk = places is ON_DISK
         with outsize.init(host_memory=host_memory, disk=disk) if on_disk else contextlib.nullcontext():
