@@ -400,6 +400,81 @@ def test_weights_on_the_device_that_the_user_changes_after_a_save_are_saved_as_t
     assert_same(saved, other.values())
 
 
+@pytest.mark.parametrize("waiter", ["wait", "load", "save"])
+def test_who_waits_for_a_checkpoint_and_is_interrupted_changes_nothing_in_it(
+    waiter: str, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    gate.set()
+    outsize.save(tmp_path / "first", run.model, run.optimizer, run.count).wait()
+    gate.clear()
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(saving._promise), "wait", interrupted)
+        if waiter == "wait":
+            saving.wait()
+        elif waiter == "load":
+            outsize.load(tmp_path / "first", run.model, run.optimizer)
+        else:
+            outsize.save(tmp_path / "second", run.model, run.optimizer)
+    threading.Timer(0.2, gate.set).start()
+    outsize.load(tmp_path / "first", run.model, run.optimizer)
+    run.train()
+    saving.wait()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
+
+
+def test_what_cannot_be_copied_is_waited_for(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+
+    def no_memory(content: torch.Tensor) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(parts, "_copy_of", no_memory)
+    threading.Timer(0.2, gate.set).start()
+    run.train(2)
+    saving.wait()
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
+
+
+def test_without_room_weights_on_the_device_are_written_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, params="device", grads="device", states="device", host_memory="64MiB")
+    run.train()
+    run.prepared.resources.ledger.add("host/test", 64 << 20)
+    copied: list[int] = []
+    plain = parts._copy_of
+
+    def copy_of(content: torch.Tensor) -> torch.Tensor:
+        copied.append(content.numel())
+        return plain(content)
+
+    monkeypatch.setattr(parts, "_copy_of", copy_of)
+    saved = run.values()
+    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count).wait()
+    assert not copied
+    other = Run(tmp_path, seed=1)
+    other.load(tmp_path / "ckpt")
+    assert_same(saved, other.values())
+
+
 def test_a_model_that_goes_away_is_still_written(tmp_path: Path, gate: threading.Event) -> None:
     run = Run(tmp_path, params="host", grads="host", states="host")
     run.train()

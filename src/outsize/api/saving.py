@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from outsize.checkpoint.writer import (
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
+from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 
 MASTERS = Masters(join_master, split_master)
@@ -107,7 +109,7 @@ def save(
             raise
     saving = saver.begin(target)
     if unfinished.pending:
-        saving.run_behind(lambda: remove_all(_publish(unfinished.finish, outdated)))
+        saving.run_behind(partial(_finish_behind, prepared.engine, unfinished, outdated))
         return saving
     going: list[Path] = []
     saving.run(lambda: going.extend(_publish(unfinished.finish_now, outdated)))
@@ -117,6 +119,13 @@ def save(
         remove_all(going)
         _reserve(files)
     return saving
+
+
+def _finish_behind(engine: Engine, unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> None:
+    """Write what is left and publish. The engine stays as long as its memory is being written: its end would wait, on
+    the very thread that writes, for the conveyor, which may wait for what is written."""
+    remove_all(_publish(unfinished.finish, outdated))
+    del engine
 
 
 def _publish(finish: Callable[[], Path | None], outdated: Sequence[Path]) -> list[Path]:

@@ -49,6 +49,7 @@ class Weights(WritableArray):
     def __init__(self, shard: UnitShard) -> None:
         super().__init__(shard.layout, shard.param_layout)
         self._params, self._buffer = shard.params, shard.buffer
+        self._before_change = shard.before_change
 
     def dtype(self, slot: Slot) -> torch.dtype:
         return DTYPES[slot.dtype]
@@ -58,6 +59,7 @@ class Weights(WritableArray):
         transfer.wait()
 
     def write(self, first: int, source: torch.Tensor) -> None:
+        self._before_change()
         if self._params is not None:
             self._params.write(first, source).wait()
         if self._buffer.resident:
@@ -85,6 +87,7 @@ class States(WritableArray):
         out.view(values.dtype).copy_(values)
 
     def write(self, first: int, source: torch.Tensor) -> None:
+        self._shard.before_change()
         if self._array.codec is None:
             self._array.store.write(first, source).wait()
             return

@@ -43,7 +43,7 @@ class Saving(Transfer):
         try:
             self._promise.wait()
         except BaseException:
-            self._told = True
+            self._told = self._promise.done()  # else it was the waiting that was interrupted
             raise
         if self._sweeping is not None:
             self._sweeping.join()
@@ -112,9 +112,15 @@ class Saver:
 
     def settle(self) -> None:
         """Block until no checkpoint is on its way. Raises what went wrong with the last one, once."""
-        saving, self._saving = self._saving, None
-        if saving is not None and os.getpid() == self._pid:
-            saving.settle()
+        saving = self._saving
+        if saving is None:
+            return
+        try:
+            if os.getpid() == self._pid:
+                saving.settle()
+        finally:
+            if saving.done() or os.getpid() != self._pid:
+                self._saving = None
 
     def begin(self, path: Path) -> Saving:
         self._saving = Saving(path)

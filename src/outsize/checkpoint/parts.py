@@ -8,8 +8,9 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,8 @@ class CopyRoom:
 # no copy: fresh memory is slower to come by than a drive writes. Whoever is about to change the unit calls
 # `UnitShard.before_change`, which lets go only when the bytes are safe: written by then, copied where there is room for
 # a copy, or else waited for. Parameters whose place is the model's own memory can change at any time, with nobody told:
-# these are copied when the save begins.
+# these are copied when the save begins, or written at
+# once where there is no room for a copy.
 
 
 @final
@@ -132,7 +134,6 @@ class Image(Part, Hold):
         self._left = deque(piece for entry in entries for piece in entry.pieces())
         self._room = room
         self._copied = 0
-        self._safe = False  # whether what is left has been copied
         self._borrowing = False  # whether the unit's own memory is being written
         self._changed = threading.Condition()
         self._pid = os.getpid()
@@ -142,7 +143,7 @@ class Image(Part, Hold):
         slab: HostBuffer | None = None
         with _NewFile(folder / self.name, self._nbytes) as file:
             while (piece := self._next()) is not None:
-                start, content = piece
+                start, content = piece.start, piece.content
                 if content.device.type != "cpu":
                     slab = HostBuffer(WRITE_BYTES) if slab is None else slab
                     content = slab.bytes[: content.numel()].copy_(content)
@@ -151,23 +152,41 @@ class Image(Part, Hold):
                 file.write(start, content)
         return FileRecord(self._nbytes, tuple(joined_sums(pages, self._nbytes, CHUNK_BYTES)))
 
-    def _next(self) -> tuple[int, torch.Tensor] | None:
+    def _next(self) -> Piece | None:
         """The piece to write now; the one before is written."""
         with self._changed:
-            self._borrowing = bool(self._left) and not self._safe
+            piece = self._left.popleft() if self._left else None
+            self._borrowing = piece is not None and piece.copy is None
             self._changed.notify_all()
-            return self._left.popleft() if self._left else None
+            return piece
+
+    def secure_unsteady(self) -> bool:
+        """Copy what may change with nobody told; False where there is no room, and nothing was copied."""
+        with self._changed:
+            return self._copy([piece for piece in self._left if not piece.steady])
+
+    def _copy(self, pieces: Sequence[Piece]) -> bool:
+        nbytes = sum(piece.content.numel() for piece in pieces)
+        if not self._room.take(nbytes):
+            return False
+        try:
+            copies = [_copy_of(piece.content) for piece in pieces]
+        except BaseException:  # no memory, whatever the budget says
+            self._room.give_back(nbytes)
+            raise
+        for piece, copy in zip(pieces, copies, strict=True):
+            piece.copy = copy
+        self._copied += nbytes
+        return True
 
     def release(self) -> None:
         """The unit is about to change: block until its bytes are safe. Never raises."""
         if os.getpid() != self._pid:  # a forked child; its parent writes
             return
         with self._changed:
-            nbytes = sum(content.numel() for _, content in self._left)
-            if not self._safe and self._room.take(nbytes):
-                self._left = deque((start, _copy_of(content)) for start, content in self._left)
-                self._copied, self._safe = nbytes, True
-            self._changed.wait_for(lambda: not self._borrowing and (self._safe or not self._left))
+            with suppress(Exception):  # what cannot be copied is waited for
+                self._copy([piece for piece in self._left if piece.copy is None])
+            self._changed.wait_for(lambda: not self._borrowing and all(piece.copy is not None for piece in self._left))
 
     def drop(self) -> None:
         with self._changed:
@@ -190,13 +209,26 @@ class MemoryEntry:
     bytes_at: Callable[[int, int], torch.Tensor]
     steady: bool
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first byte in the image, content), safe until the unit is about to change."""
+    def pieces(self) -> Iterator[Piece]:
+        """The bytes where they lie."""
         for first, count in self.ranges:
             step = IN_PLACE_BYTES if self.bytes_at(first, count).device.type == "cpu" else WRITE_BYTES
             for at in range(first, first + count, step):
-                content = self.bytes_at(at, min(step, first + count - at))
-                yield self.base + at, content if self.steady else _copy_of(content)
+                yield Piece(self.base + at, self.bytes_at(at, min(step, first + count - at)), self.steady)
+
+
+@dataclass
+class Piece:
+    """Bytes of a unit in memory, or their copy, and where they go in the image."""
+
+    start: int
+    lying: torch.Tensor
+    steady: bool
+    copy: torch.Tensor | None = None
+
+    @property
+    def content(self) -> torch.Tensor:
+        return self.lying if self.copy is None else self.copy
 
 
 def _copy_of(content: torch.Tensor) -> torch.Tensor:
@@ -280,12 +312,16 @@ class UnitPlaces:
         return sum(nbytes for entry in self._entries for _, nbytes in entry.ranges)
 
     def image(self, room: CopyRoom) -> Image | None:
-        """What is in memory as it is now. `hold` must follow if it is not written at once."""
+        """What is in memory as it is now. It is to be held, or else written at once."""
         return Image(self.image_name, self.image_bytes, self._entries, room) if self._entries else None
 
-    def hold(self, image: Image) -> None:
-        """Whoever changes the unit from now on asks the image first."""
+    def hold(self, image: Image) -> bool:
+        """Whoever changes the unit from now on asks the image first; False where that cannot be."""
+        self._shard.before_change()
+        if not image.secure_unsteady():
+            return False
         self._shard.hold = image
+        return True
 
     def weight(self, slot: Slot) -> Region:
         return self._region(self._params, self._shard.param_layout, slot, DTYPES[slot.dtype])

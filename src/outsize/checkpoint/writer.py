@@ -166,11 +166,10 @@ class UnfinishedCheckpoint:
             image = each.image(room)
             if image is None:
                 continue
-            if small:
-                self._write(image)
-            else:
+            if not small and each.hold(image):
                 self._parts.append(image)
-                each.hold(image)
+            else:
+                self._write(image)
 
     def _unfreeze(self) -> None:
         """Nobody refers to the files that this save has frozen: they need no next generation."""
