@@ -109,7 +109,7 @@ def save(
             raise
     saving = saver.begin(target)
     if unfinished.pending:
-        saving.run_behind(partial(_finish_behind, prepared.engine, unfinished, outdated))
+        saving.run_behind(partial(_finish_behind, [prepared.engine], unfinished, outdated))
         return saving
     going: list[Path] = []
     saving.run(lambda: going.extend(_publish(unfinished.finish_now, outdated)))
@@ -121,11 +121,13 @@ def save(
     return saving
 
 
-def _finish_behind(engine: Engine, unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> None:
-    """Write what is left and publish. The engine stays as long as its memory is being written: its end would wait, on
-    the very thread that writes, for the conveyor, which may wait for what is written."""
-    remove_all(_publish(unfinished.finish, outdated))
-    del engine
+def _finish_behind(alive: list[Engine], unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> None:
+    """Write what is left and publish. The engine stays alive as long as its memory is being written, and no longer: its
+    end would wait, on the very thread that writes, for the conveyor, which may wait for what is written."""
+    try:
+        remove_all(_publish(unfinished.finish, outdated))
+    finally:
+        alive.clear()
 
 
 def _publish(finish: Callable[[], Path | None], outdated: Sequence[Path]) -> list[Path]:
