@@ -2,11 +2,11 @@
 
 from outsize.api.building import init
 from outsize.api.exporting import export
-from outsize.api.gather import gathered
+from outsize.api.gather import gathered, no_sync
 from outsize.api.loading import load
 from outsize.api.planning import plan
 from outsize.api.public import memory, prepare
 from outsize.api.saving import save
 from outsize.config import Config, presets
 
-__all__ = ["Config", "export", "gathered", "init", "load", "memory", "plan", "prepare", "presets", "save"]
+__all__ = ["Config", "export", "gathered", "init", "load", "memory", "no_sync", "plan", "prepare", "presets", "save"]

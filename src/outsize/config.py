@@ -36,6 +36,7 @@ class Config:
     disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     disk_space: int | str | None = None
     stage: int = 3
+    reduce_dtype: torch.dtype | None = torch.float32
     params: str = "auto"
     grads: str = "auto"
     states: str = "auto"
@@ -67,6 +68,11 @@ class Config:
             raise TypeError(f"verify is {self.verify!r}; it must be True or False")
         if not _is_int(self.stage) or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is {self.stage!r}; ZeRO stages are 0, 1, 2 and 3")
+        if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"reduce_dtype is {self.reduce_dtype!r}; use torch.float32, torch.bfloat16, torch.float16, or None for "
+                f"each gradient's own dtype"
+            )
         if not _is_int(self.micro_batches) or self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches!r}; it must be an integer of at least 1")
         if not isinstance(self.delayed_update, int):

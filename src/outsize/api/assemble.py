@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.api.ranks import Fingerprints, check_same, open_ranks
 from outsize.api.resources import Resources
 from outsize.api.shards import LateArrays, open_shard
 from outsize.api.survey import Kept, Survey, survey
 from outsize.config import Config
+from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
 from outsize.move.memory import return_freed_memory
 from outsize.move.shard import (
@@ -27,13 +29,13 @@ from outsize.move.shard import (
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.layout import Slot
 from outsize.plan.placement import slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
+from outsize.run.reduction import Reduction
 from outsize.run.state import store_state
 from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
@@ -86,7 +88,25 @@ def assemble(
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
     rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
-    plan = survey(model, optimizer, config, kept_by(rule, config))
+    ranks = open_ranks(config)
+    try:
+        return _assemble(model, optimizer, config, load, rule, ranks)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.fail(error)
+            ranks.close()
+        raise
+
+
+def _assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    load: Callable[[nn.Parameter], torch.Tensor],
+    rule: Rule | None,
+    ranks: Ranks | None,
+) -> Prepared:
+    plan = survey(model, optimizer, config, kept_by(rule, config), ranks=ranks)
     _check_devices(plan, config)
     _check_existing(plan, optimizer)
     clock = UpdateClock()
@@ -99,7 +119,7 @@ def assemble(
         config.directories if on_disk else (), slab, PIPELINE_DEPTH, config.compute_device.type != "cpu"
     )
     try:
-        return _build(model, optimizer, config, plan, rule, resources, clock, load)
+        return _build(model, optimizer, config, plan, rule, resources, clock, load, ranks)
     except BaseException:
         resources.close()
         raise
@@ -159,24 +179,34 @@ def _build(
     resources: Resources,
     clock: UpdateClock,
     load: Callable[[nn.Parameter], torch.Tensor],
+    ranks: Ranks | None,
 ) -> Prepared:
     lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
     shards = [
-        open_shard(layout, tiers, plan, config, rule, resources, lane)
+        open_shard(layout, tiers, plan, config, rule, resources, lane, ranks is not None)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
     ]
-    resources.shards = shards
+    resources.shards, resources.ranks = shards, ranks
     staging = resources.staging
     updater = None if rule is None else ChunkUpdater(rule, staging.slab_bytes, staging.count, clock)
-    units = [Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}) for shard in shards]
-    streamer, keepers = _open_streamer(units, resources, updater, plan)
+    units = [
+        Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
+    ]
+    reduction = None
+    if ranks is not None:
+        ranks.names = [unit.name or "model" for unit in units]
+        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger)
+    streamer, keepers = _open_streamer(units, resources, updater, plan, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
+    values = None if ranks is None else Fingerprints()
     for unit in units:
-        _adopt(unit, states, load)
+        _adopt(unit, states, load, values)
+    if ranks is not None and values is not None:
+        check_same(ranks, "the values of their parameters", values.sums)
     _cast_buffers(model, config)
-    engine = Engine(units, keepers, streamer, resources.conveyor, scopes)
+    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction)
     for unit in units:
         for param in unit.parameters.values():
             param.__class__ = engine.class_for(unit)
@@ -198,7 +228,11 @@ def _build(
 
 
 def _open_streamer(
-    units: Sequence[Unit], resources: Resources, updater: ChunkUpdater | None, plan: Survey
+    units: Sequence[Unit],
+    resources: Resources,
+    updater: ChunkUpdater | None,
+    plan: Survey,
+    reduction: Reduction | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
     allow_open_files(4 * len(units))  # a unit has a file, one that follows, one that is copied, and gradients
     keepers: list[GradKeeper] = []
@@ -210,8 +244,12 @@ def _open_streamer(
         resources.staging.slab_bytes,
         _capacity(plan, units),
         resources.ledger,
+        None if reduction is None else max(size.grads for size in plan.unit_bytes) * 2,
     )
-    keepers += [GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle) for unit in units]
+    for unit in units:
+        keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction))
+    if reduction is not None:
+        reduction.keepers += keepers
     return streamer, keepers
 
 
@@ -223,11 +261,13 @@ def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
     resting = 0
     for unit, size in zip(units, plan.unit_bytes, strict=True):
         tiers = unit.shard.tiers
-        resting += size.params if tiers.params == "host" and on_cpu else 0
+        if (tiers.params == "host" and on_cpu) or (tiers.params == "device" and unit.shard.params is not None):
+            resting += size.params
         resting += size.grads if tiers.grads in memory else 0
         resting += size.states if tiers.states in memory else 0
     in_flight = max((info.nbytes for info in plan.infos.values() if info.trainable), default=0)
-    return plan.budgets.computing[1] - resting - in_flight
+    shared = max(size.grads * 2 + size.shared for size in plan.unit_bytes) if units[0].shard.shared else 0
+    return plan.budgets.computing[1] - resting - max(in_flight, shared)
 
 
 def _modules(
@@ -281,18 +321,24 @@ def _recomputes(module: nn.Module, unit: Unit, config: Config, in_list: bool) ->
     return config.activations == "auto" and in_list and unit.shard.tiers.params != "device"
 
 
-def _adopt(unit: Unit, states: dict[Any, dict[str, Any]], load: Callable[[nn.Parameter], torch.Tensor]) -> None:
+def _adopt(
+    unit: Unit,
+    states: dict[Any, dict[str, Any]],
+    load: Callable[[nn.Parameter], torch.Tensor],
+    values: Fingerprints | None,
+) -> None:
     """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
     shard.buffer.materialize()
     for name, param in unit.parameters.items():
-        slot = shard.slots[name]
         state = states.pop(param, None)
         with torch.no_grad():
             value = load(param)
-            _adopt_value(shard, slot, value)
+            if values is not None:
+                values.add(name, value)
+            _adopt_value(shard, name, value)
             param.grad = None
-            param.data = shard.param(slot)
+            param.data = shard.param(name)
         if state:
             store_state(shard, name, state)
         del value
@@ -302,19 +348,19 @@ def _adopt(unit: Unit, states: dict[Any, dict[str, Any]], load: Callable[[nn.Par
         unit.release()
 
 
-def _adopt_value(shard: UnitShard, slot: Slot, value: torch.Tensor) -> None:
-    target = shard.param(slot)
-    master = shard.arrays.get(MASTER)
-    if slot.dtype not in MASTER_BYTES or master is None or not slot.numel:
+def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
+    target = shard.param(name)
+    slot, master = shard.slots[name], shard.arrays.get(MASTER)
+    if slot.dtype not in MASTER_BYTES or master is None or not target.numel():
         target.copy_(value)
         return
     on_cpu = target.device.type == "cpu"
-    weight = target.view(-1) if on_cpu else torch.empty(slot.numel, dtype=target.dtype)
-    rest = torch.empty(slot.numel, dtype=MASTER_DTYPE[slot.dtype])
+    weight = target.view(-1) if on_cpu else torch.empty(target.numel(), dtype=target.dtype)
+    rest = torch.empty(target.numel(), dtype=MASTER_DTYPE[slot.dtype])
     split_master(value.detach().cpu().reshape(-1).float(), weight, rest)
     if not on_cpu:
-        target.copy_(weight.view(slot.shape))
-    shard.write_array(master, slot.offset, slot.end, rest)
+        target.copy_(weight.view(target.shape))
+    shard.write_array(master, slot.offset, slot.end, shard.own(name, rest))
 
 
 def _cast_buffers(model: nn.Module, config: Config) -> None:

@@ -84,8 +84,10 @@ def _exact_before(unit: Unit) -> dict[str, torch.Tensor]:
     """Copies of the parameters whose master holds more bits than they show."""
     if MASTER not in unit.shard.arrays:
         return {}
-    slots = unit.shard.slots.values()
-    return {slot.name: unit.shard.param(slot).clone() for slot in slots if slot.dtype in MASTER_BYTES and slot.numel}
+    slots = unit.shard.whole_slots.values()
+    return {
+        slot.name: unit.shard.param(slot.name).clone() for slot in slots if slot.dtype in MASTER_BYTES and slot.numel
+    }
 
 
 def _store(unit: Unit, before: dict[str, torch.Tensor]) -> None:
@@ -100,12 +102,12 @@ def _store(unit: Unit, before: dict[str, torch.Tensor]) -> None:
 def _reset_master(shard: UnitShard, name: str, old: torch.Tensor) -> None:
     """A value that was modified is its own master from now on; the others keep theirs bit for bit."""
     slot = shard.slots[name]
-    value = shard.param(slot)
-    changed = (value.view(torch.int16) != old.view(torch.int16)).view(-1).cpu()
+    value = shard.own(name, shard.param(name))
+    changed = (value.view(torch.int16) != shard.own(name, old).view(torch.int16)).cpu()
     if changed.any():
         array = shard.arrays[MASTER]
         master = shard.read_array(array, slot.offset, slot.end)
-        own = torch.zeros_like(master) if slot.dtype == "bfloat16" else value.reshape(-1).to("cpu", master.dtype)
+        own = torch.zeros_like(master) if slot.dtype == "bfloat16" else value.to("cpu", master.dtype)
         shard.write_array(array, slot.offset, slot.end, torch.where(changed, own, master))
 
 
@@ -131,3 +133,21 @@ def _hide_gradient(
     if modify:
         unit, slot = prepared.engine.unit_of(param)
         prepared.engine.keepers[unit.index].adopt(slot.name, value)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside the block add up gradients on their own rank; the next one outside reduces the sum over ranks.
+
+    For gradient accumulation: all micro-batches but the last go inside. Memory: the whole gradients of the model on
+    each rank, in `reduce_dtype`. With one rank, and inside another such block, it changes nothing. Raises `ValueError`
+    for a model that is not prepared.
+    """
+    prepared = _common(list(model.parameters())) if isinstance(model, nn.Module) else None
+    if prepared is None:
+        raise ValueError("no_sync takes a model that outsize.prepare prepared")
+    if prepared.engine.reduction is None:
+        yield
+        return
+    with prepared.engine.reduction.paused():
+        yield

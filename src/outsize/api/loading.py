@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
+from outsize.api.ranks import LoadPeers
 from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.dcp import is_dcp
 from outsize.checkpoint.hugging import is_safetensors, load_safetensors
+from outsize.checkpoint.joint import together
+from outsize.checkpoint.manifest import Region
 from outsize.checkpoint.match import Live, check_match
 from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.rng import restore_rng
@@ -61,25 +65,76 @@ def load(
         return _load_safetensors(prepared, source, model, optimizer)
     if is_dcp(source):
         return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
-    checkpoint = Checkpoint(find_checkpoint(source), codec_named)
+    checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, os.fspath(path), strict))
     try:
-        live = _live(prepared, model, optimizer)
-        _tell(check_match(checkpoint.manifest, live, os.fspath(path), strict), checkpoint.folder)
-        checkpoint.verify(weights=model is not None, state=optimizer is not None)
         settle(prepared)
-        with _stopping_on_errors(prepared):
-            _restore(prepared, checkpoint, model, optimizer)
+        with _stopping_on_errors(prepared), _gathered_anew(prepared):
+            _together(prepared, partial(_restore, prepared, checkpoint, model, optimizer))
         return checkpoint.extra
     finally:
         checkpoint.close()
 
 
+T = TypeVar("T")
+
+
+def _together(prepared: Prepared, action: Callable[[], T]) -> T:
+    """`action` on every rank; where one fails, all raise."""
+    reduction = prepared.engine.reduction
+    if reduction is None:
+        return action()
+    own: list[T] = []
+
+    def run() -> None:
+        own.append(action())
+
+    try:
+        together(LoadPeers(reduction.ranks), run, "outsize.load")
+    except BaseException:
+        for each in own:
+            if isinstance(each, Checkpoint):
+                each.close()
+        raise
+    return own[0]
+
+
+def _open(
+    prepared: Prepared,
+    source: Path,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    label: str,
+    strict: bool,
+) -> Checkpoint:
+    """The checkpoint, found to be whole and to fit."""
+    reduction = prepared.engine.reduction
+    rank, ranks = (0, 1) if reduction is None else (reduction.ranks.rank, reduction.ranks.size)
+    checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks)
+    try:
+        live = _live(prepared, model, optimizer)
+        _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)
+        checkpoint.verify(weights=model is not None, state=optimizer is not None)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+@contextmanager
+def _gathered_anew(prepared: Prepared) -> Iterator[None]:
+    """What is split over ranks is loaded where it rests; gathered values are of before, and go or are gathered anew."""
+    split = [unit for unit in prepared.engine.units if unit.shard.ranks > 1]
+    if split:
+        prepared.engine.streamer.drop_idle()
+    yield
+    for unit in split:
+        prepared.engine.streamer.regather(unit)
+
+
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
     """What is to be filled."""
     parameters = {
-        slot.name: (slot.shape, DTYPES[slot.dtype])
-        for unit in prepared.engine.units
-        for slot in unit.shard.layout.slots
+        slot.name: (slot.shape, DTYPES[slot.dtype]) for unit in prepared.engine.units for slot in unit.shard.whole.slots
     }
     buffers = buffers_of(prepared.model)
     persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
@@ -113,7 +168,7 @@ def _load_safetensors(
     optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     settle(prepared)
     shards = [unit.shard for unit in prepared.engine.units]
-    with _stopping_on_errors(prepared, but=(ValueError, FileNotFoundError)):
+    with _stopping_on_errors(prepared, but=(ValueError, FileNotFoundError)), _gathered_anew(prepared):
         load_safetensors(source, shards, buffers, MASTERS, tied_names(model), optional)
     for unit in prepared.engine.units:
         if unit.shard.buffer.resident:
@@ -136,7 +191,7 @@ def _load_dcp(
     try:
         _tell(checkpoint.passed_over, source)
         settle(prepared)
-        with _stopping_on_errors(prepared):
+        with _stopping_on_errors(prepared), _gathered_anew(prepared):
             for unit in prepared.engine.units:
                 _place(prepared, unit, checkpoint, model, optimizer)
                 if optimizer is not None:
@@ -214,6 +269,8 @@ def _restore_stepping(
     assert prepared.stepper is not None
     prepared.stepper.forget()
     prepared.stepper.steps = steps
+    if prepared.engine.reduction is not None:
+        prepared.engine.reduction.ranks.step = steps
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
         group.update(values)
 
@@ -238,7 +295,7 @@ def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -
     records = {name: stored[name] for name in unit.parameters if name in stored}
     keeper.restore_held(
         {
-            name: (checkpoint.data.read(record.held.region), record.held.ops)
+            name: (_own_part(checkpoint, unit, name, record.held.region), record.held.ops)
             for name, record in records.items()
             if record.held is not None
         }
@@ -247,13 +304,22 @@ def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -
         grad = records[name].grad if name in records else None
         if grad is None:
             continue
-        content = checkpoint.data.read(grad.region).to(param.device)
+        content = _own_part(checkpoint, unit, name, grad.region).to(param.device)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
             param.grad = grad.ops.apply_(content.to(param.dtype))
         else:
-            keeper.restore(name, content, grad.ops, grad.norms)
+            # Norms of whole gradients are found anew where this is a part of one.
+            keeper.restore(name, content, grad.ops, grad.norms if unit.shard.ranks == 1 else {})
     keeper.finish()
     keeper.flush_and_drop()
+
+
+def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: Region) -> torch.Tensor:
+    """What of an array rests with this rank."""
+    if unit.shard.ranks == 1:
+        return checkpoint.data.read(region)
+    slot = unit.shard.slots[name]
+    return checkpoint.data.read(region, slot.first, slot.first + slot.numel)
 
 
 def _drop_gradients(prepared: Prepared, unit: Unit) -> None:

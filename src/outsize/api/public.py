@@ -30,7 +30,6 @@ def prepare(
     """
     made = make_config(config, fields)
     check_arguments(model, optimizer)
-    check_one_rank()
     for name, param in model.named_parameters():
         if prepared_of(param) is not None:
             raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
@@ -43,14 +42,6 @@ def check_arguments(model: object, optimizer: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-
-
-def check_one_rank() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"torch.distributed runs {distributed.get_world_size()} ranks; this version of outsize trains on one rank"
-        )
 
 
 def require(model: nn.Module) -> Prepared:

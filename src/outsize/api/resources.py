@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 from outsize.checkpoint.background import Saver
+from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.disk import DiskEngine, RunDirectory, StripedFile, open_engine
 from outsize.move.generations import Generations
@@ -24,6 +25,7 @@ class Resources:
     def __init__(self, directories: Sequence[Path], slab_bytes: int, slabs: int, pinned: bool) -> None:
         self.ledger = Ledger()
         self.shards: list[UnitShard] = []
+        self.ranks: Ranks | None = None
         self._pid = os.getpid()
         self._files: list[StripedFile | Generations] = []
         self._runs: list[RunDirectory] = []
@@ -71,6 +73,8 @@ class Resources:
         """End the thread, remove the run's files; safe to repeat; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
+        if self.ranks is not None:
+            self.ranks.close()
         self.conveyor.close()
         for shard in self.shards:
             shard.close()

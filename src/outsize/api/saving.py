@@ -14,8 +14,10 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.public import require
+from outsize.api.ranks import SavePeers
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
+from outsize.checkpoint.joint import together
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
@@ -78,37 +80,39 @@ def save(
     saver = prepared.resources.saver
     saver.settle()
     _check_place(prepared, target)
+    peers = _peers(prepared, target)
+    first = peers is None or peers.rank == 0
     check_replaceable(target)
-    outdated = no_longer_kept(target, keep)
+    outdated = no_longer_kept(target, keep) if first else []
     buffers = buffers_of(model)
     check_buffers(buffers)
     record = optimizer_record(prepared, optimizer, encoded=True)
     settle(prepared)
-    shards = [unit.shard for unit in prepared.engine.units]
+    # What is whole on every rank is saved by the first.
+    shards = [unit.shard for unit in prepared.engine.units if first or unit.shard.ranks > 1]
+    whole_slots = (slot for shard in shards for slot in shard.whole.slots)
     snapshot = Snapshot(
         shards=shards,
         grads=_gradients(prepared) if optimizer is not None else {},
         held=_held(prepared) if optimizer is not None else {},
-        buffers=buffers,
+        buffers=buffers if first else {},
         optimizer=record,
         rng=capture_rng(prepared.config.compute_device),
         extra=stored,
         saved_at=next_saved_at(target.parent),
+        peers=peers,
+        shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
     )
-    try:
-        unfinished = UnfinishedCheckpoint(target, snapshot, _room(prepared, [*outdated, target]))
-    except UnsyncedError as error:
-        prepared.engine.streamer.stop(error)
-        raise
+    unfinished, pending = _begin(prepared, target, snapshot, _room(prepared, [*outdated, target]))
     files = [file for shard in shards for file in shard.generations()]
-    if unfinished.pending:
+    if pending:
         try:
             _reserve(files)
         except BaseException:
             unfinished.abandon()
             raise
     saving = saver.begin(target)
-    if unfinished.pending:
+    if pending:
         saving.run_behind(partial(_finish_behind, [prepared.engine], unfinished, outdated))
         return saving
     going: list[Path] = []
@@ -119,6 +123,42 @@ def save(
         remove_all(going)
         _reserve(files)
     return saving
+
+
+def _peers(prepared: Prepared, target: Path) -> SavePeers | None:
+    """The other ranks, which are here too."""
+    reduction = prepared.engine.reduction
+    if reduction is None:
+        return None
+    named = reduction.ranks.collect(target.name, "save")
+    if len(set(named)) > 1:
+        raise ValueError(f"the ranks save to different places: {', '.join(map(str, named))}; name one shared folder")
+    reduction.complete()
+    return SavePeers(reduction.ranks)
+
+
+def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> tuple[UnfinishedCheckpoint, bool]:
+    """(the checkpoint, safe from the training; whether a rank has more to write). On an error no rank has one."""
+    made: list[UnfinishedCheckpoint] = []
+
+    def begin() -> bool:
+        try:
+            made.append(UnfinishedCheckpoint(target, snapshot, room))
+        except UnsyncedError as error:
+            prepared.engine.streamer.stop(error)
+            raise
+        return made[0].pending
+
+    if snapshot.peers is None:
+        pending = begin()
+        return made[0], pending
+    try:
+        every = together(snapshot.peers, begin, "outsize.save")
+    except BaseException:
+        for each in made:
+            each.give_up()
+        raise
+    return made[0], any(every)
 
 
 def _finish_behind(alive: list[Engine], unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> None:

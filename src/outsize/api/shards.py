@@ -29,7 +29,7 @@ from outsize.move.shard import (
 from outsize.move.store import DeviceStore, HostStore, Store
 from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule
-from outsize.plan.layout import ArrayLayout, UnitLayout, array_layout
+from outsize.plan.layout import ArrayLayout, UnitLayout, array_layout, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
 
@@ -42,7 +42,11 @@ def open_shard(
     rule: Rule | None,
     resources: Resources,
     lane: torch.cuda.Stream | None,
+    shared: bool,
 ) -> UnitShard:
+    """`layout` is the whole unit's; what rests here is this rank's slice of it."""
+    whole, (rank, ranks) = layout, plan.split
+    layout = slice_of(whole, rank, ranks)
     device, ledger = config.compute_device, resources.ledger
     codecs = _codecs(rule, config)
     layouts = _array_layouts(layout, plan, codecs) if _is_optimized(layout, plan.optimized) else []
@@ -57,15 +61,15 @@ def open_shard(
     name = f"unit-{layout.index:05d}"
     file = UnitFile(resources, name, on_disk["params"] + on_disk["states"], config.verify)
     scratch = UnitFile(resources, f"{name}-grads", on_disk["grads"], config.verify, lasting=False)
-    params = file.open("params", tiers.params, layout.param_bytes, device, resources)
+    gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
+    params = None if gathered else file.open("params", tiers.params, layout.param_bytes, device, resources)
     grads = []
     if tiers.grads != "device":
         for _ in range(copies):
             disk = scratch.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
             grads.append(GradShard(layout, disk, ledger))
-    if tiers.params == "device":
-        params = None
-    shard = UnitShard(layout, tiers, open_buffer(layout.param_bytes, device, ledger, lane), params, grads, device)
+    buffer = open_buffer(whole.param_bytes, device, ledger, lane)
+    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared)
     _open_arrays(shard, layouts, codecs, file, resources)
     _preallocate(shard, plan)
     return shard
@@ -106,7 +110,6 @@ def _open_arrays(
     stores = {}
     for key, layout in layouts:
         store = file.open("states", shard.tiers.states, layout.nbytes, shard.device, resources)
-        assert store is not None
         stores[key] = (layout, store)
     for (name, is_scales), (layout, store) in stores.items():
         if not is_scales:
@@ -141,7 +144,9 @@ class LateArrays:
         master = shard.arrays.get(MASTER)
         for slot in shard.layout.slots:
             if master is not None and slot.dtype == "float16":  # of bf16 it is a remainder, which begins at zero
-                shard.write_array(master, slot.offset, slot.end, shard.param(slot).reshape(-1).float().cpu())
+                shard.write_array(
+                    master, slot.offset, slot.end, shard.own(slot.name, shard.param(slot.name)).float().cpu()
+                )
         for array in shard.arrays.values():
             if isinstance(array.store, DiskStore):
                 array.store.preallocate(0, array.store.nbytes)
@@ -191,14 +196,12 @@ class UnitFile:
         elif nbytes:
             self._file = resources.open_file(name, nbytes)
 
-    def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store | None:
+    def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store:
         if tier == "disk":
             assert self._file is not None
             store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
             self._position += nbytes
             return store
-        if kind == "params" and tier == "device":
-            return None
         if tier == "device" and device.type != "cpu":
             return DeviceStore(nbytes, device, resources.ledger, kind)
         return HostStore(nbytes, resources.ledger, kind, tier, pinned=device.type != "cpu")

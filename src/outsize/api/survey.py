@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from outsize.api.ranks import agree_on_budgets, check_same, description, local_ranks
 from outsize.config import Config
+from outsize.move.comm import Ranks
 from outsize.move.disk import free_bytes
 from outsize.move.shard import BLOCK, CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.plan.layout import (
@@ -22,6 +24,7 @@ from outsize.plan.layout import (
     cut_units,
     lay_out,
     round_up,
+    slice_of,
 )
 from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
 
@@ -62,6 +65,8 @@ class Survey:
     budgets: Budgets
     kept: Kept
     optimized: frozenset[str]
+    split: tuple[int, int] = (0, 1)
+    """(this rank, the ranks over which each unit is split)."""
 
     @property
     def state_bytes(self) -> int:
@@ -74,6 +79,7 @@ def survey(
     config: Config,
     kept: Kept,
     dry: bool = False,
+    ranks: Ranks | None = None,
 ) -> Survey:
     """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit.
 
@@ -90,13 +96,46 @@ def survey(
     )
     infos = {name: _info(name, param, config, name in optimized) for name, param in parameters.items()}
     budgets = find_budgets(config, dry)
+    rank, size = 0, 1
+    if ranks is not None:
+        check_same(ranks, "what they prepare", description(infos, optimizer, config))
+        budgets = agree_on_budgets(budgets, ranks)
+        rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
+    return _lay_out(model, config, kept, infos, parameters, optimized, budgets, names, (rank, size), ranks is not None)
+
+
+def _lay_out(
+    model: nn.Module,
+    config: Config,
+    kept: Kept,
+    infos: dict[str, ParamInfo],
+    parameters: dict[str, nn.Parameter],
+    optimized: frozenset[str],
+    budgets: Budgets,
+    names: dict[int, str],
+    split: tuple[int, int],
+    shared: bool,
+) -> Survey:
+    size = split[1]
+    if size > 1 and kept.whole:
+        raise ValueError(
+            f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {size} ranks; use "
+            f"stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
+        )
     tree = _tree("", model, names, set())
     cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
-    layouts = lay_out(cuts, infos, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
-    sizes = tuple(_bytes_of(layout, infos, kept, config) for layout in layouts)
+    layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
+    sizes = tuple(_bytes_of(layout, infos, kept, config, size, shared) for layout in layouts)
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
+    if size > 1 and config.stage < 3:
+        if config.params in ("host", "disk"):
+            raise ValueError(
+                f"stage={config.stage} keeps whole parameters on every rank, and params={config.params!r} would keep "
+                f"{size} copies of them there; use stage=3, where each rank keeps and moves one part of {size}"
+            )
+        wanted["params"] = "device"
     tiers = place(sizes, budgets, wanted)
-    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized)
+    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, split)
 
 
 def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> ParamInfo:
@@ -155,18 +194,25 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
     return frozenset(chosen)
 
 
-def _bytes_of(layout: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config) -> UnitBytes:
+def _bytes_of(
+    whole: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config, ranks: int = 1, shared: bool = False
+) -> UnitBytes:
+    """What rests on one rank. The first rank has most: trainable parameters lie first in each segment."""
+    layout = slice_of(whole, 0, ranks)
     trained = [slot for slot in layout.slots if infos[slot.name].trainable]
     grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
     grads = min(grads, layout.param_bytes) * (2 if config.delayed_update else 1)  # those of two steps
-    return UnitBytes(
-        layout.name or "model", layout.param_bytes, grads, sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
-    )
+    states = sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
+    gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
+    params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
+    collected = whole.param_bytes if shared and trained else 0  # before they are reduced
+    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected)
 
 
 def find_budgets(config: Config, dry: bool = False) -> Budgets:
     """The budgets in bytes; what the user did not name follows from what is free."""
-    host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN)
+    here = local_ranks()
+    host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN) // here
     device = config.device_memory
     if config.compute_device.type != "cpu" and device is None:
         free, _ = torch.cuda.mem_get_info(config.compute_device)
@@ -179,7 +225,7 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
         assert isinstance(config.disk_space, int)
         disk = config.disk_space
     elif config.directories:
-        disk = int(free_bytes(config.directories) * DISK_MARGIN)
+        disk = int(free_bytes(config.directories) * DISK_MARGIN) // here
         if config.disk_space is not None:
             assert isinstance(config.disk_space, int)
             disk = min(disk, config.disk_space)

@@ -44,26 +44,33 @@ class WritableArray(RestingArray):
 
 @final
 class Weights(WritableArray):
-    """The parameters. A gathered buffer is kept equal to the store behind it."""
+    """The parameters that rest here. A gathered buffer is kept equal to the store behind it, as far as that goes."""
 
     def __init__(self, shard: UnitShard) -> None:
         super().__init__(shard.layout, shard.param_layout)
-        self._params, self._buffer = shard.params, shard.buffer
-        self._before_change = shard.before_change
+        self._shard = shard
 
     def dtype(self, slot: Slot) -> torch.dtype:
         return DTYPES[slot.dtype]
 
     def read(self, first: int, out: torch.Tensor) -> None:
-        transfer = self._buffer.fetch(first, out) if self._params is None else self._params.read(first, out)
-        transfer.wait()
+        shard = self._shard
+        if shard.params is None:
+            shard.buffer.fetch(self._into(first, out.numel()), out).wait()
+        else:
+            shard.params.read(first, out).wait()
 
     def write(self, first: int, source: torch.Tensor) -> None:
-        self._before_change()
-        if self._params is not None:
-            self._params.write(first, source).wait()
-        if self._buffer.resident:
-            self._buffer.fill(first, source).wait()
+        shard = self._shard
+        shard.before_change()
+        if shard.params is not None:
+            shard.params.write(first, source).wait()
+        if shard.buffer.resident:
+            shard.buffer.fill(self._into(first, source.numel()), source).wait()
+
+    def _into(self, first: int, nbytes: int) -> int:
+        """Where in the gathered buffer these bytes lie."""
+        return self._shard.buffer_span(*self._shard.param_layout.elements(first, nbytes))[0]
 
 
 @final
@@ -112,7 +119,7 @@ class Gradients(RestingArray):
 
 
 Sink = Callable[[Slot, int, torch.Tensor], None]
-"""Takes elements of a parameter: (slot, position of the first one, the elements, 1-D, valid until it returns)."""
+"""Takes elements of a parameter: (slot, position of the first one in it, the elements, 1-D, valid until it returns)."""
 
 Source = Callable[[Slot, int, int], torch.Tensor]
 """Gives the elements [start, end) of a parameter, 1-D, in the array's dtype."""
@@ -125,7 +132,7 @@ def copy_out(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer
         content = slab.bytes[:nbytes]
         array.read(first, content)
         for slot, low, high in parts:
-            sink(slot, low - slot.offset, _part(array, content, slot, start, low, high))
+            sink(slot, slot.first + low - slot.offset, _part(array, content, slot, start, low, high))
 
 
 def copy_in(
@@ -141,7 +148,8 @@ def copy_in(
         elif sum(high - low for _, low, high in parts) < end - start:
             zero(content)
         for slot, low, high in parts:
-            piece = source(slot, low - slot.offset, high - slot.offset)
+            begin = slot.first - slot.offset
+            piece = source(slot, begin + low, begin + high)
             copy(_part(array, content, slot, start, low, high), piece)
         array.write(first, content)
 

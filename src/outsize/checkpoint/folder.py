@@ -44,6 +44,13 @@ class NewFolder:
             self.path.mkdir()
             self._lock = _locked(self.path)
 
+    @classmethod
+    def of_another_rank(cls, target: Path, path: Path) -> NewFolder:
+        """The same folder, which rank 0 has made and will publish or abandon."""
+        folder = cls.__new__(cls)
+        folder.target, folder.path, folder._lock = target, path, -1
+        return folder
+
     def publish(self) -> Path | None:
         """Bring it to its place; gives the folder that was there, under a hidden name, for the caller to remove.
 

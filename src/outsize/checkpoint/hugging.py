@@ -73,7 +73,7 @@ def load_safetensors(
     that leaves the model with a mixture. Memory: two slabs, and the largest buffer.
     """
     stored = find_weights(folder)
-    slots = {slot.name: slot for shard in shards for slot in shard.layout.slots}
+    slots = {slot.name: slot for shard in shards for slot in shard.whole.slots}
     chosen = {name: _alias(name, aliases, stored) for name in (*slots, *buffers)}
     names = {name for name in chosen if chosen[name] in stored}
     _check_names(folder, stored, {*chosen, *aliases}, {name for name in chosen if name not in names} - {*optional})
@@ -148,7 +148,7 @@ def _place(shard: UnitShard, source: _Source) -> None:
 
 def _present(array: RestingArray, slot: Slot, start: int, end: int) -> torch.Tensor:
     """The elements [start, end) of a parameter as they rest, 1-D."""
-    low, high = slot.offset + start, slot.offset + end
+    low, high = slot.offset - slot.first + start, slot.offset - slot.first + end
     first_page, end_page = page_range(low, high)
     first, nbytes = array.layout.span(first_page, end_page)
     pages = HostBuffer(nbytes).bytes

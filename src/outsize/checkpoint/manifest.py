@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -290,6 +290,8 @@ class Manifest:
     written_by: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""
     world_size: int = 1
+    ranks: Sequence[Any] = ()
+    """Of the ranks but the first: {"rng": ..., "extra": ...} each."""
 
     def to_text(self) -> str:
         content = {
@@ -305,6 +307,7 @@ class Manifest:
             "optimizer": self.optimizer and self.optimizer.to_json(),
             "rng": self.rng,
             "extra": self.extra,
+            **({"ranks": list(self.ranks)} if self.ranks else {}),
         }
         return sealed(_readable(content, 3, ""))
 
@@ -342,7 +345,10 @@ class Manifest:
             written_by=dict(value["written_by"]),
             saved_at=str(value["saved_at"]),
             world_size=_natural(value["world_size"]),
+            ranks=[dict(each) for each in value.get("ranks", [])],
         )
+        if len(manifest.ranks) not in (0, manifest.world_size - 1):
+            raise ValueError(f"{len(manifest.ranks)} further ranks of {manifest.world_size}")
         if value["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError(f"checksums of {value['chunk_bytes']!r} bytes; they are of {CHUNK_BYTES}")
         for name in manifest.files:

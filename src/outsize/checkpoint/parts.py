@@ -19,6 +19,7 @@ from typing import final
 import torch
 
 from outsize.checkpoint.files import naming
+from outsize.checkpoint.joint import own_name
 from outsize.checkpoint.manifest import CHUNK_BYTES, AnyRegion, CodedRegion, FileRecord, Region
 from outsize.move.disk import DiskStore
 from outsize.move.generations import ZERO_SUM, Generation, Generations, clone, joined_sums, link, merged, sums_of
@@ -282,8 +283,8 @@ def take(files: Generations, folder: Path, name: str, room: int) -> Part:
 class UnitPlaces:
     """Where each array of one unit lies in the checkpoint: `files` of the run by name, and an image of the rest."""
 
-    def __init__(self, shard: UnitShard, trained: Collection[str]) -> None:
-        stem = f"unit-{shard.layout.index:05d}"
+    def __init__(self, shard: UnitShard, trained: Collection[str], rank: int = 0) -> None:
+        stem = own_name(f"unit-{shard.layout.index:05d}", rank)
         self.files = {f"{stem}{f'-{at}' if at else ''}.bin": file for at, file in enumerate(shard.generations())}
         self.image_name = f"{stem}-memory.bin"
         self.image_bytes = 0
@@ -360,7 +361,8 @@ class UnitPlaces:
         shard = self._shard
         nbytes = shard.layout.param_bytes
         if shard.params is None:
-            return self._in_memory(nbytes, [(0, nbytes)], partial(_in_buffer, shard), steady=False)
+            ranges = [(each.byte_start, each.numel * each.itemsize) for each in shard.layout.segments]
+            return self._in_memory(nbytes, ranges, partial(_in_buffer, shard), steady=False)
         return self._place(shard.params, [(0, nbytes)])
 
     def _place(self, store: Store, ranges: Ranges) -> tuple[str, int]:
@@ -394,7 +396,8 @@ def _whole(store: Store) -> Ranges:
 
 
 def _in_buffer(shard: UnitShard, first: int, nbytes: int) -> torch.Tensor:
-    return shard.buffer.flat[first : first + nbytes]
+    start, end = shard.param_layout.elements(first, nbytes)
+    return shard.param_bytes(start, end)
 
 
 def _in_store(store: Store, first: int, nbytes: int) -> torch.Tensor:

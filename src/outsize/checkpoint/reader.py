@@ -15,6 +15,7 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
 from outsize.checkpoint.files import DataReader, naming, read_manifest
 from outsize.checkpoint.folder import locate
+from outsize.checkpoint.joint import own_name
 from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -103,8 +104,9 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(self, folder: Path, codecs: Codecs) -> None:
+    def __init__(self, folder: Path, codecs: Codecs, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
+        self._rank, self._ranks = rank, ranks
         self._codecs = codecs
         self.manifest, self.data = open_manifest(folder)
         try:
@@ -121,15 +123,20 @@ class Checkpoint:
         for record in self.manifest.parameters.values():
             regions += record.weights() if weights else []
             regions += record.states() if state else []
-        self.data.verify(regions, [name for name in (MODEL_FILE, EXTRA_FILE) if name in self.manifest.files])
+        others = {own_name(name, rank) for name in (MODEL_FILE, EXTRA_FILE) for rank in {0, self._rank}}
+        self.data.verify(regions, sorted(others & self.manifest.files.keys()))
 
     def _decode(self, folder: Path) -> None:
         manifest = self.manifest
+        if manifest.world_size != self._ranks:
+            self._rank = 0  # what one rank had of its own belongs to nobody in particular any more
+        own = manifest.ranks[self._rank - 1] if self._rank else {"rng": manifest.rng, "extra": manifest.extra}
         tensors: dict[str, torch.Tensor] = {}
-        if EXTRA_FILE in manifest.files:
-            tensors = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(EXTRA_FILE))
-        self.extra = decode(manifest.extra, tensors.__getitem__)
-        self.rng: dict[str, Any] = decode(manifest.rng, self._tensor)
+        extra = own_name(EXTRA_FILE, self._rank)
+        if extra in manifest.files:
+            tensors = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(extra))
+        self.extra = decode(own["extra"], tensors.__getitem__)
+        self.rng: dict[str, Any] = decode(own["rng"], self._tensor)
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()
         self.hyper: list[dict[str, Any]] = [decode(group.hyper, from_inline) for group in groups]

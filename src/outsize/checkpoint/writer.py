@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +14,8 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, Gradients, RestingArray, copy_out
 from outsize.checkpoint.files import DataWriter, file_record
 from outsize.checkpoint.folder import NewFolder, sync, write_text
+from outsize.checkpoint.joint import Part as RankPart
+from outsize.checkpoint.joint import Peers, folder_of, merged_parts, own_name, together
 from outsize.checkpoint.library import require_safetensors, storing
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -82,6 +84,13 @@ class Snapshot:
     rng: Any
     extra: Extra
     saved_at: str
+    peers: Peers | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the whole parameters, where `peers` have other parts of them."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.peers is None else self.peers.rank
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,8 @@ class UnfinishedCheckpoint:
 
     def __init__(self, target: Path, snapshot: Snapshot, room: Room) -> None:
         self._snapshot = snapshot
-        self._grads = FilePlan(GRADS_FILE)
-        self._folder = NewFolder(target)
+        self._grads = FilePlan(own_name(GRADS_FILE, snapshot.rank))
+        self._folder = _new_folder(target, snapshot.peers)
         self._parts: list[Part] = []
         self._files: dict[str, FileRecord] = {}
         self._frozen: list[Generations] = []  # by this save
@@ -119,7 +128,7 @@ class UnfinishedCheckpoint:
             self._take_memory(places, small, CopyRoom(room.copy_bytes))
             self._write_grads()
             self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._files)
-            _write_extra(self._folder.path, snapshot.extra, self._files)
+            _write_extra(self._folder.path, snapshot, self._files)
         except BaseException:
             self.abandon()
             self._unfreeze()
@@ -186,20 +195,17 @@ class UnfinishedCheckpoint:
     def _write_grads(self) -> None:
         if not self._grads.nbytes:
             return
-        path = self._folder.path / GRADS_FILE
+        path = self._folder.path / self._grads.name
         slab = HostBuffer(SLAB_BYTES)
         with DataWriter(path, self._grads.nbytes) as file:
             for plan in self._plans:
                 plan.write_grads(file, slab)
-        self._files[GRADS_FILE] = file_record(path)
+        self._files[self._grads.name] = file_record(path)
 
     def finish(self) -> Path | None:
         """Write what is left, then the manifest, and publish; gives the folder that was replaced, if there was one."""
         try:
-            while self._parts:
-                self._write(self._parts.pop(0))
-            write_text(self._folder.path / MANIFEST_NAME, self._manifest().to_text())
-            replaced = self._folder.publish()
+            replaced = self._finish_alone() if self._snapshot.peers is None else self._finish_with(self._snapshot.peers)
         except BaseException:
             self.abandon()
             raise
@@ -209,6 +215,40 @@ class UnfinishedCheckpoint:
                 generation.file.unlink()
         return replaced
 
+    def _write_parts(self) -> None:
+        while self._parts:
+            self._write(self._parts.pop(0))
+
+    def _finish_alone(self) -> Path | None:
+        self._write_parts()
+        records = {name: record for plan in self._plans for name, record in plan.records().items()}
+        write_text(self._folder.path / MANIFEST_NAME, self._manifest(self._files, records).to_text())
+        return self._folder.publish()
+
+    def _finish_with(self, peers: Peers) -> Path | None:
+        """See Note [One checkpoint of several ranks]."""
+
+        def own() -> RankPart:
+            self._write_parts()
+            if peers.rank:
+                sync(self._folder.path)
+            records = {name: record for plan in self._plans for name, record in plan.records().items()}
+            aside = {"rng": self._rng, "extra": self._snapshot.extra.encoded}
+            return RankPart(self._files, records, self._snapshot.shapes, aside)
+
+        def publish() -> Path | None:
+            if peers.rank:
+                return None
+            files, records = merged_parts(parts)
+            asides = [part.aside for part in parts[1:]]
+            manifest = replace(self._manifest(files, records), world_size=peers.size, ranks=asides)
+            write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
+            return self._folder.publish()
+
+        parts: list[RankPart] = together(peers, own, "writing the checkpoint")
+        replaced: list[Path | None] = together(peers, publish, "publishing the checkpoint")
+        return replaced[peers.rank]
+
     def finish_now(self) -> Path | None:
         """As `finish`, while the training stands still: on an error the files are as they were."""
         try:
@@ -217,17 +257,21 @@ class UnfinishedCheckpoint:
             self._unfreeze()
             raise
 
+    def give_up(self) -> None:
+        """Leave nothing of it before anything was finished: another rank could not begin."""
+        self.abandon()
+        self._unfreeze()
+
     def abandon(self) -> None:
         """Leave nothing of it."""
         while self._parts:
             self._parts.pop().drop()
         self._folder.abandon()
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self, files: Mapping[str, FileRecord], records: Mapping[str, ParameterRecord]) -> Manifest:
         snapshot = self._snapshot
-        records = {name: record for plan in self._plans for name, record in plan.records().items()}
         return Manifest(
-            files=dict(sorted(self._files.items())),
+            files=dict(sorted(files.items())),
             parameters=records,
             buffers=self._buffers,
             optimizer=snapshot.optimizer,
@@ -244,7 +288,7 @@ class _UnitPlan:
     def __init__(self, shard: UnitShard, snapshot: Snapshot, grads: FilePlan) -> None:
         self._slots = shard.layout.slots
         self._scalars = self._encode_scalars(shard) if snapshot.optimizer is not None else {}
-        self.places = UnitPlaces(shard, self._scalars)
+        self.places = UnitPlaces(shard, self._scalars, snapshot.rank)
         self._grads = _GradPlan(shard, snapshot.grads, grads)
         self._held = _GradPlan(shard, snapshot.held, grads)
         self._records = {slot.name: self._record(slot) for slot in self._slots}
@@ -307,14 +351,14 @@ class _GradPlan:
 
 def _copy(array: RestingArray, regions: Mapping[str, Region], slab: HostBuffer, file: DataWriter) -> None:
     def sink(slot: Slot, first: int, content: torch.Tensor) -> None:
-        file.write(regions[slot.name].pieces[0].offset + first * content.itemsize, content)
+        file.write(regions[slot.name].pieces[0].offset + (first - slot.first) * content.itemsize, content)
 
     copy_out(array, regions, slab, sink)
 
 
 def _write_model(folder: Path, snapshot: Snapshot, files: dict[str, FileRecord]) -> tuple[dict[str, BufferRecord], Any]:
     """The buffers and the states of the generators, which are in memory anyway."""
-    plan = FilePlan(MODEL_FILE)
+    plan = FilePlan(own_name(MODEL_FILE, snapshot.rank))
     contents: list[tuple[Region, torch.Tensor]] = []
 
     def keep(tensor: torch.Tensor) -> Region:
@@ -323,17 +367,31 @@ def _write_model(folder: Path, snapshot: Snapshot, files: dict[str, FileRecord])
 
     buffers = {name: BufferRecord(keep(value), persistent) for name, (value, persistent) in snapshot.buffers.items()}
     rng = encode(snapshot.rng, "the states of the random number generators", lambda _, tensor: keep(tensor).to_json())
-    with DataWriter(folder / MODEL_FILE, plan.nbytes) as file:
+    with DataWriter(folder / plan.name, plan.nbytes) as file:
         for region, tensor in contents:
             file.write(region.pieces[0].offset, tensor.detach().cpu().contiguous())
-    files[MODEL_FILE] = file_record(folder / MODEL_FILE)
+    files[plan.name] = file_record(folder / plan.name)
     return buffers, rng
 
 
-def _write_extra(folder: Path, extra: Extra, files: dict[str, FileRecord]) -> None:
+def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
+    if peers is None:
+        return NewFolder(target)
+    made: list[NewFolder] = []
+
+    def make() -> Path:
+        made.append(NewFolder(target))
+        return made[0].path
+
+    path = folder_of(peers, make)
+    return made[0] if made else NewFolder.of_another_rank(target, path)
+
+
+def _write_extra(folder: Path, snapshot: Snapshot, files: dict[str, FileRecord]) -> None:
+    extra = snapshot.extra
     if not extra.tensors:
         return
-    path = folder / EXTRA_FILE
+    path = folder / own_name(EXTRA_FILE, snapshot.rank)
     # Copies: the library refuses tensors that share memory.
     tensors = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in extra.tensors.items()
@@ -341,7 +399,7 @@ def _write_extra(folder: Path, extra: Extra, files: dict[str, FileRecord]) -> No
     with storing(path):
         require_safetensors("outsize.save with tensors in extra").save_file(tensors, path)
     sync(path)
-    files[EXTRA_FILE] = file_record(path)
+    files[path.name] = file_record(path)
 
 
 def check_buffers(buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:

@@ -59,6 +59,10 @@ class DeviceBuffer(ABC):
         """Let the computation that is launched next see all that was filled; never blocks the whole device."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Block until all that was filled is in place; for collectives that are started from the host."""
+
+    @abstractmethod
     def mark_written(self) -> None:
         """The computation has just written into the buffer: transfers that start from now on see it."""
 
@@ -90,6 +94,9 @@ class HostDeviceBuffer(DeviceBuffer):
         return ARRIVED
 
     def await_filled(self) -> None:
+        return
+
+    def settle(self) -> None:
         return
 
     def mark_written(self) -> None:
@@ -150,6 +157,9 @@ class AcceleratorBuffer(DeviceBuffer):
     def await_filled(self) -> None:
         if self._filled is not None:
             torch.cuda.current_stream(self._flat.device).wait_event(self._filled)
+
+    def settle(self) -> None:
+        self._lane.synchronize()
 
     def mark_written(self) -> None:
         self._usable = torch.cuda.current_stream(self._flat.device).record_event()

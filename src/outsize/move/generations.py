@@ -83,6 +83,16 @@ def crc32c(content: bytes) -> int:
     return int(out.item()) & 0xFFFFFFFF
 
 
+def crc32c_of(content: torch.Tensor) -> int:
+    """The CRC-32C of a tensor's bytes."""
+    if not content.numel():
+        return 0
+    data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    out = torch.empty(1, dtype=torch.int32)
+    _native.page_sums(data.data_ptr(), data.numel(), data.numel(), out.data_ptr())
+    return int(out.item()) & 0xFFFFFFFF
+
+
 def joined_sums(pages: torch.Tensor, nbytes: int, chunk_bytes: int) -> list[int]:
     """The CRC-32C of each `chunk_bytes` out of those of the pages (int32 [pages]), which hold `nbytes` together."""
     count, group = pages.numel(), chunk_bytes // PAGE_BYTES

@@ -12,6 +12,7 @@ from typing import Protocol, final
 import torch
 
 from outsize.move.buffer import DeviceBuffer
+from outsize.move.comm import Ranks
 from outsize.move.conveyor import Step
 from outsize.move.disk import DiskStore
 from outsize.move.generations import Generations
@@ -180,7 +181,11 @@ class Hold(Protocol):
 
 @final
 class UnitShard:
-    """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store."""
+    """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store.
+
+    `whole` is the layout of the gathered buffer. `layout` is that of what rests here: with several ranks this rank's
+    slice of it (`rank`, and how many `ranks` share the unit), else the same.
+    """
 
     def __init__(
         self,
@@ -190,8 +195,16 @@ class UnitShard:
         params: Store | None,
         grads: Sequence[GradShard],
         device: torch.device,
+        whole: UnitLayout | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        shared: bool = False,
     ) -> None:
         self.layout = layout
+        self.whole = layout if whole is None else whole
+        self.rank = rank
+        self.ranks = ranks
+        self.shared = shared  # whether other ranks have the unit too, split or whole
         self.tiers = tiers
         self.buffer = buffer
         self.params = params
@@ -203,6 +216,8 @@ class UnitShard:
         self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
         self.param_layout = array_layout(layout, OWN_BYTES)
         self.slots = {slot.name: slot for slot in layout.slots}
+        self.whole_slots = {slot.name: slot for slot in self.whole.slots}
+        self._whole_layout = array_layout(self.whole, OWN_BYTES)
 
     @property
     def grads(self) -> GradShard | None:
@@ -216,8 +231,9 @@ class UnitShard:
 
     @property
     def on_device(self) -> bool:
-        """Whether parameters, gradients and states all lie on the computing device."""
-        return self.tiers.params == self.tiers.grads == self.tiers.states == "device"
+        """Whether parameters, gradients and states all lie on the computing device, and are this rank's alone."""
+        tiers = self.tiers
+        return not self.shared and tiers.params == tiers.grads == tiers.states == "device"
 
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""
@@ -225,18 +241,40 @@ class UnitShard:
             self.hold.release()
             self.hold = None
 
-    def param(self, slot: Slot) -> torch.Tensor:
-        """The parameter as a view of the gathered buffer, in its own dtype and shape."""
-        return self.param_piece(slot, slot.offset, slot.end).view(slot.shape)
+    def param(self, name: str) -> torch.Tensor:
+        """The whole parameter as a view of the gathered buffer, in its own dtype and shape."""
+        slot = self.whole_slots[name]
+        first, nbytes = self._whole_layout.span(slot.offset, slot.end)
+        return self.buffer.flat[first : first + nbytes].view(DTYPES[slot.dtype]).view(slot.shape)
+
+    def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The elements of a whole parameter, or of what has its shape, that rest here, 1-D."""
+        slot = self.slots[name]
+        return value.reshape(-1)[slot.first : slot.first + slot.numel]
 
     def param_piece(self, slot: Slot, low: int, high: int) -> torch.Tensor:
-        """Elements [low, high) of the unit's element space, which belong to `slot`, as a 1-D view."""
-        first, nbytes = self.param_layout.span(low, high)
-        return self.buffer.flat[first : first + nbytes].view(DTYPES[slot.dtype])
+        """Elements [low, high) of what rests here, which belong to `slot`, as a 1-D view of the gathered buffer."""
+        return self.param_bytes(low, high).view(DTYPES[slot.dtype])
 
     def param_bytes(self, start: int, end: int) -> torch.Tensor:
-        first, nbytes = self.param_layout.span(start, end)
+        """The bytes of the elements [start, end) of what rests here, in the gathered buffer."""
+        first, nbytes = self.buffer_span(start, end)
         return self.buffer.flat[first : first + nbytes]
+
+    def buffer_span(self, start: int, end: int) -> tuple[int, int]:
+        """(first byte in the gathered buffer, bytes) of the elements [start, end) of what rests here."""
+        first, nbytes = self.param_layout.span(start, end)
+        if self.ranks == 1 or start == end:
+            return first, nbytes
+        for own, segment in zip(self.layout.segments, self.whole.segments, strict=True):
+            if own.start <= start and end <= own.end:
+                return segment.byte_start + (self.rank * own.numel + start - own.start) * own.itemsize, nbytes
+        raise AssertionError("a range never crosses a segment")
+
+    def buffer_segments(self) -> Iterator[torch.Tensor]:
+        """The gathered buffer, a segment each: 1-D, as many equal parts as there are ranks."""
+        for segment in self.whole.segments:
+            yield self.buffer.flat[segment.byte_start : segment.byte_start + segment.numel * segment.itemsize]
 
     def read_array(self, array: StateArray, start: int, end: int) -> torch.Tensor:
         """A copy of the values [start, end) of an array, 1-D; they lie in one segment. Blocks.
@@ -289,16 +327,17 @@ class UnitShard:
         return low, min(high, self.segment_at(low).end)
 
     def write_params(self) -> None:
-        """Store the gathered parameters. Blocks."""
+        """Store the gathered parameters, as far as they rest here. Blocks."""
         assert self.params is not None
         self.before_change()
-        if self.device.type == "cpu":
-            self.params.write(0, self.buffer.flat).wait()
-            return
         self.buffer.mark_written()
-        pages = HostBuffer(self.buffer.nbytes)
-        self.buffer.fetch(0, pages.bytes).wait()
-        self.params.write(0, pages.bytes).wait()
+        for segment in self.layout.segments:
+            first, nbytes = self.buffer_span(segment.start, segment.end)
+            pages = self.buffer.flat[first : first + nbytes]
+            if self.device.type != "cpu":
+                pages = HostBuffer(nbytes).bytes
+                self.buffer.fetch(first, pages).wait()
+            self.params.write(segment.byte_start, pages).wait()
 
     def segment_at(self, element: int) -> Segment:
         return next(s for s in self.layout.segments if s.start <= element < s.end)
@@ -360,13 +399,14 @@ class ReadStep(Step):
         self._params: Store = shard.params
         self._buffer = shard.buffer
         self._first, self._nbytes = shard.param_layout.span(start, end)
+        self._into = shard.buffer_span(start, end)[0]
         self._on_host = shard.device.type == "cpu"
-        self._source = None if self._on_host else self._params.view(self._first, self._nbytes)
+        self._source = None if self._on_host else self._params.in_place(self._first, self._nbytes)
         self.slabs = 0 if self._on_host or self._source is not None else 1
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         if self._on_host:  # straight into place
-            return [self._params.read(self._first, self._buffer.flat[self._first : self._first + self._nbytes])]
+            return [self._params.read(self._first, self._buffer.flat[self._into : self._into + self._nbytes])]
         if self._source is None:
             self._source = slabs[0][: self._nbytes]
             return [self._params.read(self._first, self._source)]
@@ -376,7 +416,26 @@ class ReadStep(Step):
         if self._on_host:
             return ()
         assert self._source is not None
-        return [self._buffer.fill(self._first, self._source)]
+        return [self._buffer.fill(self._into, self._source)]
+
+
+@final
+class GatherStep(Step):
+    """The parts of the other ranks on their way into the gathered buffer, of which this rank's part is in place."""
+
+    def __init__(self, shard: UnitShard, ranks: Ranks) -> None:
+        self._shard = shard
+        self._ranks = ranks
+        self._step = ranks.step
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        return ()
+
+    def finish(self) -> Sequence[Transfer]:
+        self._shard.buffer.settle()
+        for flat, segment in zip(self._shard.buffer_segments(), self._shard.whole.segments, strict=True):
+            self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), self._shard.layout.index, self._step)
+        return ()
 
 
 def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:

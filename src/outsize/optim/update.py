@@ -335,6 +335,7 @@ class UpdateStep(Step):
     def _begin_params(self) -> list[Transfer]:
         shard = self._shard
         first, nbytes = shard.param_layout.span(self._start, self._end)
+        into = shard.buffer_span(self._start, self._end)[0]
         if shard.device.type == "cpu":
             self._bytes["params"] = shard.param_bytes(self._start, self._end)
             if self._fetch:
@@ -344,7 +345,7 @@ class UpdateStep(Step):
         slab = self._take(nbytes)
         self._bytes["params"] = slab
         if shard.params is None or not self._fetch:
-            return [shard.buffer.fetch(first, slab)]
+            return [shard.buffer.fetch(into, slab)]
         return [shard.params.read(first, slab)]
 
     def finish(self) -> Sequence[Transfer]:
@@ -392,5 +393,6 @@ class UpdateStep(Step):
         if shard.params is not None:
             writes.append(shard.params.write(first, self._bytes["params"]))
         if shard.device.type != "cpu":
-            writes.append(shard.buffer.fill(first, self._bytes["params"]))
+            into = shard.buffer_span(self._start, self._end)[0]
+            writes.append(shard.buffer.fill(into, self._bytes["params"]))
         return writes

@@ -66,13 +66,17 @@ class UnitCut:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter in its unit: `numel` elements from `offset` (elements)."""
+    """One parameter in its unit, or the part of it in a rank's slice: `numel` elements from `offset` (elements).
+
+    `first` is where in the parameter the part begins.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
     numel: int
+    first: int = 0
 
     @property
     def end(self) -> int:
@@ -229,6 +233,31 @@ def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ran
         segments.append(Segment(dtype, members[0].itemsize, start, position - start, byte_position))
         byte_position += (position - start) * members[0].itemsize
     return UnitLayout(index, cut.name, tuple(slots), tuple(segments))
+
+
+def slice_of(layout: UnitLayout, rank: int, ranks: int) -> UnitLayout:
+    """The part of a unit that rests with one of `ranks` ranks: an equal run of each segment, as a layout of its own.
+
+    Every parameter has a slot; one that does not meet the slice has no elements there.
+    """
+    if ranks == 1:
+        return layout
+    slots: dict[str, Slot] = {}
+    segments: list[Segment] = []
+    position = byte_position = 0
+    for segment in layout.segments:
+        share = segment.numel // ranks
+        begin = segment.start + rank * share
+        for slot in layout.slots:
+            if slot.dtype == segment.dtype:
+                low = min(max(slot.offset, begin), begin + share)
+                numel = max(min(slot.end, begin + share) - low, 0)
+                first = low - slot.offset if numel else 0
+                slots[slot.name] = Slot(slot.name, (numel,), slot.dtype, position + low - begin, numel, first)
+        segments.append(Segment(segment.dtype, segment.itemsize, position, share, byte_position))
+        position += share
+        byte_position += share * segment.itemsize
+    return UnitLayout(layout.index, layout.name, tuple(slots[slot.name] for slot in layout.slots), tuple(segments))
 
 
 def chunk_ranges(segment: Segment, chunk_numel: int) -> Iterator[tuple[int, int]]:

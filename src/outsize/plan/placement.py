@@ -23,6 +23,9 @@ class UnitBytes:
     params: int
     grads: int
     states: int
+    shared: int = 0
+    """With several ranks, what the unit takes beside that while it is in use: its gathered parameters, where only a
+    part rests here, and its gradients before they are reduced."""
 
     @property
     def total(self) -> int:
@@ -31,7 +34,7 @@ class UnitBytes:
     @property
     def working(self) -> int:
         """What must be in the computing memory at once when the unit is on no memory tier: weights and gradients."""
-        return self.params + self.grads
+        return self.params + self.grads + self.shared
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) 
     total = sum(unit.total for unit in units)
     all_auto_or_device = all(tier in ("auto", "device") for tier in wanted.values())
     room = budgets.device if budgets.device is not None else budgets.host
-    if all_auto_or_device and total <= room:
+    if all_auto_or_device and total + 2 * max(unit.shared for unit in units) <= room:
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
     check_largest_unit(units, budgets)
@@ -126,7 +129,8 @@ class _Placer:
         self._units = units
         self._budgets = budgets
         self._wanted = wanted
-        working = max(unit.working for unit in units) + max(unit.params for unit in units)  # and one fetched ahead
+        ahead = max(max(unit.params, unit.shared) for unit in units)  # one fetched ahead
+        working = max(unit.working for unit in units) + ahead
         computing = max(budgets.computing[1] - working, 0)
         if budgets.device is None:
             self._ledger = _Ledger({"memory": computing, "disk": budgets.disk or 0})

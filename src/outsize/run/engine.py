@@ -20,6 +20,7 @@ from outsize.run.activations import in_backward
 from outsize.run.grads import RestingGrad
 from outsize.run.guard import ManagedParameter, managed_classes
 from outsize.run.keeper import GradKeeper
+from outsize.run.reduction import Reduction
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
@@ -51,7 +52,9 @@ class Engine:
         streamer: Streamer,
         conveyor: Conveyor,
         scopes: Sequence[frozenset[int]],
+        reduction: Reduction | None = None,
     ) -> None:
+        self.reduction = reduction  # None with one rank
         self.units = units
         self.keepers = keepers
         self.streamer = streamer

@@ -30,7 +30,19 @@ class GradHome(Protocol):
         ...
 
     def exact(self, grad: RestingGrad) -> torch.Tensor:
-        """As `value`, in fp32 or wider and 1-D."""
+        """What rests here of the gradient's values, in fp32 or wider, operations applied, 1-D."""
+        ...
+
+    def complete(self) -> None:
+        """Make what a gradient at rest says of itself true of the whole gradient, on all ranks."""
+        ...
+
+    def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
+        """The vector norm of the values, operations applied, fp32, 0-d."""
+        ...
+
+    def all_finite(self, grad: RestingGrad) -> bool:
+        """Whether all values are finite, by looking at them."""
         ...
 
     def fold(self, grad: RestingGrad) -> None:
@@ -51,6 +63,7 @@ class RestingGrad(torch.Tensor):
     _home: weakref.ref[GradHome]
     ops: GradOps
     norms: dict[float, torch.Tensor]
+    own_norm: torch.Tensor | None
     loose: torch.Tensor | None
     shard: GradShard | None
     spent: bool
@@ -66,6 +79,7 @@ class RestingGrad(torch.Tensor):
         self._home = weakref.ref(home)  # a parameter's gradient is its own: autograd hides it from the collector
         self.ops = GradOps()
         self.norms = {2.0: norm}  # the memory of this norm stays the gradient's own
+        self.own_norm = None  # of what rests here, where `norms` are of the whole gradient on several ranks
         self.loose = loose
         self.shard = None
         self.spent = False
@@ -112,6 +126,7 @@ class RestingGrad(torch.Tensor):
         """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered."""
         self.ops = GradOps()
         self.norms = {2.0: self.norms[2.0].copy_(norm)}
+        self.own_norm = None
         self.loose = loose
         self.shard = shard
         self.spent = False
@@ -126,10 +141,11 @@ class RestingGrad(torch.Tensor):
 
     def norm_of(self, order: float) -> torch.Tensor:
         """The vector norm of the gradient as it is now, fp32, 0-d."""
+        self.home.complete()
         if self.ops.zero:
             return torch.zeros((), device=self.device)
         if self.ops.clamps or order not in self.norms:
-            norm = vector_norm(self.home.exact(self), order)  # of a copy: an update that is owed still reads the bytes
+            norm = self.home.norm(self, order)  # of a copy: an update that is owed still reads the bytes
             if self.ops.identity:
                 self.norms[order] = norm
             return norm
@@ -139,6 +155,7 @@ class RestingGrad(torch.Tensor):
     @property
     def finite(self) -> torch.Tensor:
         """Whether all elements are finite, 0-d bool; a clamp or a finite scale changes nothing about that."""
+        self.home.complete()
         if self.ops.zero:
             return torch.ones((), dtype=torch.bool, device=self.device)
         known = torch.isfinite(self.norms[2.0])
@@ -146,6 +163,7 @@ class RestingGrad(torch.Tensor):
 
     def scale(self, factor: float) -> None:
         self.expect_unspent("scaled or clipped")
+        self.home.complete()
         ops = self.ops.scaled(factor)
         if ops is None:
             self.home.fold(self)
@@ -216,6 +234,7 @@ def _foreach_mul_(grads: list[Any], factor: Any) -> None:
 
 
 def _zero_(grad: RestingGrad) -> RestingGrad:
+    grad.home.complete()
     grad.ops = GradOps(zero=True)
     return grad
 
@@ -227,6 +246,7 @@ def _foreach_zero_(grads: list[Any]) -> None:
 
 def _clamp_(grad: RestingGrad, min: Any = None, max: Any = None) -> RestingGrad:
     grad.expect_unspent("clamped")
+    grad.home.complete()
     low = -inf if min is None else _factors.read(min)
     high = inf if max is None else _factors.read(max)
     grad.ops = grad.ops.clamped(low, high)
@@ -246,8 +266,8 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     for grad in grads:
         norm = grad.norm_of(2.0) if isinstance(grad, RestingGrad) else vector_norm(grad, 2.0)
         if not torch.isfinite(norm):  # of elements that are not, or of large ones whose squares overflow
-            values = grad.home.exact(grad) if isinstance(grad, RestingGrad) else grad
-            found_inf.logical_or_(~torch.isfinite(values).all().to(found_inf.device))
+            finite = grad.home.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
+            found_inf.logical_or_(torch.tensor(not finite, device=found_inf.device))
         grad.mul_(inverse_scale)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import final
 
@@ -13,6 +13,7 @@ from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contr
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
+from outsize.run.reduction import Reduction, WholeGradients
 from outsize.run.unit import Unit
 
 
@@ -34,8 +35,11 @@ class GradKeeper:
         conveyor: Conveyor,
         make_room: Callable[[int], None],
         settle: Callable[[Unit], None],
+        reduction: Reduction | None = None,
     ) -> None:
         self._settle = settle
+        self._reduction = reduction  # None with one rank
+        self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
@@ -46,6 +50,8 @@ class GradKeeper:
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, the one before] by parameter
+        self._expected: dict[str, RestingGrad] = {}  # what `param.grad` is, where something was collected for it
+        self._fresh: set[str] = set()  # those of them that nothing was laid to rest for yet
 
     # Note [Gradients of two steps]
     # Under the delayed update the gradients of one step are held back until the next. A unit then has two gradient
@@ -100,7 +106,7 @@ class GradKeeper:
         param = self._unit.parameters[name]
         grad = param.grad
         if grad is not None and not isinstance(grad, RestingGrad):
-            param.grad = self._rest(name, grad)
+            param.grad = self._collect(name, grad, None) if self._reduction is not None else self._rest(name, grad)
         self._arrived.add(name)
         if complete and self.update_now is not None and self._frozen:
             self.deferred = True  # the frozen parameters may be needed until the backward is over
@@ -116,6 +122,11 @@ class GradKeeper:
         """The unit's gradients of this backward are complete, or as many as an interrupted one has left."""
         self.deferred = False
         self._arrived.clear()
+        if self._reduction is not None:
+            if not complete:
+                self._abandon()
+            elif self._reduction.reducing:
+                self.reduce(finish=False)
         if complete and self.update_now is not None and self.update_now(self._unit):  # out of memory: nothing to write
             self._writing = self._unit.job
             grads = [param.grad for param in self._unit.parameters.values()]
@@ -156,9 +167,13 @@ class GradKeeper:
 
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
-        self.check_current(grad)
+        if grad is not self._expected.get(grad.label):
+            self.check_current(grad)
         if not grad.ops.zero:
             grad.expect_unspent("added to")
+        if self._reduction is not None:
+            self._collect(grad.label, more, grad)
+            return
         if grad.shard is not self._shard:  # its bytes belong to an update that is held back
             more = self.exact(grad).view(more.shape).add_(more.to("cpu"))
             grad.ops = GradOps(zero=True)
@@ -170,21 +185,25 @@ class GradKeeper:
         for name, owed in pending.items():
             grad = self._unit.parameters[name].grad
             if isinstance(grad, RestingGrad) and grad.shard is not self._shard:
-                value = self.exact(grad).view(grad.shape)
+                value = self.exact(grad)
                 grad.ops = GradOps(zero=True)
                 norm, loose = self._lay_down(name, value, grad)
-                grad.become(norm, loose, self._shard)
+                self._become(grad, norm, loose)
                 pending[name] = replace(owed, ops=grad.ops, loose=loose, resting=self._shard)
         self.finish()
         return pending
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in the parameter's dtype and shape, operations applied."""
+        self.complete()
         dtype = self._unit.parameters[grad.label].dtype
-        return self.exact(grad).to(device=grad.device, dtype=dtype).view(grad.shape)
+        value = self.exact(grad)
+        if self._reduction is not None:
+            value = self._reduction.whole(self._unit.shard, grad.label, value)
+        return value.to(device=grad.device, dtype=dtype).view(grad.shape)
 
     def exact(self, grad: RestingGrad) -> torch.Tensor:
-        """A copy of the values in fp32 or wider, operations applied, 1-D."""
+        """A copy of what rests here of the values, in fp32 or wider, operations applied, 1-D."""
         self.check_current(grad)
         grad.expect_unspent("read")
         content = self._content(grad)
@@ -214,10 +233,12 @@ class GradKeeper:
             self._shard.put(self._slots[grad.label], zeros, grad.ops)
             self._dirty = True
             self.finish()
-        grad.become(vector_norm(self._content(grad), 2.0), grad.loose, self._shard)
+        self._become(grad, vector_norm(self._content(grad), 2.0), grad.loose)
 
     def adopt(self, name: str, value: torch.Tensor) -> None:
-        """Make `value` the parameter's gradient at rest, whatever there was."""
+        """Make `value` the parameter's gradient at rest, whatever there was; with several ranks all have the same."""
+        if self._reduction is not None:
+            value = self._unit.shard.own(name, value).clone()
         self._unit.parameters[name].grad = self._rest(name, value)
         self.finish()
 
@@ -250,10 +271,105 @@ class GradKeeper:
         norm, loose = self._lay_down(name, grad, None)
         resting = self._resting.get(name)
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
-            return RestingGrad(self._unit.parameters[name], name, self, norm, loose)
+            made = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
+            self._become(made, norm, loose)
+            return made
         resting.reverse()
-        resting[0].become(norm, None, self._shard)
+        self._become(resting[0], norm, None)
         return resting[0]
+
+    def _become(self, grad: RestingGrad, norm: torch.Tensor, loose: torch.Tensor | None) -> None:
+        grad.become(norm, loose, self._shard)
+        if self._reduction is not None:
+            self._reduction.changed()
+
+    # -- several ranks -----------------------------------------------------------------------------------------------
+
+    # Note [Collected and reduced]
+    # With several ranks a backward's gradients are collected whole. What `param.grad` shows meanwhile is the gradient
+    # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
+    # when somebody asks. A gradient that the user throws away takes what was collected for it along.
+
+    def _collect(self, name: str, grad: torch.Tensor, previous: RestingGrad | None) -> RestingGrad:
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients (Embedding(sparse=False))"
+            )
+        assert self._reduction is not None
+        if self._whole is None:
+            self._whole = WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype)
+        if previous is None or previous is not self._expected.get(name):
+            self._whole.forget(name)  # of a gradient that is not there any more
+        self._whole.add(name, grad)
+        if previous is None:
+            previous = self._unfilled(name)
+            self._fresh.add(name)
+        self._expected[name] = previous
+        return previous
+
+    def _unfilled(self, name: str) -> RestingGrad:
+        """What will be the gradient at rest."""
+        resting = self._resting.get(name)
+        if resting is None:
+            param = self._unit.parameters[name]
+            wide = torch.float64 if param.dtype is torch.float64 else torch.float32
+            return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
+        resting.reverse()
+        resting[0].become(torch.zeros(()), None, None)
+        return resting[0]
+
+    def reduce(self, finish: bool = True) -> bool:
+        """Reduce what was collected and lay this rank's part to rest; on every rank. Whether there was anything."""
+        if self._whole is None:
+            return False
+        assert self._reduction is not None
+        whole, self._whole = self._whole, None
+        expected, self._expected = self._expected, {}
+        fresh, self._fresh = self._fresh, set()
+        try:
+            for name, grad in expected.items():
+                if self._unit.parameters[name].grad is not grad:
+                    whole.forget(name)
+            for name, own in whole.reduce(self._reduction.ranks).items():
+                grad = expected[name]
+                own = own.clone() if self._shard is None else own
+                norm, loose = self._lay_down(name, own, None if name in fresh else grad)
+                self._become(grad, norm, loose)
+        finally:
+            whole.close()
+        if finish:
+            self.finish()
+        return True
+
+    def _abandon(self) -> None:
+        """An interrupted backward: what it has collected is worth nothing, for other ranks may have more or less."""
+        whole, self._whole = self._whole, None
+        fresh, self._fresh, expected, self._expected = self._fresh, set(), self._expected, {}
+        for name in fresh:
+            param = self._unit.parameters[name]
+            if param.grad is expected[name]:
+                param.grad = None
+        if whole is not None:
+            whole.close()
+
+    def at_rest(self) -> Iterator[RestingGrad]:
+        for param in self._unit.parameters.values():
+            if isinstance(param.grad, RestingGrad):
+                yield param.grad
+
+    def complete(self) -> None:
+        if self._reduction is not None:
+            self._reduction.complete()
+
+    def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
+        own = self.exact(grad)  # a copy: an update that is owed still reads the bytes
+        return vector_norm(own, order) if self._reduction is None else self._reduction.norm(own, order)
+
+    def all_finite(self, grad: RestingGrad) -> bool:
+        own = self.exact(grad)
+        return bool(torch.isfinite(own).all()) if self._reduction is None else self._reduction.all_finite(own)
+
+    # -- where gradients rest ----------------------------------------------------------------------------------------
 
     def _lay_down(
         self, name: str, grad: torch.Tensor, previous: RestingGrad | None

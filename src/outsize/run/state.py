@@ -28,7 +28,7 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     for key, value in state.items():
         if key in shard.arrays and isinstance(value, torch.Tensor):
             array = shard.arrays[key]
-            content = value.detach().to("cpu", array.value_dtype(slot.dtype)).contiguous().view(-1)
+            content = shard.own(name, value.detach().to("cpu", array.value_dtype(slot.dtype)))
             shard.write_array(array, slot.offset, slot.end, content)
         else:
             scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value

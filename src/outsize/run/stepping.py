@@ -208,6 +208,8 @@ class Stepper:
 
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
+        if self._engine.reduction is not None:
+            self._engine.reduction.complete()
         self._check_promises()
         pendings = self._collect(factor)
         if not any(pendings.values()) and not self._applied:
@@ -234,6 +236,8 @@ class Stepper:
             else:
                 self._engine.streamer.owe(unit, pending)
         self.steps += 1
+        if self._engine.reduction is not None:
+            self._engine.reduction.ranks.step = self.steps
         self._engine.streamer.schedule.step()
         self._engine.streamer.prefetch()
 
@@ -333,8 +337,7 @@ class Stepper:
         unit = next(unit for unit in self._engine.units if name in unit.parameters)
         grad = unit.parameters[name].grad
         assert grad is not None
-        values = grad.home.exact(grad) if isinstance(grad, RestingGrad) else grad
-        return bool(torch.isfinite(values).all())
+        return grad.home.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts.

@@ -34,6 +34,12 @@ class Streamer:
     # or the room of a unit that is needed later than itself. Units in use are never touched; if they alone exceed the
     # budget (a `gathered` over everything, say), the budget is exceeded and that is logged once.
 
+    # Note [The same on every rank]
+    # Where units are split over ranks each fetch ends with a collective, so all must decide alike what is fetched, kept
+    # and released. Then nothing is decided by what has arrived or been written by now: units count from the start
+    # of their fetch to their release, a victim's writes are waited for, and gradients on their way to disk have room of
+    # their own (`grad_room`), which empties without a say in what is gathered.
+
     def __init__(
         self,
         units: Sequence[Unit],
@@ -43,6 +49,7 @@ class Streamer:
         slab_bytes: int,
         capacity: int,
         ledger: Ledger,
+        grad_room: int | None = None,
     ) -> None:
         self.schedule = Schedule()
         self.wait_seconds = 0.0
@@ -53,6 +60,7 @@ class Streamer:
         self._slab_bytes = slab_bytes
         self._capacity = capacity
         self._ledger = ledger
+        self._grad_room = grad_room  # None with one rank
         self._lock = threading.RLock()
         self.last: Unit | None = None
         self.in_node: set[Unit] = set()  # what the running node of a backward uses
@@ -138,7 +146,12 @@ class Streamer:
     def make_room(self, nbytes: int) -> None:
         """Make room for `nbytes` of gradients, waiting for writes if need be."""
         with self._lock:
-            self._make_room(nbytes, None)
+            if self._grad_room is None:
+                self._make_room(nbytes, None)
+                return
+            self._drop_written_grads()
+            while self._grads_in_flight + nbytes > self._grad_room and self._flush_grads():
+                continue
 
     def drop_idle(self) -> None:
         """Release every unit that nothing uses; for tests and for memory that is wanted elsewhere."""
@@ -149,6 +162,13 @@ class Streamer:
                 if self._evictable(unit):
                     unit.await_written()
                     unit.release()
+
+    def regather(self, unit: Unit) -> None:
+        """What rests here of a unit was replaced on every rank: make a gathered copy that stays agree with it."""
+        with self._lock:
+            if unit.state is Residency.RESIDENT:
+                unit.regather(self._conveyor)
+                self._arrive(unit)
 
     def _bring(self, unit: Unit) -> None:
         if unit.state is Residency.FETCHING:
@@ -184,8 +204,12 @@ class Streamer:
 
     @property
     def _in_use(self) -> int:
-        now = self._ledger.now
-        return now.get("device/resident", 0) + now.get("host/grads in flight", 0)
+        resident = self._ledger.now.get("device/resident", 0)
+        return resident + (self._grads_in_flight if self._grad_room is None else 0)
+
+    @property
+    def _grads_in_flight(self) -> int:
+        return self._ledger.now.get("host/grads in flight", 0)
 
     def _room_for(self, unit: Unit) -> bool:
         """Whether `unit` fits now, after releasing idle units that are needed later than it."""
@@ -193,9 +217,10 @@ class Streamer:
         self._note_arrivals()
         when = self.schedule.next_use(unit.index)
         while self._in_use + unit.nbytes > self._capacity:
-            victim = self._victim(written=True)
+            victim = self._victim(written=self._grad_room is None)
             if victim is None or self.schedule.next_use(victim.index) <= when:
                 return False
+            self._await_written(victim)
             victim.release()
         return True
 
@@ -203,9 +228,10 @@ class Streamer:
         """Whether so many bytes are free, after releasing idle units whose values are all written."""
         self._drop_written_grads()
         while self._in_use + nbytes > self._capacity:
-            victim = self._victim(written=True)
+            victim = self._victim(written=self._grad_room is None)
             if victim is None or victim.pending:
                 return False
+            self._await_written(victim)
             victim.release()
         return True
 
@@ -213,16 +239,18 @@ class Streamer:
         self._drop_written_grads()
         self._note_arrivals()
         while self._in_use + nbytes > self._capacity:
-            victim = self._victim(written=True) or self._victim(written=False)
+            victim = (self._victim(written=True) if self._grad_room is None else None) or self._victim(written=False)
             if victim is not None and victim is not keep:
                 self._await_written(victim)
                 victim.release()
-            elif not self._flush_grads() and not self._await_prefetch(keep):
+            elif not (self._grad_room is None and self._flush_grads()) and not self._await_prefetch(keep):
                 self._warn(nbytes)
                 return
 
     def _note_arrivals(self) -> None:
         """What was updated in the backward may be released once it is done."""
+        if self._grad_room is not None:
+            return
         for unit in self._units:
             if unit.state is Residency.FETCHING and unit.fetched:
                 self._arrive(unit)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from itertools import chain
 from typing import final
 
 import torch
 
+from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
-from outsize.move.shard import Pending, UnitShard, Updater, read_steps
+from outsize.move.shard import GatherStep, Pending, UnitShard, Updater, read_steps
 
 
 class Residency(Enum):
@@ -27,8 +29,9 @@ class Unit:
     `held` is the gradient of the last step where updates are delayed by one.
     """
 
-    def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter], ranks: Ranks | None = None) -> None:
         self.shard = shard
+        self._ranks = ranks if shard.ranks > 1 else None
         self.parameters = parameters
         self.index = shard.layout.index
         self.name = shard.layout.name
@@ -83,7 +86,16 @@ class Unit:
             steps = updater.steps(self.shard, pending, fetch)
         else:
             steps = read_steps(self.shard, slab_bytes)
+        if self._ranks is not None:
+            steps = chain(steps, [GatherStep(self.shard, self._ranks)])
         self._job = conveyor.submit(Job(steps, after=self._unwritten()))
+        self.state = Residency.FETCHING
+
+    def regather(self, conveyor: Conveyor) -> None:
+        """Start to bring the parts of the other ranks in anew; RESIDENT -> FETCHING."""
+        self._expect(Residency.RESIDENT)
+        assert self._ranks is not None
+        self._job = conveyor.submit(Job(iter([GatherStep(self.shard, self._ranks)]), after=self._unwritten()))
         self.state = Residency.FETCHING
 
     def arrive(self) -> None:

@@ -1,0 +1,120 @@
+"""The ranks of the job: found or joined, and agreed with each other before anything moves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outsize.config import Config
+from outsize.move.comm import Ranks
+from outsize.move.generations import crc32c_of
+from outsize.plan.layout import ParamInfo
+from outsize.plan.placement import Budgets
+
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+"""Where mpirun (Open MPI; MPICH and Intel MPI) and srun say who a process is, in place of torchrun's variables."""
+
+
+def join() -> None:
+    """Join the job that a launcher has started this process for, unless that is done or there is none.
+
+    Knows torchrun's variables, and those of `LAUNCHERS` where `MASTER_ADDR` and `MASTER_PORT` are set too.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    environment = os.environ
+    if "RANK" not in environment and "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        for rank, size, local, local_size in LAUNCHERS:
+            if environment.get(rank, "").isdigit() and environment.get(size, "").isdigit():
+                environment["RANK"], environment["WORLD_SIZE"] = environment[rank], environment[size]
+                environment.setdefault("LOCAL_RANK", environment.get(local, "0"))
+                if environment.get(local_size, "").isdigit():
+                    environment.setdefault("LOCAL_WORLD_SIZE", environment[local_size])
+                break
+    if int(environment.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in environment and "MASTER_ADDR" in environment:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def local_ranks() -> int:
+    """Ranks on this machine, which share its cores, memory and drives."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(int(text), 1) if text.isdigit() else 1
+
+
+def open_ranks(config: Config) -> Ranks | None:
+    """The ranks that share the model; None where this process is alone."""
+    join()
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    members = list(range(dist.get_world_size()))
+    return Ranks(members, "nccl" if config.compute_device.type == "cuda" else "gloo")
+
+
+def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
+    """The least of what any rank may use, so that all place alike."""
+    unlimited = 1 << 62
+    values = [unlimited if each is None else each for each in (budgets.host, budgets.device, budgets.disk)]
+    host, device, disk = ranks.combine(torch.tensor(values), "prepare", "min").tolist()
+    return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
+
+
+def check_same(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
+    """Raise `ValueError` on every rank unless all have the same entries; names the first that differs."""
+    every = ranks.collect(dict(mine), "prepare")
+    first = every[0]
+    for rank, other in enumerate(every):
+        if other == first:
+            continue
+        name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+        raise ValueError(
+            f"the ranks differ in {what}: {name!r} is {first.get(name, 'missing')} on rank 0 and "
+            f"{other.get(name, 'missing')} on rank {rank}; every rank must build the same model with the same seed, "
+            f"make the same optimizer and pass the same fields"
+        )
+
+
+def description(
+    infos: Mapping[str, ParamInfo], optimizer: torch.optim.Optimizer | None, config: Config
+) -> dict[str, object]:
+    """What must be the same on every rank before a layout is made."""
+    fields = ("stage", "params", "grads", "states", "state_format", "delayed_update", "update", "activations", "units")
+    found: dict[str, object] = {name: f"{info.shape} {info.dtype} {info.trainable}" for name, info in infos.items()}
+    found |= {f"the field {name}": str(getattr(config, name)) for name in fields}
+    return found | {"the optimizer": type(optimizer).__name__}
+
+
+class SavePeers:
+    """The ranks as a checkpoint sees them. Behind the training they speak on a lane of their own."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self._ranks = ranks
+
+    def exchange(self, value: object) -> list[Any]:
+        return self._ranks.collect(value, "save", "save")
+
+
+class LoadPeers(SavePeers):
+    """The ranks that load together, on the user's thread."""
+
+    def exchange(self, value: object) -> list[Any]:
+        return self._ranks.collect(value, "load")
+
+
+class Fingerprints:
+    """A checksum of each parameter's values as they come in, to be compared over ranks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, str] = {}
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        self.sums[name] = f"{crc32c_of(value):08x}"

@@ -1,0 +1,343 @@
+"""The collectives of one rank: all-gather and reduce-scatter of one flat buffer, and agreement on what comes next."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# Note [Lanes]
+# Collectives of one group must start in the same order on every rank. Those of the conveyor's thread, those of the
+# backward and those that the user's loop asks for run beside each other, so each kind has a group of its own: a lane.
+# Before a collective the lane agrees on what it is for (a few bytes): ranks that have gone different ways find out
+# before a byte of one lands in the place of another.
+
+# Note [Nobody hangs]
+# A rank waits by asking again and again, never inside the library. Meanwhile a thread looks after the others: each rank
+# counts in the store once a second, and writes there why it failed. A rank that has failed, ended or stopped counting
+# ends the waiting of all others, with its number in the error. One that is slow but alive is waited for.
+
+LANES = ("gather", "reduce", "control", "save")
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 6.0
+"""A rank whose count stands still for so long is gone: its process ended, was killed or lost the network."""
+
+GRACE_SECONDS = 1.0
+"""A rank that ends has given its part to the last collective; the others may still be receiving it."""
+
+LOOK = timedelta(seconds=0.25)
+"""How often one who waits looks whether the others are still there."""
+
+PATIENCE = timedelta(days=7)
+"""Of the groups themselves: how long to wait is decided here."""
+
+
+class RanksError(RuntimeError):
+    """The ranks of a run do not go together any more: one has gone another way, has failed or is gone."""
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a collective is for, the same on every rank: `kind` of `unit` in `step`, over `numel` elements."""
+
+    kind: str
+    unit: int = -1
+    step: int = 0
+    numel: int = 0
+
+    def words(self, names: Sequence[str]) -> str:
+        unit = f" of unit {names[self.unit]!r}" if 0 <= self.unit < len(names) else ""
+        return f"{self.kind}{unit} in step {self.step} ({self.numel} elements)"
+
+
+KINDS = ("gather", "reduce", "norms", "finite", "save", "load", "export", "gradients", "prepare", "end")
+
+
+@dataclass
+class Counts:
+    """Elements that this rank has given to collectives, by kind, and how many collectives there were."""
+
+    elements: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, numel: int) -> None:
+        self.elements[kind] = self.elements.get(kind, 0) + numel
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+
+@final
+class Ranks:
+    """The data-parallel ranks that share one model. All methods that move data block and are called by every rank."""
+
+    def __init__(self, members: Sequence[int], backend: str = "gloo") -> None:
+        """`members`: the global ranks, this one among them; every rank of the job must make the group. `backend`: of
+        what is moved; what is agreed on goes by gloo."""
+        self.members = list(members)
+        self.size = len(members)
+        self.rank = self.members.index(dist.get_rank())
+        self.names: list[str] = []  # of the units, for errors
+        self.step = 0
+        self.counts = Counts()
+        self._agreeing = {lane: dist.new_group(self.members, PATIENCE, backend="gloo") for lane in LANES}
+        self._groups = dict(self._agreeing)
+        if backend != "gloo":
+            self._groups |= {lane: dist.new_group(self.members, PATIENCE, backend=backend) for lane in LANES[:2]}
+        self._sequence = dict.fromkeys(LANES, 0)
+        self._watch = _Watch(self.rank, self.size)
+        _open.add(self)
+
+    # -- what is moved -----------------------------------------------------------------------------------------------
+
+    def all_gather(self, flat: torch.Tensor, unit: int, step: int) -> None:
+        """Complete `flat` (1-D, a multiple of `size`), of which this rank has its own part in place.
+
+        `step` is that in which it was asked for: it may run behind the user's loop.
+        """
+        purpose = Purpose("gather", unit, step, flat.numel())
+        share = flat.numel() // self.size
+        own = flat[self.rank * share : (self.rank + 1) * share]
+        self._agree("gather", purpose)
+        self._await(_gather(flat, own, group=self._groups["gather"], async_op=True), purpose)
+        self.counts.add("gather", flat.numel())
+
+    def reduce_scatter(self, flat: torch.Tensor, unit: int) -> torch.Tensor:
+        """This rank's part of the mean of `flat` over the ranks, in `flat`'s own memory or new memory."""
+        purpose = Purpose("reduce", unit, self.step, flat.numel())
+        share = flat.numel() // self.size
+        self._agree("reduce", purpose)
+        group = self._groups["reduce"]
+        if flat.device.type == "cpu":  # gloo's own reduce-scatter takes twice the time of an all-reduce
+            self._await(dist.all_reduce(flat, group=group, async_op=True), purpose)
+            own = flat[self.rank * share : (self.rank + 1) * share]
+        else:
+            own = flat.new_empty(share)
+            self._await(_scatter(own, flat, group=group, async_op=True), purpose)
+        self.counts.add("reduce", flat.numel())
+        return own.div_(self.size)
+
+    def all_reduce(self, flat: torch.Tensor, unit: int) -> torch.Tensor:
+        """The mean of `flat` over the ranks, in place."""
+        purpose = Purpose("reduce", unit, self.step, flat.numel())
+        self._agree("reduce", purpose)
+        self._await(dist.all_reduce(flat, group=self._groups["reduce"], async_op=True), purpose)
+        self.counts.add("reduce", 2 * flat.numel())
+        return flat.div_(self.size)
+
+    # -- what is agreed on -------------------------------------------------------------------------------------------
+
+    def combine(self, values: torch.Tensor, kind: str, op: str = "sum") -> torch.Tensor:
+        """`values` (CPU) summed, or their largest or smallest, over the ranks; in place."""
+        ops: Any = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        purpose = Purpose(kind, -1, self.step, values.numel())
+        self._agree("control", purpose)
+        self._await(dist.all_reduce(values, ops[op], group=self._groups["control"], async_op=True), purpose)
+        return values
+
+    def collect(self, value: object, kind: str, lane: str = "control") -> list[Any]:
+        """`value` of every rank, in the order of ranks. Small things that pickle."""
+        purpose = Purpose(kind, -1, self.step)
+        self._agree(lane, purpose)
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        group = self._groups[lane]
+        self._await(_gather(sizes, torch.tensor([content.numel()]), group=group, async_op=True), purpose)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: content.numel()] = content
+        every = torch.empty(self.size, padded.numel(), dtype=torch.uint8)
+        self._await(_gather(every.view(-1), padded, group=group, async_op=True), purpose)
+        # What comes in was written by this very program on another rank of the job.
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes.tolist(), strict=True)]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on."""
+        self._watch.tell(f"{type(error).__name__}: {error}")
+
+    def _agree(self, lane: str, purpose: Purpose) -> None:
+        number = self._sequence[lane]
+        self._sequence[lane] += 1
+        mine = torch.tensor([number, KINDS.index(purpose.kind), purpose.unit, purpose.step, purpose.numel])
+        every = torch.empty(self.size, len(mine), dtype=mine.dtype)
+        group = self._agreeing[lane]
+        self._await(_gather(every.view(-1), mine, group=group, async_op=True), purpose)
+        if (every == mine).all():
+            return
+        found = [Purpose(KINDS[int(row[1])], int(row[2]), int(row[3]), int(row[4])) for row in every]
+        said: dict[str, list[int]] = {}
+        for rank, each in enumerate(found):
+            said.setdefault(each.words(self.names), []).append(rank)
+        parts = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
+        error = RanksError(
+            f"the ranks have gone different ways. {parts}. Every rank must run the same modules in the same order, and "
+            f"take the same number of steps; the state at rest is as the last completed step left it"
+        )
+        self.fail(error)
+        raise error
+
+    def _await(self, work: Any, purpose: Purpose) -> None:
+        while not work.is_completed():
+            try:
+                work.wait(LOOK)
+            except RuntimeError:  # the time is over, or it went wrong
+                if not work.is_completed():
+                    self._check_others(purpose)
+        self._guard(work.wait, purpose)
+
+    def _guard(self, action: Any, purpose: Purpose) -> None:
+        try:
+            action()
+        except RuntimeError as error:
+            gone = self._watch.gone_soon()
+            who = f"{_ranks(gone)} of {self.size}" if gone else f"a rank of {self.size}"
+            wrapped = RanksError(
+                f"{who} is gone (killed, ended or unreachable) while {_ranks([self.rank])} was in "
+                f"{purpose.words(self.names)}: start the job again and load the last checkpoint"
+            )
+            self.fail(wrapped)
+            raise wrapped from error
+
+    def _check_others(self, purpose: Purpose) -> None:
+        said = self._watch.said
+        if said is None or time.monotonic() - self._watch.since < GRACE_SECONDS:  # what has begun may still arrive
+            return
+        rank, message = said
+        error = RanksError(
+            f"{_ranks([rank])} of {self.size} {message} while {_ranks([self.rank])} was in "
+            f"{purpose.words(self.names)}: start the job again and load the last checkpoint"
+        )
+        self.fail(error)
+        raise error
+
+    def close(self) -> None:
+        """Leave the groups; safe to repeat."""
+        self._watch.close()
+        groups, self._groups, self._agreeing = [*self._groups.values(), *self._agreeing.values()], {}, {}
+        for group in dict.fromkeys(groups):
+            try:
+                dist.destroy_process_group(group)
+            except (AssertionError, RuntimeError, ValueError):  # the user has destroyed all groups already
+                return
+
+
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # new names since torch 2.13
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for ranks in list(_open):
+        ranks.close()
+
+
+atexit.register(_close_all)
+
+
+@final
+class _Watch:
+    """Counts in the store that all ranks share, and looks whether the others count."""
+
+    _made = 0  # every rank makes its watches in the same order
+
+    def __init__(self, rank: int, size: int) -> None:
+        store = distributed_c10d._get_default_store()
+        self._store = distributed_c10d.PrefixStore(f"outsize/{_Watch._made}", store)
+        _Watch._made += 1
+        self._pid = os.getpid()
+        self._rank, self._size = rank, size
+        self._beat = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._said: tuple[int, str] | None = None
+        self.since = 0.0
+        self._told = False
+        self._closing = threading.Event()
+        self._store.set(f"beat/{rank}", "0")
+        self._thread = threading.Thread(target=self._run, name="outsize-ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def said(self) -> tuple[int, str] | None:
+        """(rank, what became of it) of the first rank that cannot go on."""
+        return self._said
+
+    @said.setter
+    def said(self, value: tuple[int, str]) -> None:
+        if self._said is None:
+            self._said, self.since = value, time.monotonic()
+
+    def tell(self, message: str) -> None:
+        """Leave word for the others, once."""
+        if not self._told:
+            self._told = True
+            try:
+                self._store.set(f"failed/{self._rank}", message[:2000])
+            except RuntimeError:
+                return
+
+    def gone_soon(self) -> list[int]:
+        """The ranks that do not count any more; looks for a moment."""
+        before = self._beats()
+        for _ in range(int(3 / BEAT_SECONDS)):
+            time.sleep(BEAT_SECONDS)
+            if self.said is not None:
+                return [self.said[0]]
+        now = self._beats()
+        return [rank for rank in before if rank != self._rank and now.get(rank) == before[rank]]
+
+    def _run(self) -> None:
+        while not self._closing.wait(BEAT_SECONDS):
+            try:
+                self._beat += 1
+                self._store.set(f"beat/{self._rank}", str(self._beat))
+                self._look()
+            except Exception:  # the store went with the rank that kept it
+                self.said = (0, "keeps the store of this job and is gone")
+                return
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for rank, beat in self._beats().items():
+            if rank == self._rank:
+                continue
+            if self._store.check([f"failed/{rank}"]):
+                message = self._store.get(f"failed/{rank}").decode(errors="replace")
+                self.said = (rank, f"has failed ({message})")
+            if self._store.check([f"ended/{rank}"]):
+                self.said = (rank, "has ended its run")
+            known = self._seen.get(rank)
+            if known is None or known[0] != beat:
+                self._seen[rank] = (beat, now)
+            elif now - known[1] > SILENT_SECONDS:
+                self.said = (rank, "is gone (killed or unreachable)")
+
+    def _beats(self) -> dict[int, int]:
+        keys = [f"beat/{rank}" for rank in range(self._size)]
+        try:
+            values = [self._store.get(key) for key in keys if self._store.check([key])]
+        except RuntimeError:
+            return {}
+        return {rank: int(value) for rank, value in enumerate(values)} if len(values) == self._size else {}
+
+    def close(self) -> None:
+        if self._closing.is_set() or os.getpid() != self._pid:
+            return
+        self._closing.set()
+        try:
+            self._store.set(f"ended/{self._rank}", "1")
+        except RuntimeError:
+            return

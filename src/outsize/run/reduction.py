@@ -1,0 +1,207 @@
+"""The gradients of several ranks become one: collected whole, reduced unit by unit, each rank keeping its slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, final
+
+import torch
+
+from outsize.move.comm import Ranks
+from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.shard import DTYPES, UnitShard
+from outsize.run.grads import RestingGrad
+
+ACCOUNT = "device/whole gradients"
+KEPT_BUFFERS = 2
+"""Collecting buffers that are kept for the next unit: fresh memory is slow to come by."""
+
+
+class Collecting(Protocol):
+    """The keeper of one unit's gradients."""
+
+    def reduce(self) -> bool:
+        """Reduce what was collected; whether there was anything."""
+        ...
+
+    def at_rest(self) -> Iterator[RestingGrad]:
+        """The gradients at rest, in the order of the unit."""
+        ...
+
+
+@final
+class WholeGradients:
+    """The whole gradients of one unit while they are collected on one rank, a flat buffer a segment."""
+
+    def __init__(self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None) -> None:
+        self._shard = shard
+        self._buffers = buffers
+        self._dtypes = {
+            segment.dtype: dtype if dtype is not None and segment.dtype != "float64" else DTYPES[segment.dtype]
+            for segment in shard.whole.segments
+        }
+        sizes = [segment.numel * self._dtypes[segment.dtype].itemsize for segment in shard.whole.segments]
+        self._memory = buffers.take(sum(sizes), shard.device)
+        self._flat: dict[str, torch.Tensor] = {}
+        first = 0
+        for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
+            self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
+            first += nbytes
+        self.names: set[str] = set()
+
+    def add(self, name: str, grad: torch.Tensor) -> None:
+        """A contribution of this rank."""
+        slot = self._shard.whole_slots[name]
+        start = slot.offset - self._shard.whole.segment_of(slot).start
+        target = self._flat[slot.dtype][start : start + slot.numel]
+        source = grad.detach().reshape(-1)
+        if name in self.names:
+            target.add_(source)
+        else:
+            target.copy_(source)
+            self.names.add(name)
+
+    def forget(self, name: str) -> None:
+        """The user has thrown the gradient away."""
+        self.names.discard(name)
+
+    def reduce(self, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+        """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
+        shard = self._shard
+        found = {}
+        for segment, own_segment in zip(shard.whole.segments, shard.layout.segments, strict=True):
+            flat = self._flat[segment.dtype]
+            self._zero_the_rest(segment.dtype, flat)
+            if shard.ranks > 1:
+                own = ranks.reduce_scatter(flat, shard.layout.index)
+            else:
+                own = ranks.all_reduce(flat, shard.layout.index)
+            for slot in shard.layout.slots:
+                if slot.dtype == segment.dtype and slot.name in self.names:
+                    start = slot.offset - own_segment.start
+                    found[slot.name] = own[start : start + slot.numel].to(DTYPES[slot.dtype])
+        return found
+
+    def _zero_the_rest(self, dtype: str, flat: torch.Tensor) -> None:
+        """Gaps between parameters, and parameters without a gradient, hold what was there before."""
+        segment = next(each for each in self._shard.whole.segments if each.dtype == dtype)
+        end = 0
+        for slot in self._shard.whole.slots:
+            if slot.dtype == dtype and slot.name in self.names:
+                start = slot.offset - segment.start
+                flat[end:start].zero_()
+                end = start + slot.numel
+        flat[end:].zero_()
+
+    def close(self) -> None:
+        self._flat.clear()
+        self._buffers.give(self._memory)
+
+
+@final
+class Buffers:
+    """Memory for whole gradients, used again for the next unit."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._free: list[torch.Tensor] = []
+        self._memory: dict[int, HostBuffer] = {}
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 [nbytes], contents undefined."""
+        self._ledger.add(ACCOUNT, nbytes)
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        for index, memory in enumerate(self._free):
+            if memory.numel() == nbytes:
+                return self._free.pop(index)
+        return HostBuffer(nbytes).bytes
+
+    def give(self, memory: torch.Tensor) -> None:
+        self._ledger.remove(ACCOUNT, memory.numel())
+        if memory.device.type == "cpu":
+            self._free.append(memory)
+            del self._free[:-KEPT_BUFFERS]
+
+
+@final
+class Reduction:
+    """What the keepers of all units share: the ranks, whether backwards reduce now, and the norms over all slices."""
+
+    # Note [Norms over slices]
+    # The norm of a slice is taken when the slice is laid to rest. Whoever asks for a norm makes all ranks add up the
+    # squares of all gradients at rest, once; until a gradient changes, the sums serve every further question.
+
+    def __init__(self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger) -> None:
+        self.ranks = ranks
+        self.split = split
+        self.buffers = Buffers(ledger)
+        self.dtype = dtype
+        self.reducing = True
+        self.keepers: list[Collecting] = []
+        self._stale = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards in the block collect gradients and reduce nothing."""
+        before, self.reducing = self.reducing, False
+        try:
+            yield
+        finally:
+            self.reducing = before
+
+    def changed(self) -> None:
+        """A gradient at rest is another one now."""
+        self._stale = True
+
+    def complete(self) -> None:
+        """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
+        for keeper in self.keepers:
+            keeper.reduce()
+        if not self._stale:
+            return
+        self._stale = False
+        if not self.split:
+            return
+        grads = [grad for keeper in self.keepers for grad in keeper.at_rest()]
+        for grad in grads:
+            if grad.own_norm is None:
+                grad.own_norm = grad.norms[2.0].detach().to("cpu", torch.float64, copy=True)
+        squares = torch.stack(
+            [grad.own_norm.square() for grad in grads if grad.own_norm is not None] or [torch.zeros(())]
+        )
+        total = self.ranks.combine(squares, "norms").sqrt_()
+        for grad, norm in zip(grads, total, strict=False):
+            grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
+
+    def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
+        """The norm of this order of a whole gradient, of which this rank has the elements `own`; [] fp32."""
+        wide = own.double()
+        if not self.split:
+            whole: torch.Tensor = torch.linalg.vector_norm(wide, order)
+            return whole.float()
+        if order == float("inf"):
+            local = wide.abs().max() if wide.numel() else torch.zeros((), dtype=torch.float64)
+            return self.ranks.combine(local.cpu().view(1), "norms", "max")[0].float()
+        if order == float("-inf"):
+            local = wide.abs().min() if wide.numel() else torch.full((), float("inf"), dtype=torch.float64)
+            return self.ranks.combine(local.cpu().view(1), "norms", "min")[0].float()
+        power = (wide != 0).sum().double() if order == 0 else wide.abs().pow(order).sum()
+        total: torch.Tensor = self.ranks.combine(power.cpu().view(1), "norms")[0]
+        return (total if order == 0 else total.pow(1 / order)).float()
+
+    def all_finite(self, own: torch.Tensor) -> bool:
+        """Whether a whole gradient is finite, of which this rank has the elements `own`."""
+        finite = torch.isfinite(own).all().cpu().long().view(1)
+        return bool(self.ranks.combine(finite, "finite", "min")[0]) if self.split else bool(finite[0])
+
+    def whole(self, shard: UnitShard, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The whole gradient, 1-D, of which this rank has the elements `own`."""
+        if not self.split:
+            return own
+        slot = shard.whole_slots[name]
+        value = torch.zeros(slot.numel, dtype=torch.float64)
+        mine = shard.slots[name]
+        value[mine.first : mine.first + mine.numel] = own.double().cpu()
+        return self.ranks.combine(value, "gradients").to(own.dtype)

@@ -1,0 +1,93 @@
+"""Runs a function on several ranks: processes forked from a server that has torch already, a store in this process."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT_SECONDS = 60.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "outsize"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended: what the function returned, or the error it raised, or neither where it was killed."""
+
+    value: Any = None
+    error: str | None = None
+    kind: str = ""
+    trace: str = ""
+    seconds: float = 0.0
+    killed: bool = False
+
+
+def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)` on each rank; what each returned. Raises what a rank raised, with its trace."""
+    ends = ends_on_ranks(ranks, function, *args)
+    for rank, end in enumerate(ends):
+        if end.error is not None or end.killed:
+            raise AssertionError(f"rank {rank}: {end.error or 'was killed'}\n{end.trace}")
+    return [end.value for end in ends]
+
+
+def ends_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Ended]:
+    """How each rank ended. Raises `TimeoutError` if one did not end within `limit` seconds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it: here
+    started = []
+    for rank in range(ranks):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_run, args=(theirs, (store.port, rank, ranks), function, args), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    until = time.monotonic() + limit
+    ends = []
+    try:
+        for process, pipe in started:
+            if not pipe.poll(max(until - time.monotonic(), 0)):
+                raise TimeoutError(f"a rank hangs in {function.__name__}{args}")
+            ends.append(_receive(pipe))
+            process.join(max(until - time.monotonic(), 1))
+            if process.is_alive():
+                raise TimeoutError(f"a rank does not end after {function.__name__}{args}")
+    finally:
+        for process, _ in started:
+            process.kill()
+    return ends
+
+
+def _receive(pipe: Connection) -> Ended:
+    try:
+        end: Ended = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+    except EOFError:
+        return Ended(killed=True)
+    return end
+
+
+def _run(pipe: Connection, place: tuple[int, int, int], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    port, rank, ranks = place
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
+    dist.barrier()  # so that a rank that is quick to end does not end before the others have met it
+    began = time.monotonic()
+    try:
+        end = Ended(function(*args))
+    except BaseException as error:
+        end = Ended(None, str(error), type(error).__name__, traceback.format_exc(), time.monotonic() - began)
+    content = io.BytesIO()
+    torch.save(end, content)  # by value: the process is gone when it is read
+    pipe.send_bytes(content.getvalue())
+    pipe.close()

@@ -1,0 +1,200 @@
+"""Ranks that go different ways, fail or die: every other rank ends with an error that names them, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import outsize
+from tests.ranks.launching import Ended, ends_on_ranks
+from tests.ranks.training import Setting, batch, fields_of, make
+
+DETECTED_SECONDS = 10.0
+HOST = Setting(3, "host")
+
+
+class Run:
+    """A training that goes wrong on one rank in its third step."""
+
+    def __init__(self, setting: Setting, disk: str) -> None:
+        self.rank = dist.get_rank()
+        self.model, self.optimizer = make(setting)
+        self.disk = disk
+        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk))
+
+    def step(self, number: int, forward: Callable[[Any], Any] | None = None, clip: bool = True) -> None:
+        x, y = batch(number, self.rank)
+        out = (forward or self.model)(x)
+        nn.functional.mse_loss(out, y).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def other_order(run: Run, number: int) -> None:
+    blocks: Any = run.model.blocks
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(blocks):
+            x = block(x)
+        return run.model.head(x)  # type: ignore[operator]
+
+    run.model.forward = forward  # type: ignore[method-assign]
+    run.step(number)
+
+
+def skipped_unit(run: Run, number: int) -> None:
+    blocks: Any = run.model.blocks
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for block in list(blocks)[:-1]:
+            x = block(x)
+        return run.model.head(x)  # type: ignore[operator]
+
+    run.model.forward = forward  # type: ignore[method-assign]
+    run.step(number)
+
+
+def fewer_steps(run: Run, number: int) -> None:
+    raise StopIteration
+
+
+def failure(run: Run, number: int) -> None:
+    raise RuntimeError("the data loader of this rank broke")
+
+
+def killed(run: Run, number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_the_backward(run: Run, number: int) -> None:
+    x, y = batch(number, run.rank)
+    out = run.model(x)
+    out.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    nn.functional.mse_loss(out, y).backward()
+
+
+def not_clipped(run: Run, number: int) -> None:
+    run.step(number, clip=False)
+    run.step(number, clip=False)
+
+
+def one_more_forward(run: Run, number: int) -> None:
+    with torch.no_grad():
+        run.model(batch(number)[0])
+    run.step(number)
+
+
+def alone_in_gathered(run: Run, number: int) -> None:
+    with outsize.gathered(run.model):
+        pass
+    run.step(number)
+
+
+def alone_in_save(run: Run, number: int) -> None:
+    outsize.save(Path(run.disk) / "alone", run.model, run.optimizer)
+    run.step(number)
+
+
+def alone_in_export(run: Run, number: int) -> None:
+    outsize.export(Path(run.disk) / "alone", run.model)
+    run.step(number)
+
+
+def astray(wrong: Callable[[Run, int], None], setting: Setting, disk: str, who: int) -> str:
+    run = Run(setting, disk)
+    for number in range(5):
+        if number == 2 and run.rank == who:
+            try:
+                wrong(run, number)
+            except StopIteration:
+                return "went home early"
+        else:
+            run.step(number)
+    return "went right"
+
+
+def check(ends: list[Ended], who: int, gone: bool) -> None:
+    for rank, end in enumerate(ends):
+        if rank == who:
+            continue
+        assert end.error is not None, f"rank {rank}: {end.value}"
+        assert end.kind == "RanksError", end.trace
+        assert str(who) in end.error and "step" in end.error
+        assert end.seconds < DETECTED_SECONDS
+        if gone:
+            assert f"rank {who}" in end.error
+
+
+WRONG = [other_order, skipped_unit, not_clipped, one_more_forward, alone_in_gathered, alone_in_save, alone_in_export]
+GONE = [fewer_steps, failure, killed, killed_in_the_backward]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda each: each.__name__)
+def test_ranks_that_go_different_ways_say_so(wrong: Callable[[Run, int], None], tmp_path: Path) -> None:
+    ends = ends_on_ranks(3, astray, wrong, HOST, str(tmp_path), 1)
+    check(ends, 1, gone=False)
+    assert ends[1].error is not None, ends[1].value
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("wrong", GONE, ids=lambda each: each.__name__)
+def test_a_rank_that_is_gone_ends_the_others(wrong: Callable[[Run, int], None], who: int, tmp_path: Path) -> None:
+    check(ends_on_ranks(3, astray, wrong, HOST, str(tmp_path), who), who, gone=True)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("wrong", [skipped_unit, fewer_steps, killed], ids=lambda each: each.__name__)
+def test_whole_parameters_change_nothing_about_that(
+    wrong: Callable[[Run, int], None], stage: int, tmp_path: Path
+) -> None:
+    check(ends_on_ranks(2, astray, wrong, Setting(stage, "host"), str(tmp_path), 1), 1, gone=wrong is not skipped_unit)
+
+
+def other_model(what: str, disk: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank if what == "seed" else 0)
+    model = nn.Sequential(nn.Linear(8, 16 + rank if what == "shape" else 16), nn.Tanh())
+    if what == "more" and rank:
+        model.append(nn.Linear(16, 4))
+    optimizer = (torch.optim.SGD if what == "optimizer" and rank else torch.optim.AdamW)(model.parameters(), lr=0.1)
+    stage = 2 if what == "field" and rank else 3
+    outsize.prepare(model, optimizer, host_memory="16MiB", stage=stage)
+
+
+@pytest.mark.parametrize("what", ["seed", "shape", "more", "optimizer", "field"])
+def test_ranks_that_prepare_different_things_say_so(what: str, tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, other_model, what, str(tmp_path)):
+        assert end.kind == "ValueError", end
+        assert "rank 1" in str(end.error) and "differ" in str(end.error)
+
+
+def stop_and_wait(disk: str) -> None:
+    run = Run(HOST, disk)
+    for number in range(3):
+        if number == 2 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        run.step(number)
+
+
+def slow(disk: str) -> str:
+    run = Run(HOST, disk)
+    for number in range(3):
+        if run.rank == 1:
+            time.sleep(0.7)
+        run.step(number)
+    return "went right"
+
+
+def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+    assert [end.value for end in ends_on_ranks(2, slow, str(tmp_path))] == ["went right"] * 2

@@ -1,0 +1,213 @@
+"""Checkpoints of several ranks: going on is exact, and any number of ranks loads what any other has saved."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+from outsize.checkpoint import writer
+from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
+from tests.ranks.training import Setting, batch, fields_of, make
+
+BF16 = torch.bfloat16
+
+
+class Run:
+    """A training that can be saved and loaded. Alone where no ranks were started."""
+
+    def __init__(self, setting: Setting, disk: str, seed: int = 0, large: bool = False) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.model, self.optimizer = make(setting, seed)
+        self.setting = setting
+        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk))
+        self.steps = 0
+        if large:
+            writer.AT_ONCE_BYTES = -1  # as if there was too much to write it at once
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x, y = batch(self.steps, self.rank)
+            loss = nn.functional.mse_loss(self.model(x.to(self.setting.dtype)).float(), y) + torch.rand(()) * 0.1
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+
+    def save(self, path: Path) -> None:
+        outsize.save(path, self.model, self.optimizer, {"step": self.steps, "rank": self.rank, "at": torch.ones(3)})
+
+    def load(self, path: Path) -> Any:
+        extra = outsize.load(path, self.model, self.optimizer)
+        self.steps = extra["step"]
+        return extra
+
+    def weights(self) -> dict[str, Tensor]:
+        with outsize.gathered(self.model):
+            return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def save_and_go_on(settings: list[Setting], folder: str, large: bool) -> list[dict[str, Tensor]]:
+    found = []
+    for index, setting in enumerate(settings):
+        torch.manual_seed(5)
+        run = Run(setting, folder, large=large)
+        torch.manual_seed(10 + run.rank)
+        run.train(2)
+        run.save(Path(folder) / f"ckpt-{index}")
+        run.train(2)
+        found.append({**run.weights(), "random": torch.rand(3)})
+        run.optimizer.zero_grad()
+    return found
+
+
+def load_and_go_on(settings: list[Setting], folder: str, large: bool) -> list[dict[str, Tensor]]:
+    found = []
+    for index, setting in enumerate(settings):
+        run = Run(setting, folder, seed=1, large=large)
+        extra = run.load(Path(folder) / f"ckpt-{index}")
+        assert extra["rank"] == run.rank and torch.equal(extra["at"], torch.ones(3))
+        run.train(2)
+        found.append({**run.weights(), "random": torch.rand(3)})
+    return found
+
+
+SETTINGS = [
+    Setting(3, "host"),
+    Setting(3, "disk"),
+    Setting(3, "device", dtype=BF16),
+    Setting(3, "disk", dtype=BF16, fields={"state_format": "compact"}),
+    Setting(2, "host", dtype=BF16),
+    Setting(1, "disk"),
+    Setting(0, "host"),
+    Setting(3, "disk", fields={"delayed_update": 1}),
+]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_going_on_from_a_checkpoint_is_exact(large: bool, tmp_path: Path) -> None:
+    before = run_on_ranks(2, save_and_go_on, SETTINGS, str(tmp_path), large)
+    after = run_on_ranks(2, load_and_go_on, SETTINGS, str(tmp_path), large)
+    for one, other in zip(before, after, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+
+
+def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[dict[str, Tensor]]:
+    found = []
+    for index, setting in enumerate(settings):
+        run = Run(setting, folder, seed=0 if first else 1)
+        if first:
+            run.train(2)
+        else:
+            run.load(Path(folder) / f"ckpt-{index}-{at - 1}")
+        run.save(Path(folder) / f"ckpt-{index}-{at}")
+        states = {
+            f"{name}.{key}": value
+            for name, param in run.model.named_parameters()
+            for key, value in run.optimizer.state[param].items()
+            if isinstance(value, Tensor) and not dist.is_initialized()
+        }
+        found.append({**run.weights(), **states})
+    return found
+
+
+def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> None:
+    settings = SETTINGS[:-1]
+    dist_free = pass_on(settings, str(tmp_path), 0, True)
+    for at, ranks in ((1, 2), (2, 4)):
+        for found in run_on_ranks(ranks, pass_on, settings, str(tmp_path), at, False):
+            for mine, theirs in zip(found, dist_free, strict=True):
+                assert_equal(mine, {name: theirs[name] for name in mine})
+    for mine, theirs in zip(pass_on(settings, str(tmp_path), 3, False), dist_free, strict=True):
+        assert_equal(mine, theirs)
+
+
+def fail_to_save(folder: str, who: int) -> str:
+    run = Run(Setting(3, "host"), folder)
+    run.train(1)
+    run.save(Path(folder) / "good")
+    run.train(1)
+    if run.rank == who:
+        plain = writer._write_model
+
+        def full(*args: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        writer._write_model = full
+    try:
+        run.save(Path(folder) / "bad")
+    except OSError as error:
+        said = f"{type(error).__name__} {error}"
+    if run.rank == who:
+        writer._write_model = plain
+    run.train(1)
+    run.save(Path(folder) / "after")
+    return said
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_cannot_save_keeps_the_others_from_publishing(who: int, tmp_path: Path) -> None:
+    said = run_on_ranks(2, fail_to_save, str(tmp_path), who)
+    assert "No space left" in said[who] and f"rank {who} failed" in said[1 - who]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["after", "good"]
+
+
+def load_damaged(folder: str) -> None:
+    run = Run(Setting(3, "host"), folder)
+    run.train(1)
+    before = run.weights()
+    try:
+        run.load(Path(folder) / "ckpt-0")
+    finally:
+        assert_equal(run.weights(), before)
+
+
+def test_damage_is_found_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+    run_on_ranks(2, save_and_go_on, [replace(SETTINGS[0])], str(tmp_path), False)
+    manifest = json.loads((tmp_path / "ckpt-0" / "manifest.json").read_text())
+    weights = [each["weight"] for each in manifest["parameters"].values()]
+    pieces = [piece for each in weights for piece in each.get("pieces", [[each.get("file"), each.get("offset"), 0]])]
+    name, offset, _ = next(piece for piece in pieces if piece[0].startswith("rank-0001"))
+    file = tmp_path / "ckpt-0" / name
+    with open(file, "r+b") as content:
+        content.seek(offset + 100)
+        byte = content.read(1)
+        content.seek(offset + 100)
+        content.write(bytes([byte[0] ^ 1]))
+    for end in ends_on_ranks(2, load_damaged, str(tmp_path)):
+        assert isinstance(end, Ended) and end.error is not None
+        assert end.kind == "ValueError" and file.name in end.error, end.trace
+
+
+def killed_in_save(folder: str) -> None:
+    run = Run(Setting(3, "host"), folder)
+    run.train(1)
+    run.save(Path(folder) / "good")
+    run.train(1)
+    if run.rank == 1:
+        writer._write_model = lambda *_: os._exit(9)
+    run.save(Path(folder) / "bad")
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    first, _ = ends_on_ranks(2, killed_in_save, str(tmp_path))
+    assert first.kind == "RanksError" and "rank 1" in str(first.error), first.trace
+    assert not (tmp_path / "bad").exists()
+    alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
+    assert alone.load(tmp_path / "good")["step"] == 1

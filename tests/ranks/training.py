@@ -1,0 +1,150 @@
+"""What the ranks of a test train, beside plain torch on the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+
+WIDTH, HIDDEN, DEPTH = 48, 100, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(step: int, part: int = 0, rows: int = 8) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + part)
+    return torch.randn(rows, WIDTH, generator=made), torch.randn(rows, 8, generator=made)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train."""
+
+    stage: int = 3
+    tiers: str = "host"
+    accumulate: int = 1
+    clip: float | None = None
+    dtype: torch.dtype = torch.float32
+    fields: dict[str, Any] = field(default_factory=dict)
+    no_sync: bool = False
+    uneven: bool = False
+    steps: int = 4
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def _rows(setting: Setting, part: int) -> int:
+    return 4 + 3 * part if setting.uneven else 8
+
+
+def fields_of(setting: Setting, disk: str) -> dict[str, Any]:
+    tier = setting.tiers
+    places: dict[str, Any] = {"params": tier, "grads": tier, "states": tier}
+    if setting.stage in (1, 2):
+        places["params"] = "device"
+    memory = "64MiB"
+    if tier == "squeezed":
+        places = dict.fromkeys(("params", "grads", "states"), "disk")
+        memory = "1MiB"
+    return {"host_memory": memory, "disk": disk, "stage": setting.stage, "device": "cpu", **places, **setting.fields}
+
+
+def make(setting: Setting, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Stack().to(setting.dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def _clip(model: nn.Module, setting: Setting) -> float:
+    if setting.clip is None:
+        return float(
+            torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+        )
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), setting.clip))
+
+
+def plain(setting: Setting, ranks: int) -> Result:
+    """Plain torch on the batches of all ranks together."""
+    torch.set_num_threads(1)
+    model, optimizer = make(setting)
+    losses, norms = [], []
+    for step in range(setting.steps):
+        total = 0.0
+        for micro in range(setting.accumulate):
+            parts = [batch(step * 10 + micro, part, _rows(setting, part)) for part in range(ranks)]
+            rows = sum(len(x) for x, _ in parts)
+            x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+            loss = nn.functional.mse_loss(model(x.to(setting.dtype)).float(), y)
+            (loss / setting.accumulate).backward()
+            total += loss.item() * rows / rows
+        norms.append(_clip(model, setting))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / setting.accumulate)
+    return Result(losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()})
+
+
+def train(setting: Setting, disk: str) -> Result:
+    """The same on this rank's part, with outsize."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, optimizer = make(setting)
+    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    losses, norms = [], []
+    for step in range(setting.steps):
+        total = torch.zeros(())
+        for micro in range(setting.accumulate):
+            x, y = batch(step * 10 + micro, rank, _rows(setting, rank))
+            rows = sum(_rows(setting, part) for part in range(ranks))
+            last = micro == setting.accumulate - 1
+            loss = nn.functional.mse_loss(model(x.to(setting.dtype)).float(), y)
+            loss = loss * (len(x) * ranks / rows)
+            if setting.no_sync and not last:
+                with outsize.no_sync(model):
+                    (loss / setting.accumulate).backward()
+            else:
+                (loss / setting.accumulate).backward()
+            total += loss.detach()
+        norms.append(_clip(model, setting))
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(float(total) / ranks / setting.accumulate)
+    with outsize.gathered(model):
+        weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return Result(losses, norms, weights)
+
+
+def train_all(settings: list[Setting], disk: str) -> list[Result]:
+    """One after the other: to start ranks takes longer than to train."""
+    return [train(setting, disk) for setting in settings]
