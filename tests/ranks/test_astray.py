@@ -20,6 +20,7 @@ from tests.ranks.training import Setting, batch, fields_of, make
 
 DETECTED_SECONDS = 10.0
 HOST = Setting(3, "host")
+SQUEEZED = Setting(3, "squeezed")  # nothing stays gathered
 
 
 class Run:
@@ -142,7 +143,7 @@ GONE = [fewer_steps, failure, killed, killed_in_the_backward]
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda each: each.__name__)
 def test_ranks_that_go_different_ways_say_so(wrong: Callable[[Run, int], None], tmp_path: Path) -> None:
-    ends = ends_on_ranks(3, astray, wrong, HOST, str(tmp_path), 1)
+    ends = ends_on_ranks(3, astray, wrong, SQUEEZED, str(tmp_path), 1)
     check(ends, 1, gone=False)
     assert ends[1].error is not None, ends[1].value
 

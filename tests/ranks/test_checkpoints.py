@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import outsize
@@ -211,3 +212,32 @@ def test_a_rank_that_dies_in_a_save_leaves_the_last_checkpoint(tmp_path: Path) -
     assert not (tmp_path / "bad").exists()
     alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
     assert alone.load(tmp_path / "good")["step"] == 1
+
+
+def export_on_ranks(folder: str) -> dict[str, Tensor]:
+    settings = [Setting(3, "host"), Setting(3, "disk", dtype=BF16), Setting(2, "host", dtype=BF16), Setting(0, "host")]
+    found = {}
+    for index, setting in enumerate(settings):
+        run = Run(setting, folder)
+        run.train(2)
+        outsize.export(Path(folder) / f"model-{index}", run.model, max_shard_size="20KiB")
+        outsize.export(Path(folder) / f"wide-{index}", run.model, dtype=torch.float32)
+        run.save(Path(folder) / f"ckpt-{index}")
+        found |= {f"{index} {name}": value for name, value in run.weights().items()}
+    return found
+
+
+def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
+    weights, _ = run_on_ranks(2, export_on_ranks, str(tmp_path))
+    for index, dtype in enumerate((torch.float32, BF16, BF16, torch.float32)):
+        exported: dict[str, Tensor] = {}
+        for file in (tmp_path / f"model-{index}").glob("*.safetensors"):
+            exported |= load_file(file)
+        assert_equal(exported, {name[2:]: value for name, value in weights.items() if name.startswith(f"{index} ")})
+        alone = Run(Setting(3, "host", dtype=dtype), str(tmp_path), seed=1)
+        alone.load(tmp_path / f"ckpt-{index}")
+        outsize.export(tmp_path / "alone", alone.model, dtype=torch.float32)
+        assert_equal(
+            load_file(tmp_path / f"wide-{index}" / "model.safetensors"),
+            load_file(tmp_path / "alone" / "model.safetensors"),
+        )

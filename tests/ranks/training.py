@@ -76,7 +76,7 @@ def fields_of(setting: Setting, disk: str) -> dict[str, Any]:
     memory = "64MiB"
     if tier == "squeezed":
         places = dict.fromkeys(("params", "grads", "states"), "disk")
-        memory = "1MiB"
+        memory = "448KiB"
     return {"host_memory": memory, "disk": disk, "stage": setting.stage, "device": "cpu", **places, **setting.fields}
 
 

@@ -21,8 +21,10 @@ from outsize.checkpoint.weights import (
     DTYPE_NAMES,
     NamedWeight,
     buffer_pieces,
+    joined_pieces,
     merged_folder,
     parameter_pieces,
+    pass_on_shards,
     write_shards,
 )
 from outsize.move.shard import DTYPES
@@ -67,10 +69,28 @@ def export(
     if optimizer is not None:
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
+    reduction = prepared.engine.reduction
+    if reduction is not None:
+        reduction.ranks.collect("export", "export")
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     settle(prepared)
-    with merged_folder(Path(os.path.realpath(path))) as folder:
+    if reduction is None:
+        _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
+    elif reduction.ranks.rank:
+        pass_on_shards(weights, shard_bytes)
+        reduction.ranks.collect("written", "export")
+    else:
+        try:
+            _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
+        except BaseException as error:
+            reduction.ranks.fail(error)
+            raise
+        reduction.ranks.collect("written", "export")
+
+
+def _write(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:
+    with merged_folder(target) as folder:
         write_shards(folder, weights, shard_bytes)
         _write_config(folder, model, next((each.dtype for each in weights if each.dtype in DTYPES_OUT), None))
 
@@ -87,6 +107,10 @@ def _export_dcp(
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
     prepared = whole(model, optimizer, "export")
+    if prepared.engine.reduction is not None:
+        raise ValueError(
+            "format='dcp' is written from one rank: outsize.save the model, load it on one rank and export it there"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "format='dcp' needs a new or an empty folder", str(target))
     settle(prepared)
@@ -122,7 +146,12 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
     for name, param in _chosen_names(model).items():
         unit, slot = prepared.engine.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
-        found.append(NamedWeight(name, slot.shape, out, partial(parameter_pieces, unit.shard, slot, out, MASTERS)))
+        pieces = partial(parameter_pieces, unit.shard, slot, out, MASTERS)
+        if unit.shard.ranks > 1:
+            assert prepared.engine.reduction is not None
+            join = partial(prepared.engine.reduction.ranks.combine, kind="export")
+            pieces = partial(joined_pieces, unit.shard, slot.name, out, MASTERS, join)
+        found.append(NamedWeight(name, unit.shard.whole_slots[slot.name].shape, out, pieces))
     for name, (value, persistent) in buffers_of(model).items():
         if persistent:
             out = dtype if dtype is not None and value.is_floating_point() else value.dtype

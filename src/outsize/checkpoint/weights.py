@@ -39,6 +39,9 @@ WRITE_SLABS = 4
 ARENA_BYTES = (READ_SLABS + WRITE_SLABS) * SLAB_BYTES
 """All the memory of an export, whatever the size of its files and tensors."""
 
+JOINED_NUMEL = 1 << 19
+"""Elements of a piece that ranks put together: with its master and page ends it fits a slab."""
+
 LENGTH_BYTES = 8
 """Of the header's length, which begins the file (little-endian)."""
 
@@ -131,7 +134,8 @@ class _ParameterPiece(Piece):
         first_page, end_page = shard.pages(self._low, self._high)
         first, nbytes = shard.param_layout.span(first_page, end_page)
         read = shard.buffer.fetch if shard.params is None else shard.params.read
-        self._start(read, first, slab[:nbytes], DTYPES[self._slot.dtype], first_page)
+        at = shard.buffer_span(first_page, end_page)[0] if shard.params is None else first
+        self._start(read, at, slab[:nbytes], DTYPES[self._slot.dtype], first_page)
         if self._master is not None:
             first, more = self._master.layout.span(first_page, end_page)
             rest = slab[nbytes : nbytes + more]
@@ -160,6 +164,56 @@ class _ParameterPiece(Piece):
 
     def drain(self) -> None:
         _drain(self._transfers)
+
+
+Join = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up bytes (uint8) over ranks, in place; every rank calls it for the same piece."""
+
+
+def joined_pieces(shard: UnitShard, name: str, dtype: torch.dtype, masters: Masters, join: Join) -> Iterator[Piece]:
+    """As `parameter_pieces`, of a parameter that is split over ranks: every rank gets all elements."""
+    slot, whole = shard.slots[name], shard.whole_slots[name]
+    master = shard.arrays.get(MASTER) if slot.dtype in MASTER_BYTES and dtype is not DTYPES[slot.dtype] else None
+    for start in range(0, whole.numel, JOINED_NUMEL):
+        yield _JoinedPiece(shard, slot, start, min(start + JOINED_NUMEL, whole.numel), master, masters, join)
+
+
+@final
+class _JoinedPiece(Piece):
+    """The elements [start, end) of a parameter, of which each rank has some or none."""
+
+    def __init__(
+        self,
+        shard: UnitShard,
+        slot: Slot,
+        start: int,
+        end: int,
+        master: StateArray | None,
+        masters: Masters,
+        join: Join,
+    ) -> None:
+        self._start, self._numel, self._join = start, end - start, join
+        self._dtype = DTYPES[slot.dtype] if master is None else torch.float32
+        low, high = max(start, slot.first), min(end, slot.first + slot.numel)
+        self._low = low
+        shift = slot.offset - slot.first
+        self._own = _ParameterPiece(shard, slot, shift + low, shift + high, master, masters) if low < high else None
+
+    def begin(self, slab: torch.Tensor) -> None:
+        if self._own is not None:
+            self._own.begin(slab)
+
+    def values(self) -> Iterator[torch.Tensor]:
+        values = torch.zeros(self._numel, dtype=self._dtype)
+        at = self._low - self._start
+        for part in self._own.values() if self._own is not None else ():
+            values[at : at + part.numel()] = part
+            at += part.numel()
+        yield self._join(values.view(torch.uint8)).view(self._dtype)
+
+    def drain(self) -> None:
+        if self._own is not None:
+            self._own.drain()
 
 
 def buffer_pieces(value: torch.Tensor) -> Iterator[Piece]:
@@ -206,6 +260,17 @@ def write_shards(folder: Path, weights: Sequence[NamedWeight], max_shard_bytes: 
         total = sum(weight.nbytes for weight in weights)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(home.items()))}
         write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+
+
+def pass_on_shards(weights: Sequence[NamedWeight], max_shard_bytes: int) -> None:
+    """Give what this rank has of the weights to the rank that calls `write_shards`, in the order in which it asks."""
+    arena = HostBuffer(READ_SLABS * SLAB_BYTES)
+    for shard in _cut(weights, max_shard_bytes):
+        ordered = sorted(shard, key=lambda weight: -weight.dtype.itemsize)
+        with closing(_read_ahead(ordered, arena.bytes.split(SLAB_BYTES))) as arriving:
+            for piece, _ in arriving:
+                for _ in piece.values():
+                    continue
 
 
 def _cut(weights: Iterable[NamedWeight], max_shard_bytes: int) -> list[list[NamedWeight]]:

@@ -8,10 +8,11 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,16 @@ from torch.distributed import distributed_c10d
 # Note [Nobody hangs]
 # A rank waits by asking again and again, never inside the library. Meanwhile a thread looks after the others: each rank
 # counts in the store once a second, and writes there why it failed. A rank that has failed, ended or stopped counting
-# ends the waiting of all others, with its number in the error. One that is slow but alive is waited for.
+# ends the waiting of all others, with its number in the error. One that is slow but alive is waited for. Where every
+# rank waits, and not all for the same, nobody will ever come: each says what it waits for, and all end.
 
 LANES = ("gather", "reduce", "control", "save")
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0
 """A rank whose count stands still for so long is gone: its process ended, was killed or lost the network."""
+
+STUCK_SECONDS = 3.0
+"""Waiting for so long is worth telling the others about."""
 
 GRACE_SECONDS = 1.0
 """A rank that ends has given its part to the last collective; the others may still be receiving it."""
@@ -61,7 +66,7 @@ class Purpose:
         return f"{self.kind}{unit} in step {self.step} ({self.numel} elements)"
 
 
-KINDS = ("gather", "reduce", "norms", "finite", "save", "load", "export", "gradients", "prepare", "end")
+KINDS = ("gather", "reduce", "norms", "finite", "step", "save", "load", "export", "gradients", "prepare", "end")
 
 
 @dataclass
@@ -94,7 +99,9 @@ class Ranks:
         if backend != "gloo":
             self._groups |= {lane: dist.new_group(self.members, PATIENCE, backend=backend) for lane in LANES[:2]}
         self._sequence = dict.fromkeys(LANES, 0)
-        self._watch = _Watch(self.rank, self.size)
+        self._waiting: dict[str, tuple[float, Purpose]] = {}  # by lane: since when, and what for
+        self._blocked = 0
+        self._watch = _Watch(self.rank, self.size, self._stuck)
         _open.add(self)
 
     # -- what is moved -----------------------------------------------------------------------------------------------
@@ -108,7 +115,7 @@ class Ranks:
         share = flat.numel() // self.size
         own = flat[self.rank * share : (self.rank + 1) * share]
         self._agree("gather", purpose)
-        self._await(_gather(flat, own, group=self._groups["gather"], async_op=True), purpose)
+        self._await(_gather(flat, own, group=self._groups["gather"], async_op=True), purpose, "gather")
         self.counts.add("gather", flat.numel())
 
     def reduce_scatter(self, flat: torch.Tensor, unit: int) -> torch.Tensor:
@@ -118,11 +125,11 @@ class Ranks:
         self._agree("reduce", purpose)
         group = self._groups["reduce"]
         if flat.device.type == "cpu":  # gloo's own reduce-scatter takes twice the time of an all-reduce
-            self._await(dist.all_reduce(flat, group=group, async_op=True), purpose)
+            self._await(dist.all_reduce(flat, group=group, async_op=True), purpose, "reduce")
             own = flat[self.rank * share : (self.rank + 1) * share]
         else:
             own = flat.new_empty(share)
-            self._await(_scatter(own, flat, group=group, async_op=True), purpose)
+            self._await(_scatter(own, flat, group=group, async_op=True), purpose, "reduce")
         self.counts.add("reduce", flat.numel())
         return own.div_(self.size)
 
@@ -130,9 +137,27 @@ class Ranks:
         """The mean of `flat` over the ranks, in place."""
         purpose = Purpose("reduce", unit, self.step, flat.numel())
         self._agree("reduce", purpose)
-        self._await(dist.all_reduce(flat, group=self._groups["reduce"], async_op=True), purpose)
+        self._await(dist.all_reduce(flat, group=self._groups["reduce"], async_op=True), purpose, "reduce")
         self.counts.add("reduce", 2 * flat.numel())
         return flat.div_(self.size)
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The user's loop waits in the block for what the conveyor does."""
+        self._blocked += 1
+        try:
+            yield
+        finally:
+            self._blocked -= 1
+
+    def _stuck(self) -> str:
+        """What the user's loop has been waiting for, for some time, from other ranks; empty while it goes on."""
+        lanes = ("control", "reduce", "gather") if self._blocked else ("control", "reduce")
+        for lane in lanes:
+            since, purpose = self._waiting.get(lane, (0.0, None))
+            if purpose is not None and time.monotonic() - since > STUCK_SECONDS:
+                return purpose.words(self.names)
+        return ""
 
     # -- what is agreed on -------------------------------------------------------------------------------------------
 
@@ -141,7 +166,7 @@ class Ranks:
         ops: Any = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         purpose = Purpose(kind, -1, self.step, values.numel())
         self._agree("control", purpose)
-        self._await(dist.all_reduce(values, ops[op], group=self._groups["control"], async_op=True), purpose)
+        self._await(dist.all_reduce(values, ops[op], group=self._groups["control"], async_op=True), purpose, "control")
         return values
 
     def collect(self, value: object, kind: str, lane: str = "control") -> list[Any]:
@@ -151,13 +176,29 @@ class Ranks:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64)
         group = self._groups[lane]
-        self._await(_gather(sizes, torch.tensor([content.numel()]), group=group, async_op=True), purpose)
+        self._await(_gather(sizes, torch.tensor([content.numel()]), group=group, async_op=True), purpose, lane)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: content.numel()] = content
         every = torch.empty(self.size, padded.numel(), dtype=torch.uint8)
-        self._await(_gather(every.view(-1), padded, group=group, async_op=True), purpose)
+        self._await(_gather(every.view(-1), padded, group=group, async_op=True), purpose, lane)
         # What comes in was written by this very program on another rank of the job.
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes.tolist(), strict=True)]
+
+    def disagree(self, mine: Mapping[str, str]) -> NoReturn:
+        """Raise on every rank: they do not mean the same by what they do. Names the first entry that differs."""
+        every = self.collect(dict(mine), "step")
+        names = sorted({name for each in every for name in each})
+        name = next((name for name in names if len({each.get(name) for each in every}) > 1), "?")
+        said: dict[str, list[int]] = {}
+        for rank, each in enumerate(every):
+            said.setdefault(each.get(name, "no gradient"), []).append(rank)
+        parts = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
+        error = RanksError(
+            f"the ranks take different steps in step {self.step}. For {name!r}: {parts}. Clip, scale and schedule "
+            f"alike on every rank. Nothing was updated"
+        )
+        self.fail(error)
+        raise error
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
@@ -169,29 +210,36 @@ class Ranks:
         mine = torch.tensor([number, KINDS.index(purpose.kind), purpose.unit, purpose.step, purpose.numel])
         every = torch.empty(self.size, len(mine), dtype=mine.dtype)
         group = self._agreeing[lane]
-        self._await(_gather(every.view(-1), mine, group=group, async_op=True), purpose)
+        self._await(_gather(every.view(-1), mine, group=group, async_op=True), purpose, lane)
         if (every == mine).all():
             return
         found = [Purpose(KINDS[int(row[1])], int(row[2]), int(row[3]), int(row[4])) for row in every]
+        raise self._different_ways([each.words(self.names) for each in found])
+
+    def _different_ways(self, words_of: Sequence[str]) -> RanksError:
         said: dict[str, list[int]] = {}
-        for rank, each in enumerate(found):
-            said.setdefault(each.words(self.names), []).append(rank)
+        for rank, words in enumerate(words_of):
+            said.setdefault(words, []).append(rank)
         parts = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
         error = RanksError(
             f"the ranks have gone different ways. {parts}. Every rank must run the same modules in the same order, and "
             f"take the same number of steps; the state at rest is as the last completed step left it"
         )
         self.fail(error)
-        raise error
+        return error
 
-    def _await(self, work: Any, purpose: Purpose) -> None:
-        while not work.is_completed():
-            try:
-                work.wait(LOOK)
-            except RuntimeError:  # the time is over, or it went wrong
-                if not work.is_completed():
-                    self._check_others(purpose)
-        self._guard(work.wait, purpose)
+    def _await(self, work: Any, purpose: Purpose, lane: str) -> None:
+        self._waiting[lane] = time.monotonic(), purpose
+        try:
+            while not work.is_completed():
+                try:
+                    work.wait(LOOK)
+                except RuntimeError:  # the time is over, or it went wrong
+                    if not work.is_completed():
+                        self._check_others(purpose)
+            self._guard(work.wait, purpose)
+        finally:
+            del self._waiting[lane]
 
     def _guard(self, action: Any, purpose: Purpose) -> None:
         try:
@@ -207,6 +255,8 @@ class Ranks:
             raise wrapped from error
 
     def _check_others(self, purpose: Purpose) -> None:
+        if self._watch.apart:
+            raise self._different_ways(self._watch.apart)
         said = self._watch.said
         if said is None or time.monotonic() - self._watch.since < GRACE_SECONDS:  # what has begun may still arrive
             return
@@ -254,7 +304,10 @@ class _Watch:
 
     _made = 0  # every rank makes its watches in the same order
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, stuck: Callable[[], str]) -> None:
+        self._stuck, self._told_stuck = stuck, ""
+        self._all_stuck: list[str] = []
+        self.apart: list[str] = []  # what each rank waits for, where all wait and not for the same
         store = distributed_c10d._get_default_store()
         self._store = distributed_c10d.PrefixStore(f"outsize/{_Watch._made}", store)
         _Watch._made += 1
@@ -292,7 +345,7 @@ class _Watch:
     def gone_soon(self) -> list[int]:
         """The ranks that do not count any more; looks for a moment."""
         before = self._beats()
-        for _ in range(int(3 / BEAT_SECONDS)):
+        for _ in range(6):
             time.sleep(BEAT_SECONDS)
             if self.said is not None:
                 return [self.said[0]]
@@ -305,6 +358,7 @@ class _Watch:
                 self._beat += 1
                 self._store.set(f"beat/{self._rank}", str(self._beat))
                 self._look()
+                self._compare()
             except Exception:  # the store went with the rank that kept it
                 self.said = (0, "keeps the store of this job and is gone")
                 return
@@ -324,6 +378,23 @@ class _Watch:
                 self._seen[rank] = (beat, now)
             elif now - known[1] > SILENT_SECONDS:
                 self.said = (rank, "is gone (killed or unreachable)")
+
+    def _compare(self) -> None:
+        """Look whether every rank waits, and what for, where this one does."""
+        stuck = self._stuck()
+        if stuck != self._told_stuck:
+            self._told_stuck = stuck
+            self._store.set(f"stuck/{self._rank}", stuck or "-")  # a store keeps no empty values
+        keys = [f"stuck/{rank}" for rank in range(self._size)]
+        if not stuck or not self._store.check(keys):
+            self._all_stuck = []
+            return
+        every = [self._store.get(key).decode() for key in keys]
+        if "-" in every:
+            every = []
+        if every and every == self._all_stuck and len(set(every)) > 1:
+            self.apart = every
+        self._all_stuck = every
 
     def _beats(self) -> dict[int, int]:
         keys = [f"beat/{rank}" for rank in range(self._size)]

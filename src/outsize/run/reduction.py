@@ -9,6 +9,7 @@ from typing import Protocol, final
 import torch
 
 from outsize.move.comm import Ranks
+from outsize.move.generations import crc32c
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.run.grads import RestingGrad
@@ -174,6 +175,13 @@ class Reduction:
         total = self.ranks.combine(squares, "norms").sqrt_()
         for grad, norm in zip(grads, total, strict=False):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
+
+    def check_step(self, told: Mapping[str, str]) -> None:
+        """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""
+        digest = crc32c(repr(sorted(told.items())).encode())
+        most = self.ranks.combine(torch.tensor([digest, -digest]), "step", "max")
+        if int(most[0]) != -int(most[1]):
+            self.ranks.disagree(told)
 
     def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
         """The norm of this order of a whole gradient, of which this rank has the elements `own`; [] fp32."""

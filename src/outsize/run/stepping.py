@@ -217,6 +217,8 @@ class Stepper:
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
             )
+        if self._engine.reduction is not None:
+            self._engine.reduction.check_step(_told(pendings))
         self._check_options()
         self._check_masters(pendings)
         self._check_finite(pendings)
@@ -419,6 +421,28 @@ class Stepper:
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
+
+
+def _told(pendings: Mapping[Unit, Pending]) -> dict[str, str]:
+    """What a step does, for comparison with other ranks: by parameter its operations, and hyper-parameters."""
+    told: dict[str, str] = {}
+    known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
+    for pending in pendings.values():
+        for name, owed in pending.items():
+            hyper = known.get(id(owed.hyper))
+            if hyper is None:
+                values = {key: _plain(value) for key, value in owed.hyper.items()}
+                hyper = known[id(owed.hyper)] = ", ".join(f"{key}={value}" for key, value in values.items())
+            told[name] = f"a gradient times {owed.ops.scale!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
+            if owed.ops.zero:
+                told[name] = f"a zero gradient, {hyper}"
+    return told
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else str(tuple(value.shape))
+    return repr(value) if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else type(value).__name__
 
 
 def _differs(now: object, before: object) -> bool:

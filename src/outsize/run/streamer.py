@@ -183,7 +183,8 @@ class Streamer:
     def _arrive(self, unit: Unit) -> None:
         began = time.perf_counter()
         try:
-            unit.arrive()
+            with unit.waiting():
+                unit.arrive()
         except BaseException as error:
             self.stop(error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from itertools import chain
 from typing import final
@@ -97,6 +98,10 @@ class Unit:
         assert self._ranks is not None
         self._job = conveyor.submit(Job(iter([GatherStep(self.shard, self._ranks)]), after=self._unwritten()))
         self.state = Residency.FETCHING
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait of the user's loop for this unit."""
+        return nullcontext() if self._ranks is None else self._ranks.blocked()
 
     def arrive(self) -> None:
         """Block until the values are in place; FETCHING -> RESIDENT."""
