@@ -819,8 +819,10 @@ def _sharded_rank(rank: int, root: Path) -> None:
             options = StateDictOptions(flatten_optimizer_state_dict=flat)
             weights, states = get_state_dict(model, optimizer, options=options)
             dcp.save({"model": weights, "optim": states}, checkpoint_id=root / f"flat-{flat}")
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # the threads of torch.distributed sometimes abort a process that ends in the usual way
 
 
 @pytest.fixture(scope="module")

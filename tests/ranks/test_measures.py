@@ -1,0 +1,154 @@
+"""What a rank holds and what it sends, against the ZeRO formulas (Rajbhandari et al. 2020, sections 5 and 7)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.api.assemble import prepared_of
+from tests.ranks.launching import run_on_ranks
+
+BF16 = torch.bfloat16
+WIDTH, LAYERS, VOCABULARY = 128, 6, 16
+PADDING_BYTES = 1 << 20
+
+
+def wide_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
+
+
+def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bool, disk: str) -> dict[str, Any]:
+    model = wide_model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    places = {"params": "device" if stage in (1, 2) else tiers, "grads": tiers, "states": tiers}
+    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, stage=stage, units=["Linear"], **places)
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None
+    reduction = prepared.engine.reduction
+    counts = []
+    for _ in range(4):
+        before = {} if reduction is None else dict(reduction.ranks.counts.elements)
+        model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        if settled:
+            prepared.engine.streamer.settle_all()
+        after = {} if reduction is None else dict(reduction.ranks.counts.elements)
+        counts.append({kind: after[kind] - before.get(kind, 0) for kind in after})
+        held = dict(outsize.memory(model).now)
+        optimizer.zero_grad()
+    numel = sum(layout.numel for layout in prepared.survey.layouts)  # padding included
+    calls = {} if reduction is None else dict(reduction.ranks.counts.calls)
+    return {"held": held, "numel": numel, "sent": counts[-1], "calls": calls, "units": len(prepared.engine.units)}
+
+
+def measure_all(cases: list[tuple[int, str, torch.dtype, str, bool]], disk: str) -> list[dict[str, Any]]:
+    return [measure(*case, disk) for case in cases]
+
+
+BYTES = {torch.float32: (4, 4, 8), BF16: (2, 2, 10)}
+"""Of parameters, gradients and states for one parameter."""
+
+
+def expected_bytes(numel: int, stage: int, ranks: int, dtype: torch.dtype) -> float:
+    params, grads, states = BYTES[dtype]
+    split = {0: 0, 1: states + grads, 2: states + grads, 3: states + grads + params}[stage]
+    return numel * (params + grads + states - split + split / ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
+    cases = [
+        (stage, tier, dtype, "64MiB", True)
+        for stage in (0, 1, 2, 3)
+        for tier in ("device", "host", "disk")
+        for dtype in (torch.float32, BF16)
+        if stage == 3 or tier != "disk"
+    ]
+    found = run_on_ranks(ranks, measure_all, cases, str(tmp_path)) if ranks > 1 else [measure_all(cases, str(tmp_path))]
+    for rank in found:
+        for (stage, tier, dtype, *_), each in zip(cases, rank, strict=True):
+            resting = stage in (1, 2) or (tier == "device" and (ranks == 1 or stage == 0))  # in the gathered buffers
+            cached = 0 if resting else each["held"].get("device/resident", 0)
+            passing = cached + sum(each["held"].get(name, 0) for name in ("host/staging", "host/grads in flight"))
+            held = sum(each["held"].values()) - passing
+            expected = expected_bytes(each["numel"], stage, ranks, dtype)
+            if tier == "disk" and dtype is BF16:  # files of gradients have room for sums in fp32
+                expected += each["numel"] * 2 / ranks
+            if tier == "device":  # the gradients are tensors of autograd's, which no ledger sees
+                expected -= each["numel"] * BYTES[dtype][1] / (ranks if stage else 1)
+            assert held == pytest.approx(expected, rel=0.05, abs=64 << 10), (stage, tier, dtype, each["held"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
+    memory = "900KiB"  # of six units of 64 KiB two or three stay
+    cases = [(stage, "host", torch.float32, "64MiB", True) for stage in (0, 1, 2)]
+    cases.append((3, "disk", torch.float32, memory, False))
+    for rank in run_on_ranks(ranks, measure_all, cases, str(tmp_path)):
+        for (stage, *_), each in zip(cases, rank, strict=True):
+            numel, sent = each["numel"], each["sent"]
+            assert sent["reduce"] == (2 * numel if stage == 0 else numel)
+            if stage in (1, 2):
+                assert sent["gather"] == numel
+            if stage == 3:
+                assert 1.4 * numel < sent["gather"] <= 2 * numel
+            assert each["calls"]["reduce"] == 4 * each["units"]  # one collective a unit and step
+
+
+def train_preset(name: str, disk: str) -> list[float]:
+    model = wide_model(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, **outsize.presets[name])
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, WIDTH, dtype=BF16)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_presets(disk: str) -> dict[str, list[float]]:
+    return {name: train_preset(name, disk) for name in outsize.presets}
+
+
+def test_every_preset_trains_alike(tmp_path: Path) -> None:
+    for found in run_on_ranks(2, train_presets, str(tmp_path)):
+        assert len(found) >= 6
+        assert all(losses == found["ddp"] for losses in found.values())
+        assert found["ddp"][-1] < found["ddp"][0]
+
+
+def refused(fields: dict[str, Any], kind: str, disk: str) -> str:
+    model = wide_model(torch.float32)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    if kind == "whole":
+        optimizer = torch.optim.Adafactor(model.parameters())
+    try:
+        outsize.prepare(model, optimizer, disk=disk, host_memory="64MiB", **fields)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"stage": 2, "params": "host"}, "", "stage=3"),
+        ({"stage": 1, "params": "disk"}, "", "stage=3"),
+        ({"stage": 3}, "whole", "stage=0"),
+        ({"stage": 0}, "whole", ""),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(
+    fields: dict[str, Any], kind: str, words: str, tmp_path: Path
+) -> None:
+    for said in run_on_ranks(2, refused, fields, kind, str(tmp_path)):
+        assert (words in said) if words else not said
