@@ -20,7 +20,7 @@ from outsize.move import comm
 LIMIT_SECONDS = 60.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "outsize"])
+_context.set_forkserver_preload(["tests.ranks.warm"])
 
 
 @dataclass(frozen=True)

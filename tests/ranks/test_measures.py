@@ -68,7 +68,7 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
         for stage in (0, 1, 2, 3)
         for tier in ("device", "host", "disk")
         for dtype in (torch.float32, BF16)
-        if stage == 3 or tier != "disk"
+        if (stage == 3 or tier != "disk") and (ranks < 4 or tier != "host")
     ]
     found = run_on_ranks(ranks, measure_all, cases, str(tmp_path)) if ranks > 1 else [measure_all(cases, str(tmp_path))]
     for rank in found:

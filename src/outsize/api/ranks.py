@@ -98,9 +98,10 @@ class SavePeers:
         self.rank = ranks.rank
         self.size = ranks.size
         self._ranks = ranks
+        self._step = ranks.step  # the loop goes on meanwhile
 
     def exchange(self, value: object) -> list[Any]:
-        return self._ranks.collect(value, "save", "save")
+        return self._ranks.collect(value, "save", "save", self._step)
 
 
 class LoadPeers(SavePeers):

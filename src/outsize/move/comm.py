@@ -169,9 +169,9 @@ class Ranks:
         self._await(dist.all_reduce(values, ops[op], group=self._groups["control"], async_op=True), purpose, "control")
         return values
 
-    def collect(self, value: object, kind: str, lane: str = "control") -> list[Any]:
-        """`value` of every rank, in the order of ranks. Small things that pickle."""
-        purpose = Purpose(kind, -1, self.step)
+    def collect(self, value: object, kind: str, lane: str = "control", step: int | None = None) -> list[Any]:
+        """`value` of every rank, in the order of ranks. Small things that pickle. `step`: where it is not this one."""
+        purpose = Purpose(kind, -1, self.step if step is None else step)
         self._agree(lane, purpose)
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64)

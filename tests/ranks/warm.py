@@ -1,0 +1,21 @@
+"""Imported by the server that ranks are forked from: what every rank would otherwise import for itself."""
+
+import gc
+
+import torch
+import torch.distributed
+
+import outsize.api.ranks
+import outsize.checkpoint.library
+import outsize.run.paging
+
+torch.set_num_threads(1)
+_param = torch.nn.Parameter(torch.zeros(1))
+_optimizer = torch.optim.AdamW([_param])  # torch imports its compiler with the first one
+_param.grad = torch.zeros(1)
+torch.nn.utils.clip_grad_norm_([_param], 1.0)
+_optimizer.step()
+gc.collect()
+gc.freeze()  # the collector of a rank looks at its own objects only
+
+__all__ = ["outsize"]
