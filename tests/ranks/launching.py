@@ -35,9 +35,9 @@ class Ended:
     killed: bool = False
 
 
-def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
     """`function(*args)` on each rank; what each returned. Raises what a rank raised, with its trace."""
-    ends = ends_on_ranks(ranks, function, *args)
+    ends = ends_on_ranks(ranks, function, *args, limit=limit)
     for rank, end in enumerate(ends):
         if end.error is not None or end.killed:
             raise AssertionError(f"rank {rank}: {end.error or 'was killed'}\n{end.trace}")

@@ -1,0 +1,123 @@
+"""The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk astray.
+
+Ranks are processes of this machine that speak by gloo; ratios are taken within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import ranks_jobs
+from benchmarks.common import Row, machine, print_rows
+from benchmarks.models import TOKENS
+from tests.ranks import test_astray
+from tests.ranks.launching import ends_on_ranks, run_on_ranks
+from tests.ranks.training import Setting
+
+LAYERS = 4
+PAIRS = (("stage 0", "ddp"), ("stage 3", "fsdp2"))
+GB = 1e9
+
+
+def speed(directory: str) -> list[Row]:
+    """All in memory, beside what torch has."""
+    rows = []
+    for ranks in (2, 4):
+        for kinds in PAIRS:
+            for batch in (1, 4):
+                every = run_on_ranks(ranks, ranks_jobs.compare, kinds, LAYERS, 4, batch, directory, limit=900.0)
+                found = every[0]
+                what = f"{kinds[0]} over {kinds[1]}, {ranks} ranks, {batch * TOKENS:,} tokens a rank and step"
+                detail = (
+                    f"({found['seconds']:.2f} s, {found['theirs']:.2f} s; losses {found['losses apart']:.0e} apart)"
+                )
+                rows.append(Row(f"{what} {detail}", f"{found['ratio']:.2f} x", "<= 1.05 x", found["ratio"] <= 1.05))
+    return rows
+
+
+def memory(directory: str) -> list[Row]:
+    """The most memory that a rank takes while it trains."""
+    rows = []
+    for ranks in (2, 4):
+        for kinds in PAIRS:
+            mine, theirs = (
+                max(run_on_ranks(ranks, ranks_jobs.peak, kind, LAYERS, directory, limit=900.0)) for kind in kinds
+            )
+            what = (
+                f"peak memory of {kinds[0]} over {kinds[1]}, {ranks} ranks ({mine / GB:.2f} GB, {theirs / GB:.2f} GB)"
+            )
+            rows.append(Row(what, f"{mine / theirs:.2f} x", "<= 1 x", mine <= theirs))
+    return rows
+
+
+def disk(directory: str) -> list[Row]:
+    """All on disk: each of two ranks reads and writes half."""
+    folders = [str(Path(directory) / name) for name in ("one", "two")]
+    for folder in folders:
+        Path(folder).mkdir(exist_ok=True)
+    alone = run_on_ranks(1, ranks_jobs.on_disk, 12, folders, limit=900.0)[0]
+    two = run_on_ranks(2, ranks_jobs.on_disk, 12, folders, limit=900.0)
+    moved = sum(each["bytes"] for each in two) / alone["bytes"]
+    seconds = max(each["seconds"] for each in two)
+    return [
+        Row("bytes to and from disk in a step, 2 ranks over 1", f"{moved:.2f} x", "1 x", abs(moved - 1) <= 0.05),
+        Row(
+            f"a step of 2 ranks ({seconds:.2f} s) over one of 1 rank ({alone['seconds']:.2f} s), one thread each",
+            f"{seconds / alone['seconds']:.2f} x",
+            "measured",
+            True,
+        ),
+    ]
+
+
+def astray(directory: str) -> list[Row]:
+    """Ranks that go wrong in every way that is known, at random."""
+    chosen = random.Random(0)
+    ways = [*test_astray.WRONG, *test_astray.GONE]
+    slowest, hangs, silent, count = 0.0, 0, 0, 100
+    for _ in range(count):
+        wrong, ranks = chosen.choice(ways), chosen.choice((2, 3, 4))
+        who = chosen.randrange(ranks)
+        setting = Setting(3, "squeezed")
+        try:
+            ends = ends_on_ranks(ranks, test_astray.astray, wrong, setting, directory, who, limit=60.0)
+        except TimeoutError:
+            hangs += 1
+            continue
+        others = [end for rank, end in enumerate(ends) if rank != who]
+        silent += sum(end.kind != "RanksError" for end in others)
+        slowest = max([slowest, *(end.seconds for end in others)])
+    return [
+        Row(f"{count} cases of ranks that go astray or die: hangs", str(hangs), "0", hangs == 0),
+        Row("ranks that ended without an error that says so", str(silent), "0", silent == 0),
+        Row("the longest time from the start to the error", f"{slowest:.1f} s", "<= 10 s", slowest <= 10),
+    ]
+
+
+ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory, "disk": disk, "astray": astray}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default all")
+    parser.add_argument("--disk", default=None, help="a directory on the drive to measure")
+    arguments = parser.parse_args()
+    print(machine())
+    good = True
+    for name in arguments.rows or ROWS:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=arguments.disk) as directory:
+            rows = ROWS[name](directory)
+        print_rows(rows)
+        print(f"({name}: {time.perf_counter() - began:.0f} s)", flush=True)
+        good = good and all(row.reached for row in rows)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

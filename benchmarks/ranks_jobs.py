@@ -1,0 +1,140 @@
+"""What the ranks of the benchmark run; see `benchmarks/ranks.py`."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import outsize
+from benchmarks.models import llama, tokens
+
+Step = Callable[[torch.Tensor], float]
+
+
+def _loss_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: torch.Tensor) -> float:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def ours(layers: int, stage: int, tier: str, disk: str) -> Step:
+    torch.manual_seed(0)
+    model = llama(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    places = dict.fromkeys(("params", "grads", "states"), tier)
+    outsize.prepare(model, optimizer, host_memory="8GiB", disk=disk, stage=stage, activations="keep", **places)
+    return _loss_step(model, optimizer)
+
+
+def ddp(layers: int) -> Step:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(llama(layers))
+    return _loss_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+
+def fsdp2(layers: int) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = llama(layers)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(batch: torch.Tensor) -> float:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def make(kind: str, layers: int, disk: str) -> Step:
+    if kind == "ddp":
+        return ddp(layers)
+    if kind == "fsdp2":
+        return fsdp2(layers)
+    return ours(layers, int(kind.removeprefix("stage ")), "device", disk)
+
+
+def compare(kinds: tuple[str, str], layers: int, rounds: int, batch: int, disk: str) -> dict[str, float]:
+    """Steps of two kinds in turns, in the same processes."""
+    torch.set_num_threads(1)
+    steps = {kind: make(kind, layers, disk) for kind in kinds}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    losses: dict[str, float] = {}
+    for number in range(rounds + 1):
+        for kind, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            losses[kind] = step(tokens(number * 8 + dist.get_rank(), batch=batch))
+            dist.barrier()
+            if number:
+                seconds[kind].append(time.perf_counter() - began)
+    one, other = (statistics.median(seconds[kind]) for kind in kinds)
+    ratios = [mine / theirs for mine, theirs in zip(seconds[kinds[0]], seconds[kinds[1]], strict=True)]
+    apart = abs(losses[kinds[0]] - losses[kinds[1]]) / losses[kinds[1]]
+    return {"seconds": one, "theirs": other, "ratio": statistics.median(ratios), "losses apart": apart}
+
+
+def peak(kind: str, layers: int, disk: str) -> float:
+    """Bytes of memory that training takes at most, over what the process had before."""
+    torch.set_num_threads(1)
+    gc.collect()
+    before = _status("VmRSS")
+    step = make(kind, layers, disk)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here: the whole model was there before
+    for number in range(3):
+        step(tokens(number + dist.get_rank()))
+    return float(_status("VmHWM") - before)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"the kernel does not tell {field}")
+
+
+def on_disk(layers: int, directories: list[str]) -> dict[str, float]:
+    """Everything on disk: this rank's seconds and bytes of a step."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(0)
+    with outsize.init(host_memory="512MiB", disk=directories[rank]):
+        model = llama(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    places = dict.fromkeys(("params", "grads", "states"), "disk")
+    outsize.prepare(model, optimizer, host_memory="512MiB", disk=directories[rank], **places)
+    step = _loss_step(model, optimizer)
+    seconds, moved = [], []
+    for number in range(4):
+        before, began = outsize.memory(model), time.perf_counter()
+        step(tokens(number + rank))
+        after = outsize.memory(model)
+        seconds.append(time.perf_counter() - began)
+        moved.append(after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written)
+    return {"seconds": statistics.median(seconds[1:]), "bytes": statistics.median(moved[1:])}
