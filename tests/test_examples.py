@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -30,3 +33,23 @@ def test_a_run_that_is_stopped_and_started_again_is_the_same_run(tmp_path: Path)
         loss = resume.main(tmp_path / "two", steps)
     assert loss == expected
     assert sorted(each.name for each in (tmp_path / "two" / "ckpts").iterdir()) == ["step-80", "step-90"]
+
+
+def train_on_ranks(ranks: int, directory: Path, steps: int, **environment: str) -> str:
+    """What the example of several ranks says at its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "1"]
+    command += [str(EXAMPLES / "ranks.py"), str(directory), str(steps)]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_a_rank_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    expected = train_on_ranks(2, tmp_path / "whole", 25)
+    assert train_on_ranks(2, tmp_path / "broken", 25, KILL_AT="15") == expected
+    assert (tmp_path / "broken" / "died").exists()
+    assert sorted(each.name for each in (tmp_path / "broken" / "ckpts").iterdir()) == ["step-20", "step-25"]
+    assert train_on_ranks(3, tmp_path / "broken", 27).startswith("after 27 steps on 3 ranks: loss 0.")

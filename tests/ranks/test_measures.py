@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import outsize
@@ -124,6 +126,57 @@ def test_every_preset_trains_alike(tmp_path: Path) -> None:
         assert len(found) >= 6
         assert all(losses == found["ddp"] for losses in found.values())
         assert found["ddp"][-1] < found["ddp"][0]
+
+
+class Branches(nn.Module):
+    """Of two branches each step takes one; a frozen layer before them, and a parameter that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.left.weight
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.head((self.left if left else self.right)(self.frozen(x)))
+
+
+def train_branches(stage: int | None, disk: str) -> dict[str, torch.Tensor]:
+    """On ranks with `stage`, plain without."""
+    torch.manual_seed(0)
+    rank = 0
+    if stage is None:
+        model, optimizer = Branches(), None
+    else:
+        with outsize.init(host_memory="256KiB", disk=disk):
+            model = Branches()
+        rank = dist.get_rank()
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    if stage is not None:
+        places = {} if stage in (1, 2) else {"params": "disk"}
+        outsize.prepare(model, optimizer, host_memory="16MiB", disk=disk, stage=stage, **places)
+    for step in range(4):
+        rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        rows = rows if stage is None else rows[2 * rank : 2 * rank + 2]
+        model(rows, step % 2 == 0).square().mean().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    with outsize.gathered(model) if stage is not None else contextlib.nullcontext():
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def train_branches_on_stages(disk: str) -> list[dict[str, torch.Tensor]]:
+    return [train_branches(stage, disk) for stage in (0, 1, 2, 3)]
+
+
+def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tmp_path: Path) -> None:
+    expected = train_branches(None, str(tmp_path))
+    for found in run_on_ranks(2, train_branches_on_stages, str(tmp_path)):
+        for weights in found:
+            for name, value in expected.items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
 
 
 def refused(fields: dict[str, Any], kind: str, disk: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from outsize.config import Config
 from outsize.move.comm import Ranks
@@ -40,7 +42,11 @@ def join() -> None:
                     environment.setdefault("LOCAL_WORLD_SIZE", environment[local_size])
                 break
     if int(environment.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in environment and "MASTER_ADDR" in environment:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        # After a restart the launcher's store may still hold what the last try wrote, addresses among it.
+        store, rank, size = next(iter(rendezvous("env://")))
+        store = PrefixStore(f"outsize/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def local_ranks() -> int:

@@ -21,7 +21,7 @@ from outsize.plan.sizes import format_bytes
 _HEAD_BYTES = 4096
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
 _SERIES = re.compile(r"(.*?)\d+")
-_OURS = re.compile(r"manifest\.json|(unit-.*|grads|model)\.bin|extra\.safetensors")
+_OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?((unit-.*|grads|model)\.bin|extra\.safetensors)")
 
 logger = logging.getLogger("outsize")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import pickle
 import threading
@@ -94,14 +95,18 @@ class Ranks:
         self.names: list[str] = []  # of the units, for errors
         self.step = 0
         self.counts = Counts()
-        self._agreeing = {lane: dist.new_group(self.members, PATIENCE, backend="gloo") for lane in LANES}
+        store = _own_store()
+        self._agreeing: dict[str, Any] = {
+            lane: dist.ProcessGroupGloo(distributed_c10d.PrefixStore(lane, store), self.rank, self.size, PATIENCE)
+            for lane in LANES
+        }
         self._groups = dict(self._agreeing)
         if backend != "gloo":
             self._groups |= {lane: dist.new_group(self.members, PATIENCE, backend=backend) for lane in LANES[:2]}
         self._sequence = dict.fromkeys(LANES, 0)
         self._waiting: dict[str, tuple[float, Purpose]] = {}  # by lane: since when, and what for
         self._blocked = 0
-        self._watch = _Watch(self.rank, self.size, self._stuck)
+        self._watch = _Watch(store, self.rank, self.size, self._stuck)
         _open.add(self)
 
     # -- what is moved -----------------------------------------------------------------------------------------------
@@ -115,7 +120,7 @@ class Ranks:
         share = flat.numel() // self.size
         own = flat[self.rank * share : (self.rank + 1) * share]
         self._agree("gather", purpose)
-        self._await(_gather(flat, own, group=self._groups["gather"], async_op=True), purpose, "gather")
+        self._await(self._groups["gather"]._allgather_base(flat, own), purpose, "gather")
         self.counts.add("gather", flat.numel())
 
     def reduce_scatter(self, flat: torch.Tensor, unit: int) -> torch.Tensor:
@@ -125,11 +130,11 @@ class Ranks:
         self._agree("reduce", purpose)
         group = self._groups["reduce"]
         if flat.device.type == "cpu":  # gloo's own reduce-scatter takes twice the time of an all-reduce
-            self._await(dist.all_reduce(flat, group=group, async_op=True), purpose, "reduce")
+            self._await(_all_reduce(group, flat), purpose, "reduce")
             own = flat[self.rank * share : (self.rank + 1) * share]
         else:
             own = flat.new_empty(share)
-            self._await(_scatter(own, flat, group=group, async_op=True), purpose, "reduce")
+            self._await(group._reduce_scatter_base(own, flat), purpose, "reduce")
         self.counts.add("reduce", flat.numel())
         return own.div_(self.size)
 
@@ -137,7 +142,7 @@ class Ranks:
         """The mean of `flat` over the ranks, in place."""
         purpose = Purpose("reduce", unit, self.step, flat.numel())
         self._agree("reduce", purpose)
-        self._await(dist.all_reduce(flat, group=self._groups["reduce"], async_op=True), purpose, "reduce")
+        self._await(_all_reduce(self._groups["reduce"], flat), purpose, "reduce")
         self.counts.add("reduce", 2 * flat.numel())
         return flat.div_(self.size)
 
@@ -166,7 +171,7 @@ class Ranks:
         ops: Any = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         purpose = Purpose(kind, -1, self.step, values.numel())
         self._agree("control", purpose)
-        self._await(dist.all_reduce(values, ops[op], group=self._groups["control"], async_op=True), purpose, "control")
+        self._await(_all_reduce(self._groups["control"], values, ops[op]), purpose, "control")
         return values
 
     def collect(self, value: object, kind: str, lane: str = "control", step: int | None = None) -> list[Any]:
@@ -176,11 +181,11 @@ class Ranks:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64)
         group = self._groups[lane]
-        self._await(_gather(sizes, torch.tensor([content.numel()]), group=group, async_op=True), purpose, lane)
+        self._await(group._allgather_base(sizes, torch.tensor([content.numel()])), purpose, lane)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: content.numel()] = content
         every = torch.empty(self.size, padded.numel(), dtype=torch.uint8)
-        self._await(_gather(every.view(-1), padded, group=group, async_op=True), purpose, lane)
+        self._await(group._allgather_base(every.view(-1), padded), purpose, lane)
         # What comes in was written by this very program on another rank of the job.
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes.tolist(), strict=True)]
 
@@ -210,7 +215,7 @@ class Ranks:
         mine = torch.tensor([number, KINDS.index(purpose.kind), purpose.unit, purpose.step, purpose.numel])
         every = torch.empty(self.size, len(mine), dtype=mine.dtype)
         group = self._agreeing[lane]
-        self._await(_gather(every.view(-1), mine, group=group, async_op=True), purpose, lane)
+        self._await(group._allgather_base(every.view(-1), mine), purpose, lane)
         if (every == mine).all():
             return
         found = [Purpose(KINDS[int(row[1])], int(row[2]), int(row[3]), int(row[4])) for row in every]
@@ -271,20 +276,26 @@ class Ranks:
     def close(self) -> None:
         """Leave the groups; safe to repeat."""
         self._watch.close()
-        groups, self._groups, self._agreeing = [*self._groups.values(), *self._agreeing.values()], {}, {}
-        for group in dict.fromkeys(groups):
-            try:
-                dist.destroy_process_group(group)
-            except (AssertionError, RuntimeError, ValueError):  # the user has destroyed all groups already
-                return
+        self._groups, self._agreeing = {}, {}
 
 
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # new names since torch 2.13
+def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([values], options)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+_made = itertools.count()  # every rank makes its groups in the same order
+
+
+def _own_store() -> Any:
+    """A place of its own in the store of the job. After a restart the store may still hold what the last try wrote."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed_c10d.PrefixStore(f"outsize/{attempt}/{next(_made)}", distributed_c10d._get_default_store())
 
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
@@ -302,15 +313,11 @@ atexit.register(_close_all)
 class _Watch:
     """Counts in the store that all ranks share, and looks whether the others count."""
 
-    _made = 0  # every rank makes its watches in the same order
-
-    def __init__(self, rank: int, size: int, stuck: Callable[[], str]) -> None:
+    def __init__(self, store: Any, rank: int, size: int, stuck: Callable[[], str]) -> None:
         self._stuck, self._told_stuck = stuck, ""
         self._all_stuck: list[str] = []
         self.apart: list[str] = []  # what each rank waits for, where all wait and not for the same
-        store = distributed_c10d._get_default_store()
-        self._store = distributed_c10d.PrefixStore(f"outsize/{_Watch._made}", store)
-        _Watch._made += 1
+        self._store = store
         self._pid = os.getpid()
         self._rank, self._size = rank, size
         self._beat = 0
