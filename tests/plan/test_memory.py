@@ -31,6 +31,7 @@ from outsize.plan.memory import (
     zero_bytes_per_device,
     zero_communication_elements,
 )
+from outsize.plan.tables import zero_rows, zero_table
 
 GB, GIB, TIB = 10**9, 2**30, 2**40
 EVERYTHING = OnDisk(params=True, grads=True, states=True)
@@ -264,3 +265,25 @@ def test_step_is_bound_by_its_slowest_resource(slow: str, seconds: float) -> Non
     rates = BytesPerSecond(**{name: 1.0 if name == slow else 1e9 for name in names})
     traffic = disk_traffic(EXACT_STATE["bfloat16"], EVERYTHING)
     assert step_floor_seconds(100, 3.0, rates, traffic) == seconds
+
+
+ZERO_TABLE = {
+    7.5e9: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
+            256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
+    128e9: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32), 256: (518, 263, 8),
+            1024: (513, 257, 2)},
+    1e12: {1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000), 64: (4187, 2218, 250),
+           256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)},
+}  # fmt: skip
+"""GB on a device with stage 1, 2 and 3 (Rajbhandari et al. 2020, table 1)."""
+
+
+@pytest.mark.parametrize("parameters", ZERO_TABLE)
+def test_the_table_of_the_zero_paper(parameters: float) -> None:
+    for ranks, published in ZERO_TABLE[parameters].items():
+        rows = zero_rows(parameters, ranks)
+        for (_, paper, own), value in zip(rows[1:], published, strict=True):
+            assert paper / 1e9 == pytest.approx(value, rel=0.006, abs=0.006)
+            assert own < paper
+        text = zero_table(parameters, ranks)
+        assert all(f"{paper / 1e9:,.2f}" in text for _, paper, _ in rows)

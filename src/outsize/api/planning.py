@@ -20,19 +20,27 @@ ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
 
 
 def plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, config: Config | None = None, **fields: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | None = None,
+    *,
+    ranks: int = 1,
+    **fields: Any,
 ) -> Plan:
     """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
 
     The same fields and the same errors as `prepare`: a `ValueError` for a budget that does not hold the model names the
-    unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed.
+    unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With `ranks`
+    it is the plan of one of so many data-parallel ranks, whose budgets these are.
     """
     made = make_config(config, fields)
     check_arguments(model, optimizer)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
     for param in model.parameters():
         prepared = prepared_of(param)
         if prepared is not None:
-            if config is not None or fields:
+            if config is not None or fields or ranks > 1:
                 raise ValueError(
                     "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
                 )
@@ -40,7 +48,7 @@ def plan(
     kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
     if optimizer is not None:
         kept = kept_by(rule_for(optimizer, made.state_format), made)
-    return plan_of(survey(model, optimizer, made, kept, dry=True))
+    return plan_of(survey(model, optimizer, made, kept, dry=True, size=ranks))
 
 
 def plan_of(found: Survey) -> Plan:

@@ -80,10 +80,12 @@ def survey(
     kept: Kept,
     dry: bool = False,
     ranks: Ranks | None = None,
+    size: int = 1,
 ) -> Survey:
     """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit.
 
-    A `dry` survey trusts `disk_space`: the disk that it plans for may be another machine's.
+    A `dry` survey trusts `disk_space`: the disk that it plans for may be another machine's. It may be one for `size`
+    ranks that are not there.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
@@ -96,12 +98,13 @@ def survey(
     )
     infos = {name: _info(name, param, config, name in optimized) for name, param in parameters.items()}
     budgets = find_budgets(config, dry)
-    rank, size = 0, 1
+    shared = ranks is not None or size > 1
+    rank, size = 0, size if config.stage else 1
     if ranks is not None:
         check_same(ranks, "what they prepare", description(infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
         rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
-    return _lay_out(model, config, kept, infos, parameters, optimized, budgets, names, (rank, size), ranks is not None)
+    return _lay_out(model, config, kept, infos, parameters, optimized, budgets, names, (rank, size), shared)
 
 
 def _lay_out(

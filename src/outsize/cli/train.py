@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import time
 from pathlib import Path
@@ -34,6 +35,11 @@ add_arguments = job.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise ValueError(
+            "outsize train runs on one rank in this version, and this is one of several: write the loop as in "
+            "examples/ranks.py, where every rank takes its part of the batch"
+        )
     started = time.monotonic()
     wanted = Job.parse(args)
     folder = RunFolder.choose(wanted)

@@ -7,9 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from outsize.plan.memory import BytesPerSecond, DiskTraffic
+from outsize.plan.memory import BytesPerSecond, DiskTraffic, Stage, zero_bytes_per_device
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers
 from outsize.plan.sizes import format_bytes
+
+OWN_BYTES_A_PARAMETER = {0: (14.0, 0.0), 1: (2.0, 12.0), 2: (2.0, 12.0), 3: (0.0, 14.0)}
+"""Of outsize, by stage: what every rank holds, what the ranks share. bf16 weights and gradients, exact AdamW states."""
+
+
+def zero_rows(parameters: float, ranks: int) -> list[tuple[int, float, float]]:
+    """(stage, bytes on a rank by the ZeRO paper, bytes with outsize) for each stage.
+
+    The paper's 16 bytes a parameter (Rajbhandari et al. 2020, table 1); here the master is the weight and a remainder,
+    and gradients are reduced unit by unit from stage 1 on.
+    """
+    stages: tuple[Stage, ...] = (0, 1, 2, 3)
+    rows: list[tuple[int, float, float]] = []
+    for stage in stages:
+        whole, shared = OWN_BYTES_A_PARAMETER[stage]
+        own = parameters * (whole + shared / ranks)
+        rows.append((stage, zero_bytes_per_device(int(parameters), ranks, stage), own))
+    return rows
+
+
+def zero_table(parameters: float, ranks: int) -> str:
+    """`zero_rows` as a person reads them, in GB (1e9 bytes) as in the paper."""
+    lines = [
+        f"{parameters / 1e9:,.4g} B parameters, {ranks} rank{'s' if ranks > 1 else ''}: model states on each, GB",
+        f"{'stage':<6} {'ZeRO, table 1':>14} {'outsize':>10}",
+    ]
+    for stage, paper, own in zero_rows(parameters, ranks):
+        lines.append(f"{stage:<6} {paper / 1e9:>14,.2f} {own / 1e9:>10,.2f}")
+    return "\n".join(lines)
+
 
 TYPICAL = BytesPerSecond(host_to_device=20e9, device_to_host=20e9, dram=20e9, disk_read=1.5e9, disk_write=1.5e9)
 """Rates assumed where none were measured; `outsize probe` measures them."""
