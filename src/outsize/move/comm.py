@@ -83,6 +83,19 @@ class Counts:
 
 
 @final
+class Reducing:
+    """A reduction on its way."""
+
+    def __init__(self, ranks: Ranks, work: Any, purpose: Purpose, own: torch.Tensor) -> None:
+        self._ranks, self._work, self._purpose, self._own = ranks, work, purpose, own
+
+    def wait(self) -> torch.Tensor:
+        """The mean, as far as this rank keeps it. Blocks."""
+        self._ranks._await(self._work, self._purpose, "reduce")
+        return self._own.div_(self._ranks.size)
+
+
+@final
 class Ranks:
     """The data-parallel ranks that share one model. All methods that move data block and are called by every rank."""
 
@@ -123,28 +136,25 @@ class Ranks:
         self._await(self._groups["gather"]._allgather_base(flat, own), purpose, "gather")
         self.counts.add("gather", flat.numel())
 
-    def reduce_scatter(self, flat: torch.Tensor, unit: int) -> torch.Tensor:
-        """This rank's part of the mean of `flat` over the ranks, in `flat`'s own memory or new memory."""
+    def reduce_scatter(self, flat: torch.Tensor, unit: int) -> Reducing:
+        """Start to find this rank's part of the mean of `flat` over the ranks; `flat` is spent."""
         purpose = Purpose("reduce", unit, self.step, flat.numel())
         share = flat.numel() // self.size
         self._agree("reduce", purpose)
         group = self._groups["reduce"]
-        if flat.device.type == "cpu":  # gloo's own reduce-scatter takes twice the time of an all-reduce
-            self._await(_all_reduce(group, flat), purpose, "reduce")
-            own = flat[self.rank * share : (self.rank + 1) * share]
-        else:
-            own = flat.new_empty(share)
-            self._await(group._reduce_scatter_base(own, flat), purpose, "reduce")
         self.counts.add("reduce", flat.numel())
-        return own.div_(self.size)
+        if flat.device.type == "cpu":  # gloo's own reduce-scatter takes twice the time of an all-reduce
+            own = flat[self.rank * share : (self.rank + 1) * share]
+            return Reducing(self, _all_reduce(group, flat), purpose, own)
+        own = flat.new_empty(share)
+        return Reducing(self, group._reduce_scatter_base(own, flat), purpose, own)
 
-    def all_reduce(self, flat: torch.Tensor, unit: int) -> torch.Tensor:
-        """The mean of `flat` over the ranks, in place."""
+    def all_reduce(self, flat: torch.Tensor, unit: int) -> Reducing:
+        """Start to replace `flat` by its mean over the ranks."""
         purpose = Purpose("reduce", unit, self.step, flat.numel())
         self._agree("reduce", purpose)
-        self._await(_all_reduce(self._groups["reduce"], flat), purpose, "reduce")
         self.counts.add("reduce", 2 * flat.numel())
-        return flat.div_(self.size)
+        return Reducing(self, _all_reduce(self._groups["reduce"], flat), purpose, flat)
 
     @contextmanager
     def blocked(self) -> Iterator[None]:

@@ -261,6 +261,8 @@ class Engine:
         for keeper in self.keepers:
             if keeper.collecting or keeper.deferred:
                 keeper.end_of_backward(complete)
+        if self.reduction is not None:
+            self.reduction.flush()
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

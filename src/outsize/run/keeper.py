@@ -126,7 +126,10 @@ class GradKeeper:
             if not complete:
                 self._abandon()
             elif self._reduction.reducing:
-                self.reduce(finish=False)
+                self.reduce()
+                if self.update_now is None:
+                    return  # the rest follows when it is reduced
+                self._reduction.flush()
         if complete and self.update_now is not None and self.update_now(self._unit):  # out of memory: nothing to write
             self._writing = self._unit.job
             grads = [param.grad for param in self._unit.parameters.values()]
@@ -318,28 +321,35 @@ class GradKeeper:
         resting[0].become(torch.zeros(()), None, None)
         return resting[0]
 
-    def reduce(self, finish: bool = True) -> bool:
-        """Reduce what was collected and lay this rank's part to rest; on every rank. Whether there was anything."""
+    def reduce(self) -> None:
+        """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there."""
         if self._whole is None:
-            return False
+            return
         assert self._reduction is not None
         whole, self._whole = self._whole, None
         expected, self._expected = self._expected, {}
         fresh, self._fresh = self._fresh, set()
+        for name, grad in expected.items():
+            if self._unit.parameters[name].grad is not grad:
+                whole.forget(name)
+        whole.start(self._reduction.ranks)
+        self._reduction.launched(lambda: self._lay_down_reduced(whole, expected, fresh))
+
+    def _lay_down_reduced(
+        self, whole: WholeGradients, expected: Mapping[str, RestingGrad], fresh: Collection[str]
+    ) -> None:
         try:
-            for name, grad in expected.items():
-                if self._unit.parameters[name].grad is not grad:
-                    whole.forget(name)
-            for name, own in whole.reduce(self._reduction.ranks).items():
+            for name, own in whole.result().items():
                 grad = expected[name]
+                if self._unit.parameters[name].grad is not grad:
+                    continue  # thrown away meanwhile
                 own = own.clone() if self._shard is None else own
                 norm, loose = self._lay_down(name, own, None if name in fresh else grad)
                 self._become(grad, norm, loose)
         finally:
             whole.close()
-        if finish:
+        if self.update_now is None:
             self.finish()
-        return True
 
     def _abandon(self) -> None:
         """An interrupted backward: what it has collected is worth nothing, for other ranks may have more or less."""

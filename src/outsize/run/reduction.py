@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, final
 
 import torch
 
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, Reducing
 from outsize.move.generations import crc32c
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.shard import DTYPES, UnitShard
@@ -22,8 +22,8 @@ KEPT_BUFFERS = 2
 class Collecting(Protocol):
     """The keeper of one unit's gradients."""
 
-    def reduce(self) -> bool:
-        """Reduce what was collected; whether there was anything."""
+    def reduce(self) -> None:
+        """Start to reduce what was collected."""
         ...
 
     def at_rest(self) -> Iterator[RestingGrad]:
@@ -50,6 +50,7 @@ class WholeGradients:
             self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
             first += nbytes
         self.names: set[str] = set()
+        self._going: list[Reducing] = []
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """A contribution of this rank."""
@@ -67,17 +68,20 @@ class WholeGradients:
         """The user has thrown the gradient away."""
         self.names.discard(name)
 
-    def reduce(self, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+    def start(self, ranks: Ranks) -> None:
+        """Start to reduce; nothing is added any more."""
+        reduce = ranks.reduce_scatter if self._shard.ranks > 1 else ranks.all_reduce
+        for segment in self._shard.whole.segments:
+            flat = self._flat[segment.dtype]
+            self._zero_the_rest(segment.dtype, flat)
+            self._going.append(reduce(flat, self._shard.layout.index))
+
+    def result(self) -> Mapping[str, torch.Tensor]:
         """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
         shard = self._shard
         found = {}
-        for segment, own_segment in zip(shard.whole.segments, shard.layout.segments, strict=True):
-            flat = self._flat[segment.dtype]
-            self._zero_the_rest(segment.dtype, flat)
-            if shard.ranks > 1:
-                own = ranks.reduce_scatter(flat, shard.layout.index)
-            else:
-                own = ranks.all_reduce(flat, shard.layout.index)
+        for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
+            own = going.wait()
             for slot in shard.layout.slots:
                 if slot.dtype == segment.dtype and slot.name in self.names:
                     start = slot.offset - own_segment.start
@@ -142,6 +146,7 @@ class Reduction:
         self.reducing = True
         self.keepers: list[Collecting] = []
         self._stale = False
+        self._going: Callable[[], None] | None = None  # lays the reduction that is on its way to rest
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,6 +157,17 @@ class Reduction:
         finally:
             self.reducing = before
 
+    def launched(self, lay_down: Callable[[], None]) -> None:
+        """A reduction has started; `lay_down` waits for it. It runs behind the backward of the next unit."""
+        self.flush()
+        self._going = lay_down
+
+    def flush(self) -> None:
+        """Wait for the reduction that is on its way."""
+        going, self._going = self._going, None
+        if going is not None:
+            going()
+
     def changed(self) -> None:
         """A gradient at rest is another one now."""
         self._stale = True
@@ -160,6 +176,7 @@ class Reduction:
         """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
         for keeper in self.keepers:
             keeper.reduce()
+        self.flush()
         if not self._stale:
             return
         self._stale = False
