@@ -85,6 +85,8 @@ class Config:
         if self.delayed_update and self.update == "backward":
             raise ValueError("update='backward' applies gradients at once and delayed_update a step later; choose one")
         object.__setattr__(self, "units", _unit_choice(self.units))
+        if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
+            raise TypeError(f"mesh is {self.mesh!r}; it must be a torch.distributed.device_mesh.DeviceMesh")
         self._refuse_what_is_not_built()
 
     def _check_device(self) -> None:
@@ -108,7 +110,6 @@ class Config:
         missing = {
             f"activations={self.activations!r}": self.activations in ("offload", "selective"),
             f"micro_batches={self.micro_batches}": self.micro_batches > 1,
-            "mesh": self.mesh is not None,
         }
         for what, asked in missing.items():
             if asked:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.checkpoint import writer
@@ -29,7 +30,8 @@ class Run:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.model, self.optimizer = make(setting, seed)
         self.setting = setting
-        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk))
+        mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
+        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk), **mesh)
         self.steps = 0
         if large:
             writer.AT_ONCE_BYTES = -1  # as if there was too much to write it at once
@@ -137,6 +139,27 @@ def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> Non
                 assert_equal(mine, {name: theirs[name] for name in mine})
     for mine, theirs in zip(pass_on(settings, str(tmp_path), 3, False), dist_free, strict=True):
         assert_equal(mine, theirs)
+
+
+def save_copies(folder: str) -> dict[str, Tensor]:
+    run = Run(Setting(3, "host", mesh=(2, 2)), folder)
+    run.train(2)
+    run.save(Path(folder) / "ckpt")
+    outsize.export(Path(folder) / "model", run.model)
+    dist.barrier()
+    before = run.weights()
+    again = Run(Setting(3, "disk", mesh=(2, 2)), folder, seed=1)
+    again.load(Path(folder) / "ckpt")
+    assert_equal(again.weights(), before)
+    return before
+
+
+def test_one_copy_of_a_mesh_is_saved_and_exported(tmp_path: Path) -> None:
+    found = run_on_ranks(4, save_copies, str(tmp_path))
+    alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
+    alone.load(tmp_path / "ckpt")
+    for weights in (*found, load_file(tmp_path / "model" / "model.safetensors")):
+        assert_equal(alone.weights(), weights)
 
 
 def fail_to_save(folder: str, who: int) -> str:

@@ -75,3 +75,13 @@ def test_ranks_train_in_bf16_to_the_same_bits_on_every_tier(stage: int, tmp_path
         assert_same_bits(first[index], second[index])
         assert_same_bits(first[index], first[index // len(tiers) * len(tiers)])
     assert_as_plain(first[0], plain(base, 2), loss=2e-2, weight=4e-2)
+
+
+def test_ranks_of_a_mesh_train_copies_that_stay_alike(tmp_path: Path) -> None:
+    base = replace(BASE, accumulate=2, uneven=True)
+    settings = [replace(base, stage=stage, mesh=mesh) for stage in (0, 2, 3) for mesh in ((2, 2), (4,), (1, 4), (4, 1))]
+    expected = plain(base, 4)
+    for found in zip(*run_on_ranks(4, train_all, settings, str(tmp_path)), strict=True):
+        for other in found[1:]:
+            assert_same_bits(found[0], other)
+        assert_as_plain(found[0], expected)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 
@@ -55,6 +56,7 @@ class Setting:
     no_sync: bool = False
     uneven: bool = False
     steps: int = 4
+    mesh: tuple[int, ...] = ()
 
 
 @dataclass
@@ -119,7 +121,8 @@ def train(setting: Setting, disk: str) -> Result:
     """The same on this rank's part, with outsize."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = make(setting)
-    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
+    outsize.prepare(model, optimizer, **fields_of(setting, disk), **mesh)
     losses, norms = [], []
     for step in range(setting.steps):
         total = torch.zeros(())

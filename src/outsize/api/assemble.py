@@ -194,7 +194,8 @@ def _build(
     ]
     reduction = None
     if ranks is not None:
-        ranks.names = [unit.name or "model" for unit in units]
+        for group in ranks.everyone():
+            group.names = [unit.name or "model" for unit in units]
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger)
     streamer, keepers = _open_streamer(units, resources, updater, plan, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)

@@ -77,6 +77,8 @@ def export(
     settle(prepared)
     if reduction is None:
         _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
+    elif reduction.ranks.copies is not None and reduction.ranks.copies.rank:
+        return  # the first copy of the model is exported
     elif reduction.ranks.rank:
         pass_on_shards(weights, shard_bytes)
         reduction.ranks.collect("written", "export")

@@ -270,7 +270,8 @@ def _restore_stepping(
     prepared.stepper.forget()
     prepared.stepper.steps = steps
     if prepared.engine.reduction is not None:
-        prepared.engine.reduction.ranks.step = steps
+        for ranks in prepared.engine.reduction.ranks.everyone():
+            ranks.step = steps
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
         group.update(values)
 

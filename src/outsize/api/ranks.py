@@ -56,32 +56,68 @@ def local_ranks() -> int:
 
 
 def open_ranks(config: Config) -> Ranks | None:
-    """The ranks that share the model; None where this process is alone."""
+    """The ranks that share the model; None where this process is alone. Raises `ValueError` for another mesh."""
     join()
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    mesh: Any = config.mesh
+    if not dist.is_available() or not dist.is_initialized():
+        if mesh is not None:
+            raise ValueError("mesh needs the ranks of torch.distributed; start the job with torchrun, or leave it out")
         return None
-    members = list(range(dist.get_world_size()))
-    return Ranks(members, "nccl" if config.compute_device.type == "cuda" else "gloo")
+    backend = "nccl" if config.compute_device.type == "cuda" else "gloo"
+    if mesh is None:
+        members = list(range(dist.get_world_size()))
+        return Ranks(members, backend) if len(members) > 1 else None
+    grid, place = _grid(mesh)
+    row, column = (int(each) for each in place)
+    sharing, copies = grid[row].tolist(), grid[:, column].tolist()
+    if len(sharing) * len(copies) == 1:
+        return None
+    return Ranks(sharing, backend, copies if len(copies) > 1 else ())
+
+
+def _grid(mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks of the mesh, [copies, ranks that share one], and where in it this one is."""
+    names = tuple(mesh.mesh_dim_names or ())
+    if any(name in ("tp", "tensor", "cp", "pp", "ep") for name in names):
+        raise ValueError(
+            f"mesh has the dimensions {names}; this version of outsize takes data-parallel ones: one (split), or two "
+            f"(copies, split)"
+        )
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; outsize takes one (split), or two (copies, split)")
+    grid = mesh.mesh.view(-1, mesh.mesh.shape[-1]).cpu()
+    place = (grid == dist.get_rank()).nonzero()
+    if len(place) != 1:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
+    return grid, place[0]
 
 
 def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     """The least of what any rank may use, so that all place alike."""
     unlimited = 1 << 62
     values = [unlimited if each is None else each for each in (budgets.host, budgets.device, budgets.disk)]
-    host, device, disk = ranks.combine(torch.tensor(values), "prepare", "min").tolist()
+    least = torch.tensor(values)
+    for group in ranks.everyone():
+        least = group.combine(least, "prepare", "min")
+    host, device, disk = least.tolist()
     return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
 
 
 def check_same(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
     """Raise `ValueError` on every rank unless all have the same entries; names the first that differs."""
+    for group in ranks.everyone():
+        _check_same(group, what, mine)
+
+
+def _check_same(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
     every = ranks.collect(dict(mine), "prepare")
     first = every[0]
-    for rank, other in enumerate(every):
+    for rank, other in zip(ranks.members, every, strict=True):
         if other == first:
             continue
         name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
         raise ValueError(
-            f"the ranks differ in {what}: {name!r} is {first.get(name, 'missing')} on rank 0 and "
+            f"the ranks differ in {what}: {name!r} is {first.get(name, 'missing')} on rank {ranks.members[0]} and "
             f"{other.get(name, 'missing')} on rank {rank}; every rank must build the same model with the same seed, "
             f"make the same optimizer and pass the same fields"
         )

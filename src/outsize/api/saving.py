@@ -14,7 +14,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.public import require
-from outsize.api.ranks import SavePeers
+from outsize.api.ranks import LoadPeers, SavePeers
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
 from outsize.checkpoint.joint import together
@@ -82,6 +82,7 @@ def save(
     _check_place(prepared, target)
     peers = _peers(prepared, target)
     first = peers is None or peers.rank == 0
+    copy = prepared.engine.reduction.ranks.copies if prepared.engine.reduction is not None else None
     check_replaceable(target)
     outdated = no_longer_kept(target, keep) if first else []
     buffers = buffers_of(model)
@@ -103,7 +104,21 @@ def save(
         peers=peers,
         shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
     )
-    unfinished, pending = _begin(prepared, target, snapshot, _room(prepared, [*outdated, target]))
+    if copy and copy.rank:  # the first copy of the model saves
+        together(LoadPeers(copy), lambda: None, "outsize.save")
+        done = saver.begin(target)
+        done.run(lambda: None)
+        return done
+    begun: list[tuple[UnfinishedCheckpoint, bool]] = []
+
+    def begin() -> None:
+        begun.append(_begin(prepared, target, snapshot, _room(prepared, [*outdated, target])))
+
+    if copy:
+        together(LoadPeers(copy), begin, "outsize.save")
+    else:
+        begin()
+    unfinished, pending = begun[0]
     files = [file for shard in shards for file in shard.generations()]
     if pending:
         try:

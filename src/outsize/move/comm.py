@@ -87,28 +87,30 @@ class Reducing:
     """A reduction on its way."""
 
     def __init__(self, ranks: Ranks, work: Any, purpose: Purpose, own: torch.Tensor) -> None:
-        self._ranks, self._work, self._purpose, self._own = ranks, work, purpose, own
+        self.ranks, self._work, self._purpose, self._own = ranks, work, purpose, own
 
     def wait(self) -> torch.Tensor:
         """The mean, as far as this rank keeps it. Blocks."""
-        self._ranks._await(self._work, self._purpose, "reduce")
-        return self._own.div_(self._ranks.size)
+        self.ranks._await(self._work, self._purpose, "reduce")
+        return self._own.div_(self.ranks.size)
 
 
 @final
 class Ranks:
     """The data-parallel ranks that share one model. All methods that move data block and are called by every rank."""
 
-    def __init__(self, members: Sequence[int], backend: str = "gloo") -> None:
+    def __init__(self, members: Sequence[int], backend: str = "gloo", copies: Sequence[int] = ()) -> None:
         """`members`: the global ranks, this one among them; every rank of the job must make the group. `backend`: of
-        what is moved; what is agreed on goes by gloo."""
+        what is moved; what is agreed on goes by gloo. `copies`: the ranks that hold the same part as this one, where
+        the whole model is there several times (a second dimension of a mesh)."""
         self.members = list(members)
         self.size = len(members)
         self.rank = self.members.index(dist.get_rank())
         self.names: list[str] = []  # of the units, for errors
         self.step = 0
         self.counts = Counts()
-        store = _own_store()
+        store = _own_store(self.members)
+        self.copies = Ranks(copies, backend) if copies else None
         self._agreeing: dict[str, Any] = {
             lane: dist.ProcessGroupGloo(distributed_c10d.PrefixStore(lane, store), self.rank, self.size, PATIENCE)
             for lane in LANES
@@ -215,8 +217,14 @@ class Ranks:
         self.fail(error)
         raise error
 
+    def everyone(self) -> list[Ranks]:
+        """The groups whose members, one after the other, reach every rank of the job."""
+        return [self] if self.copies is None else [self, self.copies]
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
+        if self.copies is not None:
+            self.copies.fail(error)
         self._watch.tell(f"{type(error).__name__}: {error}")
 
     def _agree(self, lane: str, purpose: Purpose) -> None:
@@ -286,6 +294,8 @@ class Ranks:
     def close(self) -> None:
         """Leave the groups; safe to repeat."""
         self._watch.close()
+        if self.copies is not None:
+            self.copies.close()
         self._groups, self._agreeing = {}, {}
 
 
@@ -302,10 +312,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 _made = itertools.count()  # every rank makes its groups in the same order
 
 
-def _own_store() -> Any:
+def _own_store(members: Sequence[int]) -> Any:
     """A place of its own in the store of the job. After a restart the store may still hold what the last try wrote."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return distributed_c10d.PrefixStore(f"outsize/{attempt}/{next(_made)}", distributed_c10d._get_default_store())
+    return distributed_c10d.PrefixStore(
+        f"outsize/{attempt}/{next(_made)}/{members[0]}-{members[-1]}", distributed_c10d._get_default_store()
+    )
 
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()

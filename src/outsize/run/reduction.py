@@ -82,6 +82,8 @@ class WholeGradients:
         found = {}
         for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
             own = going.wait()
+            if going.ranks.copies is not None:  # every copy of the model has seen other data
+                own = going.ranks.copies.all_reduce(own.contiguous(), shard.layout.index).wait()
             for slot in shard.layout.slots:
                 if slot.dtype == segment.dtype and slot.name in self.names:
                     start = slot.offset - own_segment.start
@@ -199,6 +201,10 @@ class Reduction:
         most = self.ranks.combine(torch.tensor([digest, -digest]), "step", "max")
         if int(most[0]) != -int(most[1]):
             self.ranks.disagree(told)
+        if self.ranks.copies is not None:
+            most = self.ranks.copies.combine(torch.tensor([digest, -digest]), "step", "max")
+            if int(most[0]) != -int(most[1]):
+                self.ranks.copies.disagree(told)
 
     def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
         """The norm of this order of a whole gradient, of which this rank has the elements `own`; [] fp32."""

@@ -239,7 +239,8 @@ class Stepper:
                 self._engine.streamer.owe(unit, pending)
         self.steps += 1
         if self._engine.reduction is not None:
-            self._engine.reduction.ranks.step = self.steps
+            for group in self._engine.reduction.ranks.everyone():
+                group.step = self.steps
         self._engine.streamer.schedule.step()
         self._engine.streamer.prefetch()
 
