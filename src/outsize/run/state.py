@@ -28,7 +28,9 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     for key, value in state.items():
         if key in shard.arrays and isinstance(value, torch.Tensor):
             array = shard.arrays[key]
-            content = shard.own(name, value.detach().to("cpu", array.value_dtype(slot.dtype)))
+            content = value.detach().to("cpu", array.value_dtype(slot.dtype)).reshape(-1)
+            if content.numel() == shard.whole_slots[name].numel:  # else it is what this rank gave
+                content = shard.own(name, content)
             shard.write_array(array, slot.offset, slot.end, content)
         else:
             scalars[key] = value.clone() if isinstance(value, torch.Tensor) else value

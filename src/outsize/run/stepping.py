@@ -382,13 +382,14 @@ class Stepper:
 
     def _check_state(self, unit: Unit, slot: Slot, entry: dict[str, Any]) -> None:
         kept = {name for name, array in unit.shard.arrays.items() if array.public}
+        own, slot = slot, unit.shard.whole_slots[slot.name]
         arrays = {
             key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.shape == slot.shape != ()
         }
         wrong = [key for key in arrays - kept if slot.numel > 1 and not self._updater.whole]
         missing = [key for key in kept - entry.keys() if key != "max_exp_avg_sq"]
         shapes = [key for key in kept & entry.keys() if isinstance(entry[key], torch.Tensor)]
-        shapes = [key for key in shapes if entry[key].numel() != slot.numel]
+        shapes = [key for key in shapes if entry[key].numel() not in (slot.numel, own.numel)]
         if wrong or missing or shapes:
             raise ValueError(
                 f"the state dict does not fit {type(self._optimizer).__name__}: for {slot.name!r} it has "

@@ -1,0 +1,138 @@
+"""What a user's loop does around the step, on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+from tests.ranks.launching import run_on_ranks
+from tests.ranks.training import Setting, batch, fields_of, make
+
+
+def loss_of(model: nn.Module, step: int, parts: list[int]) -> Tensor:
+    pairs = [batch(step, part) for part in parts]
+    x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+    dtype = next(model.parameters()).dtype
+    return nn.functional.mse_loss(model(x.to(dtype)).float(), y)
+
+
+def ask(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int], shown: Any) -> dict[str, Any]:
+    """Norms, values, accumulation, changed gradients and weights."""
+    params = list(model.parameters())
+    loss_of(model, 0, parts).backward()
+    found: dict[str, Any] = {
+        f"norm {order}": float(
+            torch.nn.utils.get_total_norm([each.grad for each in params if each.grad is not None], order)
+        )
+        for order in (1.0, 2.0, 3.0, float("inf"))
+    }
+    with shown(model, grads=True):
+        found["gradients"] = [each.grad.clone() for each in params if each.grad is not None]
+    torch.nn.utils.clip_grad_value_(params, 0.01)
+    found["norm of the clamped"] = float(
+        torch.nn.utils.get_total_norm([each.grad for each in params if each.grad is not None])
+    )
+    with shown(model, grads=True, modify=True):
+        for each in params:
+            assert each.grad is not None
+            each.grad.mul_(0.5)
+    loss_of(model, 1, parts).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, 2, parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with shown(model, modify=True), torch.no_grad():
+        for each in params:
+            each.mul_(1.5)
+    loss_of(model, 3, parts).backward()
+    optimizer.step()
+    with shown(model):
+        found["weights"] = [each.detach().clone() for each in params]
+    return found
+
+
+def ask_on_ranks(settings: list[Setting], disk: str) -> list[dict[str, Any]]:
+    found = []
+    for setting in settings:
+        model, optimizer = make(setting)
+        outsize.prepare(model, optimizer, **fields_of(setting, disk))
+        found.append(ask(model, optimizer, [dist.get_rank()], outsize.gathered))
+    return found
+
+
+def test_the_loop_may_ask_and_change_what_it_likes(tmp_path: Path) -> None:
+    settings = [Setting(0, "host"), Setting(2, "host"), Setting(3, "host"), Setting(3, "disk"), Setting(3, "device")]
+
+    def plainly(*_: Any, **__: Any) -> Any:
+        return contextlib.nullcontext()
+
+    expected = ask(*make(Setting()), [0, 1], plainly)
+    for found in run_on_ranks(2, ask_on_ranks, settings, str(tmp_path)):
+        for each in found:
+            for name, value in expected.items():
+                if isinstance(value, float):
+                    assert each[name] == pytest.approx(value, rel=1e-5), name
+                else:
+                    for mine, theirs in zip(each[name], value, strict=True):
+                        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+def scale(stage: int, disk: str) -> tuple[list[float], list[float], int]:
+    """Training in fp16 whose third step overflows on one rank alone."""
+    setting = Setting(stage, "host", dtype=torch.float16)
+    model, optimizer = make(setting)
+    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    scales, norms = [], []
+    for step in range(5):
+        factor = float("inf") if step == 2 and dist.get_rank() == 1 else 1.0
+        scaler.scale(loss_of(model, step, [dist.get_rank()]) * factor).backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, norms, outsize.memory(model).skipped_steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(stage: int, tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, scale, stage, str(tmp_path))
+    assert first[0] == second[0] == [256.0, 256.0, 128.0, 128.0, 128.0]
+    assert first[2] == second[2] == 1
+    assert first[1][3:] == second[1][3:]
+
+
+def state_dicts(disk: str) -> bool:
+    setting = Setting(3, "host")
+    model, optimizer = make(setting)
+    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    for step in range(2):
+        loss_of(model, step, [dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    before = [entry["exp_avg"].clone() for entry in saved["state"].values()]
+    loss_of(model, 2, [dist.get_rank()]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    after = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+    plain_model, plain = make(setting)
+    loss_of(plain_model, 0, [0]).backward()
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())  # of whole parameters
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_state_dicts_of_the_optimizer_go_around(tmp_path: Path) -> None:
+    assert run_on_ranks(2, state_dicts, str(tmp_path)) == [True, True]
