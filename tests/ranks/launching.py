@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outsize.move import comm
+from outsize.move import comm, watch
 
 LIMIT_SECONDS = 60.0
 
@@ -80,7 +80,7 @@ def _receive(pipe: Connection) -> Ended:
 
 def _run(pipe: Connection, place: tuple[int, int, int], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    comm.BEAT_SECONDS, comm.STUCK_SECONDS, comm.SILENT_SECONDS = 0.1, 0.5, 2.0  # tests have no slow networks
+    watch.BEAT_SECONDS, watch.SILENT_SECONDS, comm.STUCK_SECONDS = 0.1, 2.0, 0.5  # tests have no slow networks
     port, rank, ranks = place
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
