@@ -45,6 +45,7 @@ class Config:
     delayed_update: bool | int = False
     update: str = "fetch"
     verify: bool = False
+    unused: str = "error"
     activations: str = "auto"
     micro_batches: int = 1
     units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
@@ -64,6 +65,11 @@ class Config:
         _one_of("activations", self.activations, ACTIVATIONS)
         _one_of("state_format", self.state_format, ("exact", "compact"))
         _one_of("update", self.update, ("fetch", "backward"))
+        _one_of("unused", self.unused, ("error", "sync"))
+        if self.unused == "sync" and self.update == "backward":
+            raise ValueError(
+                "unused='sync' reduces when the backward is over and update='backward' updates in it; choose one"
+            )
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify is {self.verify!r}; it must be True or False")
         if not _is_int(self.stage) or self.stage not in (0, 1, 2, 3):

@@ -136,3 +136,70 @@ def state_dicts(disk: str) -> bool:
 
 def test_state_dicts_of_the_optimizer_go_around(tmp_path: Path) -> None:
     assert run_on_ranks(2, state_dicts, str(tmp_path)) == [True, True]
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that they ask for; one that nobody asks for gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(48, 48) for _ in range(4)])
+        self.head = nn.Linear(48, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] * 10).long().remainder(3)  # the fourth is for nobody
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = (chosen == index).nonzero().view(-1)
+            out = out.index_copy(0, rows, self.experts[index](x[rows]))
+        return self.head(out)
+
+
+def train_experts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int], shown: Any) -> list[Tensor]:
+    for step in range(6):
+        for micro in range(2):
+            pairs = [batch(10 * step + micro, part, rows=2) for part in parts]
+            x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+            nn.functional.mse_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with shown(model):
+        return [each.detach().clone() for each in model.parameters()]
+
+
+def experts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Experts()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def experts_on_ranks(disk: str) -> list[list[Tensor]]:
+    found = []
+    for stage, states in ((0, "device"), (0, "disk"), (1, "host"), (2, "disk"), (2, "device")):
+        model, optimizer = experts()
+        places = {"params": "device", "grads": states, "states": states}
+        fields: dict[str, Any] = {"host_memory": "64MiB", "disk": disk, "unused": "sync", "units": ["Linear"]}
+        outsize.prepare(model, optimizer, stage=stage, **places, **fields)
+        found.append(train_experts(model, optimizer, [dist.get_rank()], outsize.gathered))
+    return found
+
+
+def test_ranks_may_use_different_experts(tmp_path: Path) -> None:
+    expected = train_experts(*experts(), [0, 1, 2], lambda *_: contextlib.nullcontext())
+    for rank in run_on_ranks(3, experts_on_ranks, str(tmp_path)):
+        for found in rank:
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def refuse_experts(disk: str) -> str:
+    try:
+        outsize.prepare(*experts(), host_memory="64MiB", stage=3, unused="sync")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_at_stage_3_unused_units_are_refused_with_the_reason(tmp_path: Path) -> None:
+    assert all("stage=2" in said for said in run_on_ranks(2, refuse_experts, str(tmp_path)))

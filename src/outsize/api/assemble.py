@@ -196,7 +196,8 @@ def _build(
     if ranks is not None:
         for group in ranks.everyone():
             group.names = [unit.name or "model" for unit in units]
-        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger)
+        sync = config.unused == "sync"
+        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
     streamer, keepers = _open_streamer(units, resources, updater, plan, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}

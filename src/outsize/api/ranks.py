@@ -127,7 +127,18 @@ def description(
     infos: Mapping[str, ParamInfo], optimizer: torch.optim.Optimizer | None, config: Config
 ) -> dict[str, object]:
     """What must be the same on every rank before a layout is made."""
-    fields = ("stage", "params", "grads", "states", "state_format", "delayed_update", "update", "activations", "units")
+    fields = (
+        "stage",
+        "params",
+        "grads",
+        "states",
+        "state_format",
+        "delayed_update",
+        "update",
+        "activations",
+        "units",
+        "unused",
+    )
     found: dict[str, object] = {name: f"{info.shape} {info.dtype} {info.trainable}" for name, info in infos.items()}
     found |= {f"the field {name}": str(getattr(config, name)) for name in fields}
     return found | {"the optimizer": type(optimizer).__name__}

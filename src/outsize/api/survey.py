@@ -125,6 +125,11 @@ def _lay_out(
             f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {size} ranks; use "
             f"stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
         )
+    if size > 1 and config.unused == "sync" and config.stage == 3:
+        raise ValueError(
+            "unused='sync' at stage=3: a rank that does not use a unit would have to gather it for those that do; use "
+            "stage=2, where parameters are whole on every rank and gradients and states are split"
+        )
     tree = _tree("", model, names, set())
     cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)

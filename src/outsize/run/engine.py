@@ -263,6 +263,8 @@ class Engine:
                 keeper.end_of_backward(complete)
         if self.reduction is not None:
             self.reduction.flush()
+            if self.reduction.sync and self.reduction.reducing and complete:
+                self.reduction.complete()
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

@@ -125,6 +125,8 @@ class GradKeeper:
         if self._reduction is not None:
             if not complete:
                 self._abandon()
+            elif self._reduction.sync:
+                return  # see Note [Units that some ranks do not use]
             elif self._reduction.reducing:
                 self.reduce()
                 if self.update_now is None:
@@ -361,6 +363,23 @@ class GradKeeper:
                 param.grad = None
         if whole is not None:
             whole.close()
+
+    def collected(self) -> list[bool]:
+        grads = ((name, param.grad) for name, param in self._unit.parameters.items())
+        return [grad is not None and grad is self._expected.get(name) for name, grad in grads]
+
+    def collect_absent(self, present: list[bool]) -> None:
+        assert self._reduction is not None
+        own = self.collected()
+        for (name, param), there, here in zip(self._unit.parameters.items(), present, own, strict=True):
+            if there and not here:
+                if self._whole is None:
+                    self._whole = WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype)
+                self._whole.add_nothing(name)
+                if not isinstance(param.grad, RestingGrad):
+                    param.grad = self._unfilled(name)
+                    self._fresh.add(name)
+                self._expected[name] = param.grad
 
     def at_rest(self) -> Iterator[RestingGrad]:
         for param in self._unit.parameters.values():

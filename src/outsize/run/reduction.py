@@ -26,6 +26,14 @@ class Collecting(Protocol):
         """Start to reduce what was collected."""
         ...
 
+    def collected(self) -> list[bool]:
+        """Of each parameter of the unit whether something was collected for it."""
+        ...
+
+    def collect_absent(self, present: list[bool]) -> None:
+        """Collect nothing, zeros, for those of which another rank has something."""
+        ...
+
     def at_rest(self) -> Iterator[RestingGrad]:
         """The gradients at rest, in the order of the unit."""
         ...
@@ -63,6 +71,13 @@ class WholeGradients:
         else:
             target.copy_(source)
             self.names.add(name)
+
+    def add_nothing(self, name: str) -> None:
+        """Zeros, for a parameter of which another rank has a gradient."""
+        slot = self._shard.whole_slots[name]
+        start = slot.offset - self._shard.whole.segment_of(slot).start
+        self._flat[slot.dtype][start : start + slot.numel].zero_()
+        self.names.add(name)
 
     def forget(self, name: str) -> None:
         """The user has thrown the gradient away."""
@@ -140,9 +155,18 @@ class Reduction:
     # The norm of a slice is taken when the slice is laid to rest. Whoever asks for a norm makes all ranks add up the
     # squares of all gradients at rest, once; until a gradient changes, the sums serve every further question.
 
-    def __init__(self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger) -> None:
+    # Note [Units that some ranks do not use]
+    # Where ranks use different units by design (a mixture of experts), unused="sync", the order in which units are
+    # complete differs. Then nothing is reduced in the backward: when it is over the ranks tell each other which
+    # gradients there are, and reduce these unit by unit; who has none gives zeros. Updates that end with a collective
+    # run in `step()`, in the order of the units.
+
+    def __init__(
+        self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, sync: bool = False
+    ) -> None:
         self.ranks = ranks
         self.split = split
+        self.sync = sync  # see Note [Units that some ranks do not use]
         self.buffers = Buffers(ledger)
         self.dtype = dtype
         self.reducing = True
@@ -176,6 +200,8 @@ class Reduction:
 
     def complete(self) -> None:
         """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
+        if self.sync:
+            self._agree_on_presence()
         for keeper in self.keepers:
             keeper.reduce()
         self.flush()
@@ -194,6 +220,15 @@ class Reduction:
         total = self.ranks.combine(squares, "norms").sqrt_()
         for grad, norm in zip(grads, total, strict=False):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
+
+    def _agree_on_presence(self) -> None:
+        collected = [keeper.collected() for keeper in self.keepers]
+        present = torch.tensor([each for unit in collected for each in unit], dtype=torch.int32)
+        for group in self.ranks.everyone():
+            present = group.combine(present, "gradients", "max")
+        flags = iter(present.tolist())
+        for keeper, unit in zip(self.keepers, collected, strict=True):
+            keeper.collect_absent([bool(next(flags)) for _ in unit])
 
     def check_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""

@@ -242,6 +242,8 @@ class Stepper:
             for group in self._engine.reduction.ranks.everyone():
                 group.step = self.steps
         self._engine.streamer.schedule.step()
+        if self._engine.reduction is not None and self._engine.reduction.sync:
+            self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
 
     def _check_options(self) -> None:
