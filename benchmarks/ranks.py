@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import ranks_jobs
 from benchmarks.common import Row, machine, print_rows
 from benchmarks.models import TOKENS
-from tests.ranks import test_astray
+from tests.ranks import launching, test_astray
 from tests.ranks.launching import ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting
 
@@ -77,6 +77,7 @@ def disk(directory: str) -> list[Row]:
 
 def astray(directory: str) -> list[Row]:
     """Ranks that go wrong in every way that is known, at random."""
+    launching.QUICK = False
     chosen = random.Random(0)
     ways = [*test_astray.WRONG, *test_astray.GONE]
     slowest, hangs, silent, count = 0.0, 0, 0, 100

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from outsize.move import comm, watch
 
 LIMIT_SECONDS = 60.0
+QUICK = True
+"""Whether ranks look after each other more often than they do elsewhere."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.ranks.warm"])
@@ -50,7 +52,9 @@ def ends_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: f
     started = []
     for rank in range(ranks):
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_run, args=(theirs, (store.port, rank, ranks), function, args), daemon=True)
+        process = _context.Process(
+            target=_run, args=(theirs, (store.port, rank, ranks, QUICK), function, args), daemon=True
+        )
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -78,10 +82,13 @@ def _receive(pipe: Connection) -> Ended:
     return end
 
 
-def _run(pipe: Connection, place: tuple[int, int, int], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(
+    pipe: Connection, place: tuple[int, int, int, bool], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    watch.BEAT_SECONDS, watch.SILENT_SECONDS, comm.STUCK_SECONDS = 0.1, 2.0, 0.5  # tests have no slow networks
-    port, rank, ranks = place
+    port, rank, ranks, quick = place
+    if quick:
+        watch.BEAT_SECONDS, watch.SILENT_SECONDS, comm.STUCK_SECONDS = 0.1, 2.0, 0.5  # tests have no slow networks
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     dist.barrier()  # so that a rank that is quick to end does not end before the others have met it
