@@ -42,6 +42,9 @@ GRACE_SECONDS = 1.0
 LOOK = timedelta(seconds=0.25)
 """How often one who waits looks whether the others are still there."""
 
+MEETING = timedelta(minutes=10)
+"""How far apart ranks may come to `prepare`."""
+
 PATIENCE = timedelta(days=7)
 """Of the groups themselves: how long to wait is decided here."""
 
@@ -108,10 +111,7 @@ class Ranks:
         self.counts = Counts()
         store = _own_store(self.members)
         self.copies = Ranks(copies, backend) if copies else None
-        self._agreeing: dict[str, Any] = {
-            lane: dist.ProcessGroupGloo(distributed_c10d.PrefixStore(lane, store), self.rank, self.size, PATIENCE)
-            for lane in LANES
-        }
+        self._agreeing: dict[str, Any] = {lane: self._open(lane, store) for lane in LANES}
         self._groups = dict(self._agreeing)
         if backend != "gloo":
             self._groups |= {lane: dist.new_group(self.members, PATIENCE, backend=backend) for lane in LANES[:2]}
@@ -120,6 +120,18 @@ class Ranks:
         self._blocked = 0
         self._watch = Watch(store, self.rank, self.size, self._stuck)
         _open.add(self)
+
+    def _open(self, lane: str, store: Any) -> Any:
+        own = distributed_c10d.PrefixStore(lane, store)
+        try:
+            group = dist.ProcessGroupGloo(own, self.rank, self.size, MEETING)
+        except RuntimeError as error:
+            raise RanksError(
+                f"{_ranks(self.members)} did not all come to outsize.prepare within {MEETING}: every rank must call "
+                f"it, as often as the others ({error})"
+            ) from error
+        group._set_default_timeout(PATIENCE)
+        return group
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
