@@ -146,6 +146,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     prepared = _common(list(model.parameters())) if isinstance(model, nn.Module) else None
     if prepared is None:
         raise ValueError("no_sync takes a model that outsize.prepare prepared")
+    if prepared.config.update == "backward":
+        raise ValueError("no_sync adds gradients up, and update='backward' applies each at once; use update='fetch'")
     if prepared.engine.reduction is None:
         yield
         return

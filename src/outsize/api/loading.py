@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
-from outsize.api.ranks import LoadPeers
+from outsize.api.ranks import LoadPeers, check_same
 from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.dcp import is_dcp
@@ -67,6 +67,7 @@ def load(
         return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
     checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, os.fspath(path), strict))
     try:
+        _check_same_checkpoint(prepared, checkpoint)
         settle(prepared)
         with _stopping_on_errors(prepared), _gathered_anew(prepared):
             _together(prepared, partial(_restore, prepared, checkpoint, model, optimizer))
@@ -96,6 +97,13 @@ def _together(prepared: Prepared, action: Callable[[], T]) -> T:
                 each.close()
         raise
     return own[0]
+
+
+def _check_same_checkpoint(prepared: Prepared, checkpoint: Checkpoint) -> None:
+    """A directory's newest checkpoint may be another one where a file system shows it later."""
+    mine = {"the checkpoint": f"{checkpoint.folder.name}, saved at {checkpoint.manifest.saved_at}"}
+    if prepared.engine.reduction is not None:
+        check_same(prepared.engine.reduction.ranks, "what they load", mine, "load")
 
 
 def _open(

@@ -103,14 +103,14 @@ def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
 
 
-def check_same(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
+def check_same(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str = "prepare") -> None:
     """Raise `ValueError` on every rank unless all have the same entries; names the first that differs."""
     for group in ranks.everyone():
-        _check_same(group, what, mine)
+        _check_same(group, what, mine, kind)
 
 
-def _check_same(ranks: Ranks, what: str, mine: Mapping[str, object]) -> None:
-    every = ranks.collect(dict(mine), "prepare")
+def _check_same(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str) -> None:
+    every = ranks.collect(dict(mine), kind)
     first = every[0]
     for rank, other in zip(ranks.members, every, strict=True):
         if other == first:
@@ -129,6 +129,7 @@ def description(
     """What must be the same on every rank before a layout is made."""
     fields = (
         "stage",
+        "reduce_dtype",
         "params",
         "grads",
         "states",
@@ -141,6 +142,7 @@ def description(
     )
     found: dict[str, object] = {name: f"{info.shape} {info.dtype} {info.trainable}" for name, info in infos.items()}
     found |= {f"the field {name}": str(getattr(config, name)) for name in fields}
+    found["the field device"] = config.compute_device.type
     return found | {"the optimizer": type(optimizer).__name__}
 
 
@@ -161,7 +163,7 @@ class LoadPeers(SavePeers):
     """The ranks that load together, on the user's thread."""
 
     def exchange(self, value: object) -> list[Any]:
-        return self._ranks.collect(value, "load")
+        return self._ranks.collect(value, "load", step=self._step)
 
 
 class Fingerprints:

@@ -59,11 +59,14 @@ def together(peers: Peers, own: Callable[[], Any], what: str) -> list[Any]:
         error = raised
     said = None if error is None else f"{type(error).__name__}: {error}"
     every = peers.exchange((said, value))
-    if error is not None:
+    gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first
+    if error is not None and not gone:
         raise error
     for rank, (other, _) in enumerate(every):
-        if other is not None:
-            raise PeerFailedError(f"{what}: rank {rank} failed ({other})")
+        if other is not None and rank != peers.rank:
+            raise PeerFailedError(f"{what}: rank {rank} failed ({other})") from error
+    if error is not None:
+        raise error
     return [each for _, each in every]
 
 

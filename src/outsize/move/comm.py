@@ -9,7 +9,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, final
@@ -109,16 +109,18 @@ class Ranks:
         self.names: list[str] = []  # of the units, for errors
         self.step = 0
         self.counts = Counts()
-        store = _own_store(self.members)
+        number = next(_made)
+        store = _own_store(number, self.members)
         self.copies = Ranks(copies, backend) if copies else None
         self._agreeing: dict[str, Any] = {lane: self._open(lane, store) for lane in LANES}
         self._groups = dict(self._agreeing)
         if backend != "gloo":
-            self._groups |= {lane: dist.new_group(self.members, PATIENCE, backend=backend) for lane in LANES[:2]}
+            self._groups |= {lane: self._open_nccl(lane, store) for lane in LANES[:2]}
         self._sequence = dict.fromkeys(LANES, 0)
         self._waiting: dict[str, tuple[float, Purpose]] = {}  # by lane: since when, and what for
         self._blocked = 0
-        self._watch = Watch(store, self.rank, self.size, self._stuck)
+        self._watch = Watch(_own_store(number, self.members, apart=True), self.rank, self.size, self._stuck)
+        self._number = number
         _open.add(self)
 
     def _open(self, lane: str, store: Any) -> Any:
@@ -132,6 +134,12 @@ class Ranks:
             ) from error
         group._set_default_timeout(PATIENCE)
         return group
+
+    def _open_nccl(self, lane: str, store: Any) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = PATIENCE
+        own = distributed_c10d.PrefixStore(f"nccl-{lane}", store)
+        return dist.ProcessGroupNCCL(own, self.rank, self.size, options)
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
@@ -177,12 +185,17 @@ class Ranks:
             self._blocked -= 1
 
     def _stuck(self) -> str:
-        """What the user's loop has been waiting for, for some time, from other ranks; empty while it goes on."""
+        """What the user's loop has been waiting for, for some time, from these ranks, of whatever model; empty while it
+        goes on."""
+        found = (each._stuck_here() for each in list(_open) if each.members == self.members)
+        return next((each for each in found if each), "")
+
+    def _stuck_here(self) -> str:
         lanes = ("control", "reduce", "gather") if self._blocked else ("control", "reduce")
         for lane in lanes:
             since, purpose = self._waiting.get(lane, (0.0, None))
             if purpose is not None and time.monotonic() - since > STUCK_SECONDS:
-                return purpose.words(self.names)
+                return f"{purpose.words(self.names)} of model {self._number}"
         return ""
 
     # -- what is agreed on -------------------------------------------------------------------------------------------
@@ -287,6 +300,8 @@ class Ranks:
             raise wrapped from error
 
     def _check_others(self, purpose: Purpose) -> None:
+        if self._watch.closed:
+            raise RanksError(f"outsize was closed while {_ranks([self.rank])} was in {purpose.words(self.names)}")
         if self._watch.apart:
             raise self._different_ways(self._watch.apart)
         said = self._watch.said
@@ -321,12 +336,17 @@ def _ranks(ranks: Sequence[int]) -> str:
 _made = itertools.count()  # every rank makes its groups in the same order
 
 
-def _own_store(members: Sequence[int]) -> Any:
-    """A place of its own in the store of the job. After a restart the store may still hold what the last try wrote."""
+def _own_store(number: int, members: Sequence[int], apart: bool = False) -> Any:
+    """A place of its own in the store of the job. After a restart the store may still hold what the last try wrote.
+
+    `apart`: on a connection of its own, which nobody else's waiting holds up."""
+    store: Any = distributed_c10d._get_default_store()
+    if apart:
+        with suppress(AttributeError, RuntimeError, NotImplementedError):  # a store in memory or in a file has none
+            store = store.clone()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return distributed_c10d.PrefixStore(
-        f"outsize/{attempt}/{next(_made)}/{members[0]}-{members[-1]}", distributed_c10d._get_default_store()
-    )
+    place = f"outsize/{attempt}/{number}/{members[0]}-{members[-1]}"
+    return distributed_c10d.PrefixStore(place, store)
 
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()

@@ -44,6 +44,11 @@ class Watch:
         if self._said is None:
             self._said, self.since = value, time.monotonic()
 
+    @property
+    def closed(self) -> bool:
+        """Whether nobody looks any more."""
+        return self._closing.is_set()
+
     def tell(self, message: str) -> None:
         """Leave word for the others, once."""
         if not self._told:
