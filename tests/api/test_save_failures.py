@@ -129,9 +129,8 @@ def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_rai
     assert same(plain.values(), other.values())
 
 
-def test_what_did_not_reach_the_drive_stops_the_run(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if size == "small":
-        pytest.skip("small state is read back and compared instead")
+@pytest.mark.parametrize("size", ["large"], indirect=True)  # small state is read back and compared instead
+def test_what_did_not_reach_the_drive_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
@@ -269,11 +268,10 @@ def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
             run.save(place)
 
 
+@pytest.mark.parametrize("size", ["large"], indirect=True)  # small state is not written behind the training
 def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
-    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if size == "small":
-        pytest.skip("nothing is written behind the training")
     run = Run(tmp_path, "host")
     run.train()
     run.save(tmp_path / "step-1")

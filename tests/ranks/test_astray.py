@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outsize
+from outsize.api.assemble import prepared_of
 from tests.ranks.launching import Ended, ends_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -131,7 +132,7 @@ def check(ends: list[Ended], who: int, gone: bool) -> None:
             continue
         assert end.error is not None, f"rank {rank}: {end.value}"
         assert end.kind == "RanksError", end.trace
-        assert str(who) in end.error and "step" in end.error
+        assert re.search(rf"\branks? ([0-9, ]*, )?{who}\b", end.error) and "step" in end.error, end.error
         assert end.seconds < DETECTED_SECONDS
         if gone:
             assert f"rank {who}" in end.error
@@ -180,19 +181,46 @@ def test_ranks_that_prepare_different_things_say_so(what: str, tmp_path: Path) -
         assert "rank 1" in str(end.error) and "differ" in str(end.error)
 
 
-def stop_and_wait(disk: str) -> None:
+def stopped(disk: str) -> None:
+    """Rank 1 is stopped in its third step; rank 0 ends it once it has noticed."""
     run = Run(HOST, disk)
-    for number in range(3):
-        if number == 2 and run.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        run.step(number)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    try:
+        for number in range(3):
+            if number == 2 and run.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            run.step(number)
+    finally:
+        if run.rank == 0:
+            os.kill(pids[1], signal.SIGKILL)
+
+
+def test_a_rank_that_stands_still_is_given_up(tmp_path: Path) -> None:
+    first, second = ends_on_ranks(2, stopped, str(tmp_path))
+    assert second.killed
+    assert first.kind == "RanksError" and "rank 1 of 2 is gone" in str(first.error), first.trace
+    assert first.seconds < DETECTED_SECONDS
 
 
 def slow(disk: str) -> str:
+    """Rank 1 comes to its third step only when rank 0 has looked for it three times."""
     run = Run(HOST, disk)
+    store = dist.distributed_c10d._get_default_store()
+    reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
+    looked: list[int] = []
+    plain = reduction.ranks._check_others  # type: ignore[union-attr]
+
+    def look(purpose: Any) -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            store.set("looked", "1")
+        plain(purpose)
+
+    reduction.ranks._check_others = look  # type: ignore[union-attr, method-assign]
     for number in range(3):
-        if run.rank == 1:
-            time.sleep(0.7)
+        if number == 2 and run.rank == 1:
+            store.wait(["looked"])
         run.step(number)
     return "went right"
 

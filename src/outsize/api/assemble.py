@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.ranks import Fingerprints, check_same, open_ranks
+from outsize.api.ranks import check_same, open_ranks
 from outsize.api.resources import Resources
 from outsize.api.shards import LateArrays, open_shard
 from outsize.api.survey import Kept, Survey, survey
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
+from outsize.move.generations import crc32c_of
 from outsize.move.memory import return_freed_memory
 from outsize.move.shard import (
     MASTER,
@@ -202,11 +203,11 @@ def _build(
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
-    values = None if ranks is None else Fingerprints()
+    sums: dict[str, str] | None = None if ranks is None else {}
     for unit in units:
-        _adopt(unit, states, load, values)
-    if ranks is not None and values is not None:
-        check_same(ranks, "the values of their parameters", values.sums)
+        _adopt(unit, states, load, sums)
+    if ranks is not None and sums is not None:
+        check_same(ranks, "the values of their parameters", sums)
     _cast_buffers(model, config)
     engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction)
     for unit in units:
@@ -327,7 +328,7 @@ def _adopt(
     unit: Unit,
     states: dict[Any, dict[str, Any]],
     load: Callable[[nn.Parameter], torch.Tensor],
-    values: Fingerprints | None,
+    sums: dict[str, str] | None,
 ) -> None:
     """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
@@ -336,8 +337,8 @@ def _adopt(
         state = states.pop(param, None)
         with torch.no_grad():
             value = load(param)
-            if values is not None:
-                values.add(name, value)
+            if sums is not None:
+                sums[name] = f"{crc32c_of(value):08x}"
             _adopt_value(shard, name, value)
             param.grad = None
             param.data = shard.param(name)

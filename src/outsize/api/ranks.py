@@ -13,7 +13,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from outsize.config import Config
 from outsize.move.comm import Ranks
-from outsize.move.generations import crc32c_of
 from outsize.plan.layout import ParamInfo
 from outsize.plan.placement import Budgets
 
@@ -164,13 +163,3 @@ class LoadPeers(SavePeers):
 
     def exchange(self, value: object) -> list[Any]:
         return self._ranks.collect(value, "load", step=self._step)
-
-
-class Fingerprints:
-    """A checksum of each parameter's values as they come in, to be compared over ranks."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, str] = {}
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        self.sums[name] = f"{crc32c_of(value):08x}"

@@ -104,46 +104,37 @@ def survey(
         check_same(ranks, "what they prepare", description(infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
         rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
-    return _lay_out(model, config, kept, infos, parameters, optimized, budgets, names, (rank, size), shared)
-
-
-def _lay_out(
-    model: nn.Module,
-    config: Config,
-    kept: Kept,
-    infos: dict[str, ParamInfo],
-    parameters: dict[str, nn.Parameter],
-    optimized: frozenset[str],
-    budgets: Budgets,
-    names: dict[int, str],
-    split: tuple[int, int],
-    shared: bool,
-) -> Survey:
-    size = split[1]
-    if size > 1 and kept.whole:
-        raise ValueError(
-            f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {size} ranks; use "
-            f"stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
-        )
-    if size > 1 and config.unused == "sync" and config.stage == 3:
-        raise ValueError(
-            "unused='sync' at stage=3: a rank that does not use a unit would have to gather it for those that do; use "
-            "stage=2, where parameters are whole on every rank and gradients and states are split"
-        )
+    _refuse_what_cannot_be_split(config, kept, size)
     tree = _tree("", model, names, set())
     cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
     sizes = tuple(_bytes_of(layout, infos, kept, config, size, shared) for layout in layouts)
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
     if size > 1 and config.stage < 3:
-        if config.params in ("host", "disk"):
-            raise ValueError(
-                f"stage={config.stage} keeps whole parameters on every rank, and params={config.params!r} would keep "
-                f"{size} copies of them there; use stage=3, where each rank keeps and moves one part of {size}"
-            )
         wanted["params"] = "device"
     tiers = place(sizes, budgets, wanted)
-    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, split)
+    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size))
+
+
+def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int) -> None:
+    """Raise `ValueError` with the reason for what makes no sense where units are split over several ranks."""
+    if ranks == 1:
+        return
+    if kept.whole:
+        raise ValueError(
+            f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {ranks} ranks; "
+            f"use stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
+        )
+    if config.unused == "sync" and config.stage == 3:
+        raise ValueError(
+            "unused='sync' at stage=3: a rank that does not use a unit would have to gather it for those that do; use "
+            "stage=2, where parameters are whole on every rank and gradients and states are split"
+        )
+    if config.stage < 3 and config.params in ("host", "disk"):
+        raise ValueError(
+            f"stage={config.stage} keeps whole parameters on every rank, and params={config.params!r} would keep "
+            f"{ranks} copies of them there; use stage=3, where each rank keeps and moves one part of {ranks}"
+        )
 
 
 def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> ParamInfo:

@@ -28,9 +28,10 @@ from outsize.move.watch import Watch
 
 # Note [Nobody hangs]
 # A rank waits by asking again and again, never inside the library. Meanwhile a thread looks after the others: each rank
-# counts in the store once a second, and writes there why it failed. A rank that has failed, ended or stopped counting
-# ends the waiting of all others, with its number in the error. One that is slow but alive is waited for. Where every
-# rank waits, and not all for the same, nobody will ever come: each says what it waits for, and all end.
+# counts in the store twice a second, and looks whether its neighbour counts; the word of a rank that has failed, ended
+# or stopped counting is left for all, and ends the waiting of all others, with its number in the error. One that is
+# slow but alive is waited for. Where every rank waits, and not all for the same, nobody will ever come: each says what
+# it waits for, and all end.
 
 LANES = ("gather", "reduce", "control", "save")
 STUCK_SECONDS = 3.0
@@ -67,7 +68,7 @@ class Purpose:
         return f"{self.kind}{unit} in step {self.step} ({self.numel} elements)"
 
 
-KINDS = ("gather", "reduce", "norms", "finite", "step", "save", "load", "export", "gradients", "prepare", "end")
+KINDS = ("gather", "reduce", "norms", "finite", "step", "save", "load", "export", "gradients", "prepare")
 
 
 @dataclass
@@ -228,10 +229,7 @@ class Ranks:
         every = self.collect(dict(mine), "step")
         names = sorted({name for each in every for name in each})
         name = next((name for name in names if len({each.get(name) for each in every}) > 1), "?")
-        said: dict[str, list[int]] = {}
-        for rank, each in enumerate(every):
-            said.setdefault(each.get(name, "no gradient"), []).append(rank)
-        parts = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
+        parts = _who_says_what([each.get(name, "no gradient") for each in every])
         error = RanksError(
             f"the ranks take different steps in step {self.step}. For {name!r}: {parts}. Clip, scale and schedule "
             f"alike on every rank. Nothing was updated"
@@ -262,13 +260,9 @@ class Ranks:
         raise self._different_ways([each.words(self.names) for each in found])
 
     def _different_ways(self, words_of: Sequence[str]) -> RanksError:
-        said: dict[str, list[int]] = {}
-        for rank, words in enumerate(words_of):
-            said.setdefault(words, []).append(rank)
-        parts = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
         error = RanksError(
-            f"the ranks have gone different ways. {parts}. Every rank must run the same modules in the same order, and "
-            f"take the same number of steps; the state at rest is as the last completed step left it"
+            f"the ranks have gone different ways. {_who_says_what(words_of)}. Every rank must run the same modules in "
+            f"the same order, and take the same number of steps; the state at rest is that of the last completed step"
         )
         self.fail(error)
         return error
@@ -290,14 +284,16 @@ class Ranks:
         try:
             action()
         except RuntimeError as error:
-            gone = self._watch.gone_soon()
-            who = f"{_ranks(gone)} of {self.size}" if gone else f"a rank of {self.size}"
-            wrapped = RanksError(
-                f"{who} is gone (killed, ended or unreachable) while {_ranks([self.rank])} was in "
-                f"{purpose.words(self.names)}: start the job again and load the last checkpoint"
-            )
-            self.fail(wrapped)
-            raise wrapped from error
+            raise self._gone(self._watch.find_gone(), purpose) from error
+
+    def _gone(self, said: tuple[int, str] | None, purpose: Purpose) -> RanksError:
+        who, what = (_ranks([said[0]]), said[1]) if said is not None else ("a rank", "is gone")
+        error = RanksError(
+            f"{who} of {self.size} {what} while {_ranks([self.rank])} was in {purpose.words(self.names)}: start the "
+            f"job again and load the last checkpoint"
+        )
+        self.fail(error)
+        return error
 
     def _check_others(self, purpose: Purpose) -> None:
         if self._watch.closed:
@@ -307,13 +303,7 @@ class Ranks:
         said = self._watch.said
         if said is None or time.monotonic() - self._watch.since < GRACE_SECONDS:  # what has begun may still arrive
             return
-        rank, message = said
-        error = RanksError(
-            f"{_ranks([rank])} of {self.size} {message} while {_ranks([self.rank])} was in "
-            f"{purpose.words(self.names)}: start the job again and load the last checkpoint"
-        )
-        self.fail(error)
-        raise error
+        raise self._gone(said, purpose)
 
     def close(self) -> None:
         """Leave the groups; safe to repeat."""
@@ -331,6 +321,14 @@ def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _who_says_what(words_of: Sequence[str]) -> str:
+    """What each rank says, the ranks that say the same together."""
+    said: dict[str, list[int]] = {}
+    for rank, words in enumerate(words_of):
+        said.setdefault(words, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
 
 
 _made = itertools.count()  # every rank makes its groups in the same order

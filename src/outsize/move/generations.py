@@ -76,11 +76,7 @@ def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
 
 def crc32c(content: bytes) -> int:
     """The CRC-32C of these bytes."""
-    if not content:
-        return 0
-    data, out = torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.empty(1, dtype=torch.int32)
-    _native.page_sums(data.data_ptr(), data.numel(), data.numel(), out.data_ptr())
-    return int(out.item()) & 0xFFFFFFFF
+    return crc32c_of(torch.frombuffer(bytearray(content), dtype=torch.uint8)) if content else 0
 
 
 def crc32c_of(content: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, final
 
 BEAT_SECONDS = 0.5
@@ -25,7 +26,7 @@ class Watch:
         self._pid = os.getpid()
         self._rank, self._size = rank, size
         self._beat = 0
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._seen = (b"", 0.0)  # the neighbour's last count, and since when
         self._said: tuple[int, str] | None = None
         self.since = 0.0
         self._told = False
@@ -53,47 +54,63 @@ class Watch:
         """Leave word for the others, once."""
         if not self._told:
             self._told = True
-            try:
-                self._store.set(f"failed/{self._rank}", message[:2000])
-            except RuntimeError:
-                return
+            with suppress(RuntimeError):  # the store is gone, and with it the rank that kept it
+                self._leave_word(self._rank, f"has failed ({message[:2000]})")
 
-    def gone_soon(self) -> list[int]:
-        """The ranks that do not count any more; looks for a moment."""
-        before = self._beats()
-        for _ in range(6):
-            time.sleep(BEAT_SECONDS)
-            if self.said is not None:
-                return [self.said[0]]
-        now = self._beats()
-        return [rank for rank in before if rank != self._rank and now.get(rank) == before[rank]]
+    def _leave_word(self, rank: int, what: str) -> None:
+        """The first word stays, as far as ranks do not speak at the same moment."""
+        if not self._store.check(["word"]):
+            self._store.set("word", f"{rank} {what}")
+
+    def find_gone(self) -> tuple[int, str] | None:
+        """What there is to say of the rank that went first, once a connection broke. Looks until it is sure, and no
+        longer than `SILENT_SECONDS`: a rank that broke off may count a little longer."""
+        seen: dict[int, tuple[int, float]] = {}
+        until = time.monotonic() + SILENT_SECONDS
+        while self.said is None and time.monotonic() < until:
+            self._look_safely()
+            now = time.monotonic()
+            for rank, beat in self._beats().items():
+                if rank not in seen or seen[rank][0] != beat:
+                    seen[rank] = (beat, now)
+                elif rank != self._rank and now - seen[rank][1] > SILENT_SECONDS / 2:
+                    self.said = (rank, "is gone (killed, ended or unreachable)")
+            if self._closing.wait(BEAT_SECONDS):
+                break
+        return self.said
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_SECONDS):
-            try:
-                self._beat += 1
-                self._store.set(f"beat/{self._rank}", str(self._beat))
-                self._look()
-                self._compare()
-            except Exception:  # the store went with the rank that kept it
-                self.said = (0, "keeps the store of this job and is gone")
+            self._beat += 1
+            if not self._look_safely(f"beat/{self._rank}", str(self._beat)):
                 return
 
+    def _look_safely(self, *beat: str) -> bool:
+        """Set `beat` and look around; False where there is nobody to ask any more."""
+        try:
+            if beat:
+                self._store.set(*beat)
+                self._compare()
+            self._look()
+        except Exception:  # the store went with the rank that kept it
+            self.said = (0, "keeps the store of this job and is gone")
+            return False
+        return True
+
     def _look(self) -> None:
-        now = time.monotonic()
-        for rank, beat in self._beats().items():
-            if rank == self._rank:
-                continue
-            if self._store.check([f"failed/{rank}"]):
-                message = self._store.get(f"failed/{rank}").decode(errors="replace")
-                self.said = (rank, f"has failed ({message})")
-            if self._store.check([f"ended/{rank}"]):
-                self.said = (rank, "has ended its run")
-            known = self._seen.get(rank)
-            if known is None or known[0] != beat:
-                self._seen[rank] = (beat, now)
-            elif now - known[1] > SILENT_SECONDS:
-                self.said = (rank, "is gone (killed or unreachable)")
+        """At the neighbour's count, and at what was left for all: as many requests however many ranks there are."""
+        for key in ("word", "ended"):
+            if self._store.check([key]):
+                rank, what = self._store.get(key).decode(errors="replace").split(" ", 1)
+                if int(rank) != self._rank:
+                    self.said = (int(rank), what)
+        neighbour = (self._rank + 1) % self._size
+        key, now = f"beat/{neighbour}", time.monotonic()
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        if beat != self._seen[0]:
+            self._seen = (beat, now)
+        elif beat and now - self._seen[1] > SILENT_SECONDS and not self._store.check(["ended"]):
+            self._leave_word(neighbour, "is gone (killed or unreachable)")
 
     def _compare(self) -> None:
         """Look whether every rank waits, and what for, where this one does."""
@@ -124,7 +141,5 @@ class Watch:
         if self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
-        try:
-            self._store.set(f"ended/{self._rank}", "1")
-        except RuntimeError:
-            return
+        with suppress(RuntimeError):
+            self._store.set("ended", f"{self._rank} has ended its run")

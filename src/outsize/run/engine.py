@@ -262,9 +262,7 @@ class Engine:
             if keeper.collecting or keeper.deferred:
                 keeper.end_of_backward(complete)
         if self.reduction is not None:
-            self.reduction.flush()
-            if self.reduction.sync and self.reduction.reducing and complete:
-                self.reduction.complete()
+            self.reduction.end_of_backward() if complete else self.reduction.flush()
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

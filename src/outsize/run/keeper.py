@@ -306,6 +306,7 @@ class GradKeeper:
         if previous is None or previous is not self._expected.get(name):
             self._whole.forget(name)  # of a gradient that is not there any more
         self._whole.add(name, grad)
+        self._reduction.collected()
         if previous is None:
             previous = self._unfilled(name)
             self._fresh.add(name)

@@ -98,7 +98,7 @@ class WholeGradients:
         for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
             own = going.wait()
             if going.ranks.copies is not None:  # every copy of the model has seen other data
-                own = going.ranks.copies.all_reduce(own.contiguous(), shard.layout.index).wait()
+                own = going.ranks.copies.all_reduce(own, shard.layout.index).wait()
             for slot in shard.layout.slots:
                 if slot.dtype == segment.dtype and slot.name in self.names:
                     start = slot.offset - own_segment.start
@@ -128,7 +128,6 @@ class Buffers:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._free: list[torch.Tensor] = []
-        self._memory: dict[int, HostBuffer] = {}
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """uint8 [nbytes], contents undefined."""
@@ -171,6 +170,7 @@ class Reduction:
         self.dtype = dtype
         self.reducing = True
         self.keepers: list[Collecting] = []
+        self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
         self._going: Callable[[], None] | None = None  # lays the reduction that is on its way to rest
 
@@ -194,16 +194,30 @@ class Reduction:
         if going is not None:
             going()
 
+    def collected(self) -> None:
+        """A keeper has something to reduce."""
+        self._due = self._due or not self.sync  # there the end of the backward says so, on every rank
+
+    def end_of_backward(self) -> None:
+        """A backward is over on every rank."""
+        self.flush()
+        if self.sync:
+            self._due = True
+            if self.reducing:
+                self.complete()
+
     def changed(self) -> None:
         """A gradient at rest is another one now."""
         self._stale = True
 
     def complete(self) -> None:
         """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
-        if self.sync:
-            self._agree_on_presence()
-        for keeper in self.keepers:
-            keeper.reduce()
+        if self._due:
+            self._due = False
+            if self.sync:
+                self._agree_on_presence()
+            for keeper in self.keepers:
+                keeper.reduce()
         self.flush()
         if not self._stale:
             return
@@ -233,13 +247,10 @@ class Reduction:
     def check_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""
         digest = crc32c(repr(sorted(told.items())).encode())
-        most = self.ranks.combine(torch.tensor([digest, -digest]), "step", "max")
-        if int(most[0]) != -int(most[1]):
-            self.ranks.disagree(told)
-        if self.ranks.copies is not None:
-            most = self.ranks.copies.combine(torch.tensor([digest, -digest]), "step", "max")
+        for group in self.ranks.everyone():
+            most = group.combine(torch.tensor([digest, -digest]), "step", "max")
             if int(most[0]) != -int(most[1]):
-                self.ranks.copies.disagree(told)
+                group.disagree(told)
 
     def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
         """The norm of this order of a whole gradient, of which this rank has the elements `own`; [] fp32."""
