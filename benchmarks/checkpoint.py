@@ -6,11 +6,9 @@ one run; each heavy row runs in a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
 import random
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from benchmarks.checkpoint_faults import ENGINE_KINDS, SYSTEM_KINDS, Ground, Man
 from benchmarks.checkpoint_fuzz import KINDS, Specimen, Tally, flip_everywhere, fuzz
 from benchmarks.checkpoint_kills import in_a_process
 from benchmarks.checkpoint_runs import MIXED, ON_DISK, link_and_copy_always
-from benchmarks.common import Row, machine, print_rows, run_child
+from benchmarks.common import Row, run_child, run_rows
 from benchmarks.models import TOKENS
 
 SMALL, LARGE = 12, 101
@@ -148,20 +146,10 @@ if importlib.util.find_spec("benchmarks.exporting") is not None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"which of {', '.join(ROWS)}; all if none is named")
-    parser.add_argument("--disk", default=".", help="a directory on the drive to measure")
-    options = parser.parse_args()
     logging.disable(logging.ERROR)  # what is passed over, and what fails on purpose
     torch.set_num_threads(1)
     link_and_copy_always()
-    print(machine())
-    rows = []
-    for name in options.rows or ROWS:
-        with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-            rows += ROWS[name](directory)
-    print_rows(rows)
-    return 0 if all(row.reached for row in rows) else 1
+    return run_rows(__doc__, ROWS)
 
 
 if __name__ == "__main__":

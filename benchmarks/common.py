@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from mmap import mmap
@@ -35,6 +38,37 @@ def print_rows(rows: list[Row]) -> None:
     print("| what | measured | must reach | reached |\n|---|---|---|---|")
     for row in rows:
         print(row)
+
+
+def run_rows(
+    description: str | None,
+    rows: Mapping[str, Callable[[str], list[Row]]],
+    children: Mapping[str, Callable[..., Mapping[str, object]]] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The `main` of a benchmark: the rows that the command line names, each in a directory of its own on the drive to
+    measure. 0 where all reach what they must. `children`: parts that `run_child` runs, with words as arguments."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="row", help=f"which of {', '.join(rows)}; all if none is named")
+    parser.add_argument("--disk", default=".", help="a directory on the drive to measure")
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.rows) - set(rows)):
+        parser.error(f"no such row: {', '.join(unknown)}")
+    if options.child:
+        kind, *words = options.child
+        print(json.dumps((children or {})[kind](*words)))
+        return 0
+    print(machine())
+    good = True
+    for name in options.rows or rows:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=options.disk) as directory:
+            found = rows[name](directory)
+        print_rows(found)
+        print(f"({name}: {time.perf_counter() - began:.0f} s)\n", flush=True)
+        good = good and all(row.reached for row in found)
+    return 0 if good else 1
 
 
 def machine() -> str:

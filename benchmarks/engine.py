@@ -5,14 +5,11 @@ Rows: parity tiers masters memory scale overhead init steady disk. Ratios are ta
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
-import json
 import os
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +20,7 @@ import torch
 from torch import nn
 
 import outsize
-from benchmarks.common import PeakRss, Row, machine, plain_disk_bandwidth, print_rows, rss_bytes, run_child
+from benchmarks.common import PeakRss, Row, plain_disk_bandwidth, rss_bytes, run_child, run_rows
 from benchmarks.models import checkpointed, llama, timed_steps, tokens, train_step
 
 DISK_PLACES = {"params": "disk", "grads": "disk", "states": "disk"}
@@ -130,14 +127,14 @@ def ties_up(master: torch.Tensor) -> torch.Tensor:
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def memory_child(disk: str, layers: int, steps: int, plain: bool, threads: int) -> dict[str, Any]:
+def memory_child(disk: str, layers: str, steps: str, kind: str, threads: str) -> dict[str, Any]:
     """Peak RSS over imports and the median step of one Llama, all on disk or plain."""
     import transformers.models.llama.modeling_llama  # noqa: F401  (an import, not the model's memory)
 
-    torch.set_num_threads(threads)
-    base = rss_bytes()
+    torch.set_num_threads(int(threads))
+    plain, base = kind == "plain", rss_bytes()
     with contextlib.nullcontext() if plain else outsize.init(host_memory="256MiB", disk=disk):
-        model = llama(layers)
+        model = llama(int(layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True if plain else None)
     parameters = sum(param.numel() for param in model.parameters())
     if plain:
@@ -147,7 +144,7 @@ def memory_child(disk: str, layers: int, steps: int, plain: bool, threads: int) 
     gc.collect()
     trim()
     with PeakRss() as memory:
-        result = timed_steps(model, optimizer, steps)
+        result = timed_steps(model, optimizer, int(steps))
     result |= {"parameters": parameters, "rss": memory.peak - base}
     if not plain:
         report = outsize.memory(model)
@@ -393,29 +390,11 @@ ROWS: dict[str, Callable[[str], list[Row]]] = {
     "init": init,
     "scale": scale,
 }
+CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"memory": memory_child, "init": init_child}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"which of {', '.join(ROWS)}; all if none is named")
-    parser.add_argument("--disk", default=".", help="a directory on the drive to measure")
-    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        kind, *rest = options.child
-        if kind == "memory":
-            result = memory_child(rest[0], int(rest[1]), int(rest[2]), rest[3] == "plain", int(rest[4]))
-        else:
-            result = init_child(*rest)
-        print(json.dumps(result))
-        return 0
-    print(machine())
-    rows = []
-    for name in options.rows or ROWS:
-        with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-            rows += ROWS[name](directory)
-    print_rows(rows)
-    return 0 if all(row.reached for row in rows) else 1
+    return run_rows(__doc__, ROWS, CHILDREN)
 
 
 if __name__ == "__main__":

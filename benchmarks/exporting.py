@@ -5,10 +5,7 @@ Rows: export, masters, imports. Each runs in a process of its own; bandwidth is 
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 
 import outsize
-from benchmarks.common import PeakRss, Row, machine, plain_disk_bandwidth, print_rows, rss_bytes, run_child
+from benchmarks.common import PeakRss, Row, plain_disk_bandwidth, rss_bytes, run_child, run_rows
 from benchmarks.models import llama
 
 GB = 1e9
@@ -107,22 +104,7 @@ CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"export": export_child, "i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"which of {', '.join(ROWS)}; all if none is named")
-    parser.add_argument("--disk", default=".", help="a directory on the drive to measure")
-    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        kind, *rest = options.child
-        print(json.dumps(CHILDREN[kind](*rest)))
-        return 0
-    print(machine())
-    rows = []
-    for name in options.rows or ROWS:
-        with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-            rows += ROWS[name](directory)
-    print_rows(rows)
-    return 0 if all(row.reached for row in rows) else 1
+    return run_rows(__doc__, ROWS, CHILDREN)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,12 @@ Ranks are processes of this machine that speak by gloo; ratios are taken within 
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ranks_jobs
-from benchmarks.common import Row, machine, print_rows
+from benchmarks.common import Row, run_rows
 from benchmarks.models import TOKENS
 from tests.ranks import launching, test_astray
 from tests.ranks.launching import ends_on_ranks, run_on_ranks
@@ -104,20 +101,7 @@ ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default all")
-    parser.add_argument("--disk", default=None, help="a directory on the drive to measure")
-    arguments = parser.parse_args()
-    print(machine())
-    good = True
-    for name in arguments.rows or ROWS:
-        began = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=arguments.disk) as directory:
-            rows = ROWS[name](directory)
-        print_rows(rows)
-        print(f"({name}: {time.perf_counter() - began:.0f} s)", flush=True)
-        good = good and all(row.reached for row in rows)
-    return 0 if good else 1
+    return run_rows(__doc__, ROWS)
 
 
 if __name__ == "__main__":

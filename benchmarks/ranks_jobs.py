@@ -26,7 +26,7 @@ def _loss_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -58,17 +58,7 @@ def fsdp2(layers: int) -> Step:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(batch: torch.Tensor) -> float:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return step
+    return _loss_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
 def make(kind: str, layers: int, disk: str) -> Step:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,90 +13,18 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.saving import settle
-from outsize.checkpoint import parts, shelf, writer
+from outsize.checkpoint import parts, shelf
 from outsize.move import generations
-from outsize.move.generations import Generations
-
-DISK = {"params": "disk", "grads": "disk", "states": "disk"}
-
-
-@pytest.fixture(autouse=True)
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every save is done as that of a large state."""
-    monkeypatch.setattr(writer, "AT_ONCE_BYTES", -1)
-
-
-class Run:
-    """Three layers, the middle one half frozen, AdamW with its state on disk unless told otherwise."""
-
-    def __init__(self, tmp: Path, seed: int = 0, model: nn.Module | None = None, **fields: Any) -> None:
-        torch.manual_seed(seed)
-        (tmp / "disk").mkdir(exist_ok=True)
-        self.model = model or nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 90), nn.Linear(90, 3))
-        if model is None:
-            self.model[1].weight.requires_grad_(False)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        given = {**DISK, "disk": tmp / "disk", "host_memory": "64MiB", "device": "cpu"}
-        outsize.prepare(self.model, self.optimizer, **{**given, **fields})
-        self.count = 0
-
-    @property
-    def prepared(self) -> Prepared:
-        found = prepared_of(next(self.model.parameters()))
-        assert found is not None
-        return found
-
-    @property
-    def files(self) -> list[Generations]:
-        return [file for unit in self.prepared.engine.units for file in unit.shard.generations()]
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.count += 1
-            inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(self.count))
-            self.model(inputs.to(next(self.model.parameters()).dtype)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def values(self) -> dict[str, torch.Tensor]:
-        with outsize.gathered(self.model):
-            found = {name: value.detach().clone() for name, value in self.model.named_parameters()}
-        for name, param in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"{name}/{key}"] = torch.as_tensor(value).clone()
-        return found
-
-    def save(self, path: Path, **options: Any) -> None:
-        outsize.save(path, self.model, self.optimizer, self.count, **options).wait()
-
-    def load(self, path: Path, **options: Any) -> None:
-        self.count = outsize.load(path, self.model, self.optimizer, **options)
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
-
-
-def inodes(folder: Path) -> set[int]:
-    return {file.stat().st_ino for file in folder.rglob("*") if file.is_file()}
-
-
-def blocks(folder: Path, seen: set[int]) -> int:
-    """Bytes on the drive, each file once, however many names it has."""
-    total = 0
-    for file in folder.rglob("*"):
-        status = file.lstat()
-        if file.is_file() and status.st_ino not in seen:
-            seen.add(status.st_ino)
-            total += status.st_blocks * 512
-    return total
+from tests.api.generation_runs import (
+    Run,
+    assert_holds,
+    assert_same,
+    blocks,
+    digest,
+    inodes,
+    large,  # noqa: F401 (autouse)
+)
 
 
 def test_a_checkpoint_is_made_of_the_files_that_hold_the_state(tmp_path: Path) -> None:
@@ -121,9 +46,7 @@ def test_training_never_touches_a_checkpoint(tmp_path: Path) -> None:
     with outsize.gathered(run.model, modify=True), torch.no_grad():
         run.model[0].weight.zero_()
     assert digest(tmp_path / "ckpt") == held
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{}, {"compute_dtype": torch.bfloat16}, {"state_format": "compact"}])
@@ -136,10 +59,7 @@ def test_a_run_that_saves_is_bit_for_bit_one_that_does_not(fields: dict[str, Any
         if step == 2:
             saving.save(tmp_path / "again")  # no update in between
     assert_same(plain.values(), saving.values())
-    other = Run(tmp_path, seed=1, **fields)
-    other.load(tmp_path / "again")
-    other.train()
-    assert_same(plain.values(), other.values())
+    assert_holds(tmp_path / "again", plain.values(), tmp_path, steps=1, **fields)
 
 
 def test_an_update_of_frozen_files_moves_no_more_bytes_than_one_in_place(tmp_path: Path) -> None:
@@ -237,10 +157,7 @@ def test_where_nothing_can_be_linked_the_files_are_cloned_or_copied(
     for each in (plain, run):
         each.train()
     assert_same(plain.values(), run.values())
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    other.train()
-    assert_same(plain.values(), other.values())
+    assert_holds(tmp_path / "ckpt", plain.values(), tmp_path, steps=1)
 
 
 def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_returns(
@@ -288,254 +205,7 @@ def test_several_disks_are_copied_into_one_file(tmp_path: Path) -> None:
     run = Run(tmp_path, disk=disks)
     run.train()
     run.save(tmp_path / "ckpt")
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(run.values(), other.values())
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds the writing behind the training until it is set."""
-    opened = threading.Event()
-    plain = parts._NewFile.__init__
-
-    def make(file: Any, path: Path, nbytes: int) -> None:
-        assert opened.wait(60)
-        plain(file, path, nbytes)
-
-    monkeypatch.setattr(parts._NewFile, "__init__", make)
-    yield opened
-    opened.set()
-
-
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_instant(
-    tier: str, tmp_path: Path, gate: threading.Event
-) -> None:
-    run = Run(tmp_path, params=tier, grads=tier, states=tier)
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    run.train(2)
-    assert not saving.done()
-    assert not (tmp_path / "ckpt").exists()
-    gate.set()
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_without_room_for_copies_what_is_about_to_change_is_waited_for(tmp_path: Path, gate: threading.Event) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host", host_memory="1MiB")
-    run.train()
-    saved = run.values()
-    run.prepared.resources.ledger.add("host/test", 1 << 20)
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    released = threading.Event()
-    shard = run.prepared.engine.units[0].shard
-
-    def change() -> None:
-        shard.before_change()
-        released.set()
-
-    waiting = threading.Thread(target=change)
-    waiting.start()
-    assert not released.wait(0.2)
-    gate.set()
-    waiting.join(60)
-    assert released.is_set()
-    run.train(2)
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, opened = threading.Event(), threading.Event()
-    plain = parts._NewFile.write
-
-    def write(file: Any, offset: int, content: torch.Tensor) -> None:
-        begun.set()
-        assert opened.wait(60)
-        plain(file, offset, content)
-
-    monkeypatch.setattr(parts._NewFile, "write", write)
-    monkeypatch.setattr(parts, "IN_PLACE_BYTES", 4096)
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    assert begun.wait(60)
-    changing = threading.Thread(target=run.prepared.engine.units[0].shard.before_change)
-    changing.start()
-    changing.join(0.2)
-    assert changing.is_alive()
-    opened.set()
-    changing.join(60)
-    run.train()
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_weights_on_the_device_that_the_user_changes_after_a_save_are_saved_as_they_were(
-    tmp_path: Path, gate: threading.Event
-) -> None:
-    run = Run(tmp_path, params="device", grads="device", states="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    with outsize.gathered(list(run.model.parameters()), modify=True):
-        for param in run.model.parameters():
-            param.data.add_(1)
-    gate.set()
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-@pytest.mark.parametrize("waiter", ["wait", "load", "save"])
-def test_who_waits_for_a_checkpoint_and_is_interrupted_changes_nothing_in_it(
-    waiter: str, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    gate.set()
-    outsize.save(tmp_path / "first", run.model, run.optimizer, run.count).wait()
-    gate.clear()
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-
-    def interrupted(self: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(saving._promise), "wait", interrupted)
-        if waiter == "wait":
-            saving.wait()
-        elif waiter == "load":
-            outsize.load(tmp_path / "first", run.model, run.optimizer)
-        else:
-            outsize.save(tmp_path / "second", run.model, run.optimizer)
-    threading.Timer(0.2, gate.set).start()
-    outsize.load(tmp_path / "first", run.model, run.optimizer)
-    run.train()
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_what_cannot_be_copied_is_waited_for(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-
-    def no_memory(content: torch.Tensor) -> torch.Tensor:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(parts, "_copy_of", no_memory)
-    threading.Timer(0.2, gate.set).start()
-    run.train(2)
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_without_room_weights_on_the_device_are_written_before_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, params="device", grads="device", states="device", host_memory="64MiB")
-    run.train()
-    run.prepared.resources.ledger.add("host/test", 64 << 20)
-    copied: list[int] = []
-    plain = parts._copy_of
-
-    def copy_of(content: torch.Tensor) -> torch.Tensor:
-        copied.append(content.numel())
-        return plain(content)
-
-    monkeypatch.setattr(parts, "_copy_of", copy_of)
-    saved = run.values()
-    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count).wait()
-    assert not copied
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_a_model_that_goes_away_is_still_written(tmp_path: Path, gate: threading.Event) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    for unit in run.prepared.engine.units:
-        unit.shard.close()
-    gate.set()
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-@pytest.mark.parametrize("waited", [True, False])
-def test_a_failure_behind_the_training_is_logged_and_raised_once(
-    waited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    run.save(tmp_path / "ckpt")
-    good = digest(tmp_path / "ckpt")
-    run.train()
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parts._NewFile, "write", full)
-        saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer)
-        run.train()
-        with pytest.raises(OSError, match="No space left"):
-            saving.wait() if waited else run.save(tmp_path / "ckpt")
-    assert "could not be completed" in caplog.text
-    assert digest(tmp_path / "ckpt") == good
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["ckpt", "disk"]
-    run.save(tmp_path / "ckpt")
-    assert digest(tmp_path / "ckpt") != good
-
-
-def test_a_model_may_go_while_its_checkpoint_is_written(tmp_path: Path, gate: threading.Event) -> None:
-    run = Run(tmp_path, params="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1)
-    run.prepared.resources.close()
-    del run
-    gate.set()
-    saving.wait()
-    other = Run(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
-    assert_same(saved, other.values())
-
-
-def test_a_load_waits_for_a_checkpoint_that_another_model_still_writes(tmp_path: Path, gate: threading.Event) -> None:
-    run, other = Run(tmp_path, params="host"), Run(tmp_path, seed=1)
-    run.train()
-    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1)
-    threading.Timer(0.05, gate.set).start()
-    other.load(tmp_path / "ckpt")
-    assert_same(run.values(), other.values())
+    assert_holds(tmp_path / "ckpt", run.values(), tmp_path)
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -1,0 +1,104 @@
+"""The runs whose checkpoints share files with the state, or are written behind the training; what to compare."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.api.assemble import Prepared, prepared_of
+from outsize.checkpoint import writer
+from outsize.move.generations import Generations
+
+DISK = {"params": "disk", "grads": "disk", "states": "disk"}
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every save is done as that of a large state."""
+    monkeypatch.setattr(writer, "AT_ONCE_BYTES", -1)
+
+
+class Run:
+    """Three layers, the middle one half frozen, AdamW with its state on disk unless told otherwise."""
+
+    def __init__(self, tmp: Path, seed: int = 0, model: nn.Module | None = None, **fields: Any) -> None:
+        torch.manual_seed(seed)
+        (tmp / "disk").mkdir(exist_ok=True)
+        self.model = model or nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 90), nn.Linear(90, 3))
+        if model is None:
+            self.model[1].weight.requires_grad_(False)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        given = {**DISK, "disk": tmp / "disk", "host_memory": "64MiB", "device": "cpu"}
+        outsize.prepare(self.model, self.optimizer, **{**given, **fields})
+        self.count = 0
+
+    @property
+    def prepared(self) -> Prepared:
+        found = prepared_of(next(self.model.parameters()))
+        assert found is not None
+        return found
+
+    @property
+    def files(self) -> list[Generations]:
+        return [file for unit in self.prepared.engine.units for file in unit.shard.generations()]
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.count += 1
+            inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(self.count))
+            self.model(inputs.to(next(self.model.parameters()).dtype)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        with outsize.gathered(self.model):
+            found = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        for name, param in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                found[f"{name}/{key}"] = torch.as_tensor(value).clone()
+        return found
+
+    def save(self, path: Path, **options: Any) -> None:
+        outsize.save(path, self.model, self.optimizer, self.count, **options).wait()
+
+    def load(self, path: Path, **options: Any) -> None:
+        self.count = outsize.load(path, self.model, self.optimizer, **options)
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    differ = [name for name, value in one.items() if not torch.equal(value, other[name])]
+    assert not differ, differ
+
+
+def assert_holds(path: Path, values: dict[str, torch.Tensor], tmp: Path, steps: int = 0, **fields: Any) -> None:
+    """A run of another seed that loads this checkpoint, and trains for `steps`, has these values."""
+    other = Run(tmp, seed=1, **fields)
+    other.load(path)
+    other.train(steps)
+    assert_same(values, other.values())
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def inodes(folder: Path) -> set[int]:
+    return {file.stat().st_ino for file in folder.rglob("*") if file.is_file()}
+
+
+def blocks(folder: Path, seen: set[int]) -> int:
+    """Bytes on the drive, each file once, however many names it has."""
+    total = 0
+    for file in folder.rglob("*"):
+        status = file.lstat()
+        if file.is_file() and status.st_ino not in seen:
+            seen.add(status.st_ino)
+            total += status.st_blocks * 512
+    return total

@@ -1,0 +1,249 @@
+"""State in memory is written behind the training, as it was when it was saved; oracle: a run that loads it."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outsize
+from outsize.checkpoint import parts
+from tests.api.generation_runs import (
+    Run,
+    assert_holds,
+    assert_same,
+    digest,
+    large,  # noqa: F401 (autouse)
+)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds the writing behind the training until it is set."""
+    opened = threading.Event()
+    plain = parts._NewFile.__init__
+
+    def make(file: Any, path: Path, nbytes: int) -> None:
+        assert opened.wait(60)
+        plain(file, path, nbytes)
+
+    monkeypatch.setattr(parts._NewFile, "__init__", make)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_instant(
+    tier: str, tmp_path: Path, gate: threading.Event
+) -> None:
+    run = Run(tmp_path, params=tier, grads=tier, states=tier)
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    run.train(2)
+    assert not saving.done()
+    assert not (tmp_path / "ckpt").exists()
+    gate.set()
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_without_room_for_copies_what_is_about_to_change_is_waited_for(tmp_path: Path, gate: threading.Event) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host", host_memory="1MiB")
+    run.train()
+    saved = run.values()
+    run.prepared.resources.ledger.add("host/test", 1 << 20)
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    released = threading.Event()
+    shard = run.prepared.engine.units[0].shard
+
+    def change() -> None:
+        shard.before_change()
+        released.set()
+
+    waiting = threading.Thread(target=change)
+    waiting.start()
+    assert not released.wait(0.2)
+    gate.set()
+    waiting.join(60)
+    assert released.is_set()
+    run.train(2)
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, opened = threading.Event(), threading.Event()
+    plain = parts._NewFile.write
+
+    def write(file: Any, offset: int, content: torch.Tensor) -> None:
+        begun.set()
+        assert opened.wait(60)
+        plain(file, offset, content)
+
+    monkeypatch.setattr(parts._NewFile, "write", write)
+    monkeypatch.setattr(parts, "IN_PLACE_BYTES", 4096)
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    assert begun.wait(60)
+    changing = threading.Thread(target=run.prepared.engine.units[0].shard.before_change)
+    changing.start()
+    changing.join(0.2)
+    assert changing.is_alive()
+    opened.set()
+    changing.join(60)
+    run.train()
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_weights_on_the_device_that_the_user_changes_after_a_save_are_saved_as_they_were(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    run = Run(tmp_path, params="device", grads="device", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    with outsize.gathered(list(run.model.parameters()), modify=True):
+        for param in run.model.parameters():
+            param.data.add_(1)
+    gate.set()
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+@pytest.mark.parametrize("waiter", ["wait", "load", "save"])
+def test_who_waits_for_a_checkpoint_and_is_interrupted_changes_nothing_in_it(
+    waiter: str, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    gate.set()
+    outsize.save(tmp_path / "first", run.model, run.optimizer, run.count).wait()
+    gate.clear()
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(saving._promise), "wait", interrupted)
+        if waiter == "wait":
+            saving.wait()
+        elif waiter == "load":
+            outsize.load(tmp_path / "first", run.model, run.optimizer)
+        else:
+            outsize.save(tmp_path / "second", run.model, run.optimizer)
+    threading.Timer(0.2, gate.set).start()
+    outsize.load(tmp_path / "first", run.model, run.optimizer)
+    run.train()
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_what_cannot_be_copied_is_waited_for(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+
+    def no_memory(content: torch.Tensor) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(parts, "_copy_of", no_memory)
+    threading.Timer(0.2, gate.set).start()
+    run.train(2)
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_without_room_weights_on_the_device_are_written_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, params="device", grads="device", states="device", host_memory="64MiB")
+    run.train()
+    run.prepared.resources.ledger.add("host/test", 64 << 20)
+    copied: list[int] = []
+    plain = parts._copy_of
+
+    def copy_of(content: torch.Tensor) -> torch.Tensor:
+        copied.append(content.numel())
+        return plain(content)
+
+    monkeypatch.setattr(parts, "_copy_of", copy_of)
+    saved = run.values()
+    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count).wait()
+    assert not copied
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_a_model_that_goes_away_is_still_written(tmp_path: Path, gate: threading.Event) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    for unit in run.prepared.engine.units:
+        unit.shard.close()
+    gate.set()
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_failure_behind_the_training_is_logged_and_raised_once(
+    waited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    run.save(tmp_path / "ckpt")
+    good = digest(tmp_path / "ckpt")
+    run.train()
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts._NewFile, "write", full)
+        saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer)
+        run.train()
+        with pytest.raises(OSError, match="No space left"):
+            saving.wait() if waited else run.save(tmp_path / "ckpt")
+    assert "could not be completed" in caplog.text
+    assert digest(tmp_path / "ckpt") == good
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["ckpt", "disk"]
+    run.save(tmp_path / "ckpt")
+    assert digest(tmp_path / "ckpt") != good
+
+
+def test_a_model_may_go_while_its_checkpoint_is_written(tmp_path: Path, gate: threading.Event) -> None:
+    run = Run(tmp_path, params="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1)
+    run.prepared.resources.close()
+    del run
+    gate.set()
+    saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+def test_a_load_waits_for_a_checkpoint_that_another_model_still_writes(tmp_path: Path, gate: threading.Event) -> None:
+    run, other = Run(tmp_path, params="host"), Run(tmp_path, seed=1)
+    run.train()
+    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1)
+    threading.Timer(0.05, gate.set).start()
+    other.load(tmp_path / "ckpt")
+    assert_same(run.values(), other.values())
