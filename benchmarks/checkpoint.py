@@ -58,12 +58,14 @@ def host(directory: str) -> list[Row]:
     for batch in (1, 8):
         found: Any = run_child("benchmarks.checkpoint_jobs", "host", directory, str(SMALL), "7", str(batch))
         stand, copy, overhead = found["stand"], found["copy"], found["during"] / found["step"] - 1
+        plain = f"{found['beside'] / found['step'] - 1:+.0%}"
         size = f"0.16 B in host memory, steps of {batch * TOKENS:,} tokens"
         what = f"{size}: stand-still of a save ({found['bytes'] / GB:.2f} GB, {stand:.3f} s)"
         behind = f"a step while it is written ({found['written']:.1f} s) over one that is not ({found['step']:.2f} s)"
         rows += [
             Row(what, f"{stand / copy:.2f} x a copy by torch ({copy:.2f} s)", "<= 1 x", stand <= copy),
             Row(behind, f"{overhead:+.0%}", "<= 10 %", overhead <= 0.10),
+            Row("(the same while a plain thread writes as many bytes, and does nothing else)", plain, "", True),
             Row("the checkpoint is complete and loads bit-equal", str(found["equal"]), "True", found["equal"]),
         ]
     return rows

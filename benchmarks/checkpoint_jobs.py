@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,10 @@ from benchmarks.models import llama, tokens, train_step
 from benchmarks.optimizer_engine import settle
 from outsize.api.assemble import prepared_of
 from outsize.checkpoint.background import Saving
+from outsize.checkpoint.parts import IN_PLACE_BYTES
 from outsize.move.generations import PageTable
+from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
+from outsize.plan.layout import round_up
 
 ON_DISK: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
 IN_HOST: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "host")
@@ -107,8 +112,10 @@ def host(directory: str, layers: str, rounds: str, batch: str) -> dict[str, Any]
     folder = Path(directory) / "checkpoints"
     for _ in range(2):
         job.whole_step()
-    stands, copies, plain, during, written = [], [], [], [], []
+    stands, copies, plain, during, written, beside = [], [], [], [], [], []
+    nbytes = sum(tensor.numel() for tensor in job.state())
     for _ in range(int(rounds)):
+        beside += _steps_beside(job, PlainWriter(Path(directory) / "plain", nbytes))
         plain.append(job.whole_step())  # before a copy as before a save: memory just freed is quicker to come by
         copies.append(timed(lambda: [tensor.clone() for tensor in job.state()]))
         plain.append(job.whole_step())
@@ -118,9 +125,8 @@ def host(directory: str, layers: str, rounds: str, batch: str) -> dict[str, Any]
         during += _steps_while(job, saving)
         saving.wait()
         written.append(time.perf_counter() - began)
-    medians = {"stand": stands, "copy": copies, "step": plain, "during": during, "written": written}
+    medians = {"stand": stands, "copy": copies, "step": plain, "during": during, "written": written, "beside": beside}
     result = {name: statistics.median(values) for name, values in medians.items()}
-    nbytes = sum(tensor.numel() for tensor in job.state())
     return {**result, "bytes": nbytes, "equal": _loads_equal(job, folder, directory, int(layers))}
 
 
@@ -129,6 +135,36 @@ def _steps_while(job: Job, saving: Saving) -> list[float]:
     seconds = [job.whole_step()]
     while not saving.done():
         seconds.append(job.whole_step())
+    return seconds
+
+
+class PlainWriter(threading.Thread):
+    """The least that any checkpoint would do: as many bytes past the page cache into a new file, and nothing else."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__()
+        self._path, self._nbytes = path, nbytes
+        self._piece = HostBuffer(IN_PLACE_BYTES)
+        self._piece.bytes.random_()
+
+    def run(self) -> None:
+        self._path.unlink(missing_ok=True)
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+        content = memory_of(self._piece.bytes)
+        for start in range(0, self._nbytes, IN_PLACE_BYTES):
+            os.pwrite(fd, content[: min(IN_PLACE_BYTES, round_up(self._nbytes - start, PAGE_BYTES))], start)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def _steps_beside(job: Job, writer: PlainWriter) -> list[float]:
+    """Whole steps that began while a plain program wrote as many bytes; at least one."""
+    job.whole_step()
+    writer.start()
+    seconds = [job.whole_step()]
+    while writer.is_alive():
+        seconds.append(job.whole_step())
+    writer.join()
     return seconds
 
 
