@@ -36,6 +36,7 @@ from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
+from outsize.run.local import bind, is_distributed, local
 from outsize.run.reduction import Reduction
 from outsize.run.state import store_state
 from outsize.run.stepping import Stepper
@@ -89,7 +90,7 @@ def assemble(
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
     rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
-    ranks = open_ranks(config)
+    ranks = open_ranks(config, list(model.parameters()))
     try:
         return _assemble(model, optimizer, config, load, rule, ranks)
     except BaseException as error:
@@ -146,7 +147,8 @@ def _check_devices(plan: Survey, config: Config) -> None:
                 f"parameter {name!r} is on {param.device} but device is {config.compute_device}; move the model to the "
                 f"CPU or pass device={str(param.device)!r}"
             )
-        if type(param) is not nn.Parameter and param.layout is torch.strided and not _is_paged(param):
+        plain = type(param) is nn.Parameter or is_distributed(param)
+        if not plain and param.layout is torch.strided and not _is_paged(param):
             raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
 
 
@@ -207,12 +209,12 @@ def _build(
     for unit in units:
         _adopt(unit, states, load, sums)
     if ranks is not None and sums is not None:
-        check_same(ranks, "the values of their parameters", sums)
+        check_same(ranks.alike(), "the values of their parameters", sums)
     _cast_buffers(model, config)
     engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction)
     for unit in units:
         for param in unit.parameters.values():
-            param.__class__ = engine.class_for(unit)
+            param.__class__ = engine.class_for(unit, param)
     for keeper in keepers:
         keeper.make_ready()
     stepper = None
@@ -221,7 +223,8 @@ def _build(
         arrays = LateArrays(plan, config, rule, resources)
         stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps, config.update == "backward")
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
-    for kind in (engine.guarded_class, engine.resident_class):
+    kinds: set[Any] = {type(param) for unit in units for param in unit.parameters.values()}
+    for kind in kinds:
         kind.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
@@ -336,12 +339,12 @@ def _adopt(
     for name, param in unit.parameters.items():
         state = states.pop(param, None)
         with torch.no_grad():
-            value = load(param)
+            value = local(load(param))
             if sums is not None:
                 sums[name] = f"{crc32c_of(value):08x}"
             _adopt_value(shard, name, value)
             param.grad = None
-            param.data = shard.param(name)
+            bind(param, shard.param(name))
         if state:
             store_state(shard, name, state)
         del value

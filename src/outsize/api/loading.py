@@ -103,7 +103,7 @@ def _check_same_checkpoint(prepared: Prepared, checkpoint: Checkpoint) -> None:
     """A directory's newest checkpoint may be another one where a file system shows it later."""
     mine = {"the checkpoint": f"{checkpoint.folder.name}, saved at {checkpoint.manifest.saved_at}"}
     if prepared.engine.reduction is not None:
-        check_same(prepared.engine.reduction.ranks, "what they load", mine, "load")
+        check_same(prepared.engine.reduction.ranks.everyone(), "what they load", mine, "load")
 
 
 def _open(

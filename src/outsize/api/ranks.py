@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.plan.layout import ParamInfo
 from outsize.plan.placement import Budgets
+from outsize.run.local import is_distributed
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -54,41 +55,81 @@ def local_ranks() -> int:
     return max(int(text), 1) if text.isdigit() else 1
 
 
-def open_ranks(config: Config) -> Ranks | None:
+TENSOR_NAMES = ("tp", "tensor", "tensor_parallel")
+OTHER_NAMES = ("cp", "pp", "ep")
+
+
+def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
     """The ranks that share the model; None where this process is alone. Raises `ValueError` for another mesh."""
     join()
     mesh: Any = config.mesh
+    split: list[Any] = [param for param in params if is_distributed(param)]
     if not dist.is_available() or not dist.is_initialized():
         if mesh is not None:
             raise ValueError("mesh needs the ranks of torch.distributed; start the job with torchrun, or leave it out")
         return None
     backend = "nccl" if config.compute_device.type == "cuda" else "gloo"
     if mesh is None:
+        if split:
+            raise ValueError(
+                "the model has tensor-parallel parameters (DTensors); pass mesh=, a DeviceMesh that names the "
+                "data-parallel and the tensor-parallel dimension, the one that parallelize_module was given a part of"
+            )
         members = list(range(dist.get_world_size()))
         return Ranks(members, backend) if len(members) > 1 else None
-    grid, place = _grid(mesh)
-    row, column = (int(each) for each in place)
-    sharing, copies = grid[row].tolist(), grid[:, column].tolist()
-    if len(sharing) * len(copies) == 1:
+    grid, place = _grid(mesh, {name for param in split for name in param.device_mesh.mesh_dim_names or ()})
+    copy, share, part = (int(each) for each in place)
+    copies, sharing, tensor = grid[:, share, part].tolist(), grid[copy, :, part].tolist(), grid[copy, share].tolist()
+    for param in split:
+        _check_tensor_parallel(param, tensor)
+    if len(sharing) * len(copies) * len(tensor) == 1:
         return None
-    return Ranks(sharing, backend, copies if len(copies) > 1 else ())
+    return Ranks(sharing, backend, copies if len(copies) > 1 else (), tensor if len(tensor) > 1 else ())
 
 
-def _grid(mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ranks of the mesh, [copies, ranks that share one], and where in it this one is."""
+def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks of the mesh, [copies, ranks that share one, tensor-parallel ranks], and where in it this one is.
+
+    `used`: the dimensions over which parameters are split already.
+    """
     names = tuple(mesh.mesh_dim_names or ())
-    if any(name in ("tp", "tensor", "cp", "pp", "ep") for name in names):
+    if any(name in OTHER_NAMES for name in names):
         raise ValueError(
-            f"mesh has the dimensions {names}; this version of outsize takes data-parallel ones: one (split), or two "
-            f"(copies, split)"
+            f"mesh has the dimensions {names}; outsize takes data-parallel ones, one (split) or two (copies, split), "
+            f"and a tensor-parallel one, called one of {TENSOR_NAMES}"
         )
-    if mesh.ndim > 2:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions; outsize takes one (split), or two (copies, split)")
-    grid = mesh.mesh.view(-1, mesh.mesh.shape[-1]).cpu()
+    tensor = [at for at, name in enumerate(names) if name in TENSOR_NAMES or name in used]
+    if len(tensor) > 1 or mesh.ndim - len(tensor) > 2:
+        raise ValueError(
+            f"mesh has the dimensions {names or mesh.ndim}; outsize takes one that is data-parallel (split), or two "
+            f"(copies, split), and one that is tensor-parallel, called one of {TENSOR_NAMES}"
+        )
+    if used and not tensor:
+        raise ValueError(
+            f"parameters are split over the mesh dimension {', '.join(sorted(used))!r}, which mesh does not name: it "
+            f"has {names or 'no names'}; pass the whole mesh, with the dimension that parallelize_module was given"
+        )
+    grid = mesh.mesh.cpu()
+    grid = grid.movedim(tensor[0], -1) if tensor else grid.unsqueeze(-1)
+    grid = grid.reshape(-1, grid.shape[-2] if grid.ndim > 1 else 1, grid.shape[-1])
     place = (grid == dist.get_rank()).nonzero()
     if len(place) != 1:
-        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
     return grid, place[0]
+
+
+def _check_tensor_parallel(param: Any, members: Sequence[int]) -> None:
+    mesh, placements = param.device_mesh, param.placements
+    if mesh.ndim != 1 or mesh.mesh.flatten().tolist() != list(members):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} lies on the ranks {mesh.mesh.tolist()}, the "
+            f"tensor-parallel dimension of mesh has {list(members)}: leave the data-parallel dimension to outsize (no "
+            f"fully_shard)"
+        )
+    if any(not each.is_replicate() and type(each).__name__ != "Shard" for each in placements):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is placed as {placements}; outsize takes Shard and Replicate"
+        )
 
 
 def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
@@ -102,9 +143,9 @@ def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
 
 
-def check_same(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str = "prepare") -> None:
-    """Raise `ValueError` on every rank unless all have the same entries; names the first that differs."""
-    for group in ranks.everyone():
+def check_same(groups: Sequence[Ranks], what: str, mine: Mapping[str, object], kind: str = "prepare") -> None:
+    """Raise `ValueError` on every rank of the groups unless all have the same entries; names the first that differs."""
+    for group in groups:
         _check_same(group, what, mine, kind)
 
 
@@ -123,7 +164,10 @@ def _check_same(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str) 
 
 
 def description(
-    infos: Mapping[str, ParamInfo], optimizer: torch.optim.Optimizer | None, config: Config
+    parameters: Mapping[str, torch.Tensor],
+    infos: Mapping[str, ParamInfo],
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
 ) -> dict[str, object]:
     """What must be the same on every rank before a layout is made."""
     fields = (
@@ -139,7 +183,10 @@ def description(
         "units",
         "unused",
     )
-    found: dict[str, object] = {name: f"{info.shape} {info.dtype} {info.trainable}" for name, info in infos.items()}
+    found: dict[str, object] = {}
+    for name, info in infos.items():
+        placements: Any = getattr(parameters[name], "placements", "")
+        found[name] = f"{tuple(parameters[name].shape)} {info.dtype} {info.trainable} {placements}".strip()
     found |= {f"the field {name}": str(getattr(config, name)) for name in fields}
     found["the field device"] = config.compute_device.type
     return found | {"the optimizer": type(optimizer).__name__}

@@ -27,6 +27,7 @@ from outsize.plan.layout import (
     slice_of,
 )
 from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
+from outsize.run.local import local
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7
@@ -101,7 +102,7 @@ def survey(
     shared = ranks is not None or size > 1
     rank, size = 0, size if config.stage else 1
     if ranks is not None:
-        check_same(ranks, "what they prepare", description(infos, optimizer, config))
+        check_same(ranks.everyone(), "what they prepare", description(parameters, infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
         rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
     _refuse_what_cannot_be_split(config, kept, size)
@@ -146,7 +147,7 @@ def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> Pa
             f"Register integer or complex values as buffers"
         )
     dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
-    return ParamInfo(name, tuple(param.shape), dtype, OWN_BYTES[dtype], optimized and param.requires_grad)
+    return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], optimized and param.requires_grad)
 
 
 def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> frozenset[str]:

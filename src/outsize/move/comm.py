@@ -100,10 +100,13 @@ class Reducing:
 class Ranks:
     """The data-parallel ranks that share one model. All methods that move data block and are called by every rank."""
 
-    def __init__(self, members: Sequence[int], backend: str = "gloo", copies: Sequence[int] = ()) -> None:
+    def __init__(
+        self, members: Sequence[int], backend: str = "gloo", copies: Sequence[int] = (), tensor: Sequence[int] = ()
+    ) -> None:
         """`members`: the global ranks, this one among them; every rank of the job must make the group. `backend`: of
         what is moved; what is agreed on goes by gloo. `copies`: the ranks that hold the same part as this one, where
-        the whole model is there several times (a second dimension of a mesh)."""
+        the whole model is there several times (a second dimension of a mesh). `tensor`: those that hold other parts of
+        the same parameters, by torch's tensor parallelism; outsize only agrees with them."""
         self.members = list(members)
         self.size = len(members)
         self.rank = self.members.index(dist.get_rank())
@@ -113,6 +116,7 @@ class Ranks:
         number = next(_made)
         store = _own_store(number, self.members)
         self.copies = Ranks(copies, backend) if copies else None
+        self.tensor = Ranks(tensor) if tensor else None
         self._agreeing: dict[str, Any] = {lane: self._open(lane, store) for lane in LANES}
         self._groups = dict(self._agreeing)
         if backend != "gloo":
@@ -239,12 +243,16 @@ class Ranks:
 
     def everyone(self) -> list[Ranks]:
         """The groups whose members, one after the other, reach every rank of the job."""
+        return [*self.alike(), *([] if self.tensor is None else [self.tensor])]
+
+    def alike(self) -> list[Ranks]:
+        """The groups that reach every rank which has the same parameters."""
         return [self] if self.copies is None else [self, self.copies]
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
-        if self.copies is not None:
-            self.copies.fail(error)
+        for group in self.everyone()[1:]:
+            group.fail(error)
         self._watch.tell(f"{type(error).__name__}: {error}")
 
     def _agree(self, lane: str, purpose: Purpose) -> None:
@@ -308,8 +316,8 @@ class Ranks:
     def close(self) -> None:
         """Leave the groups; safe to repeat."""
         self._watch.close()
-        if self.copies is not None:
-            self.copies.close()
+        for group in self.everyone()[1:]:
+            group.close()
         self._groups, self._agreeing = {}, {}
 
 

@@ -18,8 +18,9 @@ from outsize.move.conveyor import Conveyor
 from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.grads import RestingGrad
-from outsize.run.guard import ManagedParameter, managed_classes
+from outsize.run.guard import Classes
 from outsize.run.keeper import GradKeeper
+from outsize.run.local import is_distributed, local, local_gradient
 from outsize.run.reduction import Reduction
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
@@ -59,7 +60,7 @@ class Engine:
         self.keepers = keepers
         self.streamer = streamer
         self.conveyor = conveyor
-        self.guarded_class, self.resident_class, _ = managed_classes(self)
+        self.classes = Classes(self)
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._by_key = {unit.shard.buffer.key: unit for unit in units}
         self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
@@ -77,7 +78,7 @@ class Engine:
 
     def key_of(self, tensor: torch.Tensor) -> int | None:
         try:
-            key = int(tensor.untyped_storage()._cdata)
+            key = int(local(tensor).untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # a tensor without storage: sparse, fake, functional
             return None
         return key if key in self._by_key else None
@@ -107,6 +108,9 @@ class Engine:
             )
         if torch.is_grad_enabled() and unit.index not in self._watched:
             self._watch_gradients(unit)
+
+    def is_in_place(self, key: int) -> bool:
+        return self._by_key[key].current
 
     def updates_of(self, key: int) -> int:
         return self._by_key[key].updates
@@ -293,13 +297,16 @@ class Engine:
         """Take over a gradient that the user's parameter had before `prepare`."""
         unit = self._home[name]
         param = unit.parameters[name]
+        grad = local_gradient(param, grad)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
             param.grad = grad.to(device=param.device, dtype=param.dtype)
             return
         self.keepers[unit.index].adopt(name, grad.to(device=param.device, dtype=param.dtype))
 
-    def class_for(self, unit: Unit) -> type[ManagedParameter]:
-        return self.resident_class if unit.resident else self.guarded_class
+    def class_for(self, unit: Unit, param: torch.Tensor) -> type:
+        if is_distributed(param):
+            return self.classes.guarded_distributed
+        return self.classes.resident if unit.resident else self.classes.guarded
 
     def owns(self, param: torch.Tensor) -> bool:
         return id(param) in self._names

@@ -10,6 +10,7 @@ from typing import Any, Protocol, final
 import torch
 
 from outsize.move.gradients import GradOps, GradShard
+from outsize.run.local import is_repeated
 
 aten = torch.ops.aten
 
@@ -67,6 +68,7 @@ class RestingGrad(torch.Tensor):
     loose: torch.Tensor | None
     shard: GradShard | None
     spent: bool
+    repeated: bool
 
     @staticmethod
     def __new__(
@@ -76,6 +78,7 @@ class RestingGrad(torch.Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
         self.label = name
+        self.repeated = is_repeated(param)
         self._home = weakref.ref(home)  # a parameter's gradient is its own: autograd hides it from the collector
         self.ops = GradOps()
         self.norms = {2.0: norm}  # the memory of this norm stays the gradient's own

@@ -7,12 +7,15 @@ gate, which brings its unit in, or raises a clear error where the values may not
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, wraps
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+from outsize.run.local import is_distributed
 
 # Note [Every operation passes the gate]
 # Hooks on modules miss parameters that are used functionally (`x @ self.embed.weight.T`), through custom methods, or by
@@ -26,12 +29,18 @@ from torch.utils._pytree import tree_map_only
 class Gate(Protocol):
     """What the parameter class asks of the engine."""
 
+    classes: Classes
+
     def key_of(self, tensor: torch.Tensor) -> int | None:
         """The key of the unit whose buffer the tensor views, None for any other tensor."""
         ...
 
     def admit(self, tensor: torch.Tensor, operation: str, writes: bool) -> None:
         """Bring the tensor's unit in for an operation, or raise because its values may not be touched here."""
+        ...
+
+    def is_in_place(self, key: int) -> bool:
+        """Whether the unit's values can be read now."""
         ...
 
     def updates_of(self, key: int) -> int:
@@ -122,13 +131,16 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _unguarded(value: Any, edges: bool) -> Any:
     if type(value) in (list, tuple):
         return tuple(_unguarded(each, edges) for each in value)
-    if not isinstance(value, (GuardedView, GuardedParameter)):
+    if not isinstance(value, _Guarded):
         return value
-    return torch.autograd.graph.get_gradient_edge(value) if edges else value.as_subclass(torch.Tensor)
+    tensor: Any = value
+    if edges:
+        return torch.autograd.graph.get_gradient_edge(tensor)
+    return tensor if is_distributed(tensor) else tensor.as_subclass(torch.Tensor)
 
 
-class GuardedView(torch.Tensor):
-    """A tensor that views a gathered buffer: as careful as the parameter it came from."""
+class _Guarded:
+    """A tensor each of whose operations passes the gate. See Note [Every operation passes the gate]."""
 
     gate: Gate
 
@@ -138,39 +150,37 @@ class GuardedView(torch.Tensor):
     ) -> Any:
         return through_gate(cls.gate, func, args, kwargs or {})
 
+
+class _View(_Guarded):
+    """A tensor that views a gathered buffer: as careful as the parameter it came from."""
+
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.clone()
+        copy: torch.Tensor = self.clone()  # type: ignore[attr-defined]
+        return copy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"  # type: ignore[attr-defined]
 
 
-class ManagedParameter(nn.Parameter):
+class ManagedParameter:
     """A prepared parameter, whatever its tier."""
 
     gate: Gate
     prepared: Any
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.gate.refuse_copy(self, "copied with copy.deepcopy")
+        self.gate.refuse_copy(self, "copied with copy.deepcopy")  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.gate.refuse_copy(self, "pickled")
+        self.gate.refuse_copy(self, "pickled")  # type: ignore[arg-type]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, managed by outsize)"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
+        return f"Parameter(shape={shape}, dtype={dtype}, managed by outsize)"
 
 
-class GuardedParameter(ManagedParameter):
-    """A parameter that may be at rest. See Note [Every operation passes the gate]."""
-
-    view_class: type[GuardedView]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return through_gate(cls.gate, func, args, kwargs or {})
+class GuardedParameter(ManagedParameter, _Guarded):
+    """A parameter that may be at rest."""
 
 
 class ResidentParameter(ManagedParameter):
@@ -186,15 +196,66 @@ class ResidentParameter(ManagedParameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.gate.refuse_data(self)
+        self.gate.refuse_data(self)  # type: ignore[arg-type]
 
 
-def managed_classes(gate: Gate) -> tuple[type[GuardedParameter], type[ResidentParameter], type[GuardedView]]:
-    """The classes of one engine; the engine is theirs, so nothing hangs on a parameter."""
-    view = type("GuardedView", (GuardedView,), {"gate": gate})
-    guarded = type("GuardedParameter", (GuardedParameter,), {"gate": gate, "view_class": view})
-    resident = type("ResidentParameter", (ResidentParameter,), {"gate": gate})
-    return guarded, resident, view
+@final
+class Classes:
+    """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._own = {"gate": gate}
+        self.guarded = self._made(GuardedParameter, nn.Parameter)
+        self.resident = self._made(ResidentParameter, nn.Parameter)
+        self.view = self._made(_View, torch.Tensor)
+
+    def _made(self, kind: type, base: type, more: Mapping[str, object] | None = None) -> type:
+        return type(kind.__name__, (kind, base), {**self._own, **(more or {})})
+
+    @cached_property
+    def guarded_distributed(self) -> type:
+        """See Note [Tensor-parallel parameters]."""
+        from torch.distributed.tensor import DTensor
+
+        return self._made(GuardedParameter, DTensor, _guarded_local(DTensor))
+
+    @cached_property
+    def distributed_view(self) -> type:
+        from torch.distributed.tensor import DTensor
+
+        return self._made(_View, DTensor, _guarded_local(DTensor))
+
+    def guard(self, view: torch.Tensor) -> torch.Tensor:
+        """The same view of a gathered buffer, guarded."""
+        if is_distributed(view):
+            view.__class__ = self.distributed_view
+            return view
+        return view.as_subclass(self.view)
+
+
+def _guarded_local(kind: Any) -> dict[str, object]:
+    """What a DTensor does besides operations, `to_local` and the like, passes the gate as an operation does; whatever
+    else reads the local part must find it in place."""
+    slot = kind._local_tensor
+
+    def read(tensor: Any) -> torch.Tensor:
+        found: torch.Tensor = slot.__get__(tensor)
+        key = tensor.gate.key_of(found)
+        if key is not None and not tensor.gate.is_in_place(key):
+            tensor.gate.admit(tensor, "to_local", False)
+        return found
+
+    def through(name: str) -> Callable[..., Any]:
+        plain = getattr(kind, name)
+
+        @wraps(plain)
+        def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return pass_gate(tensor.gate, plain, (tensor, *args), kwargs)
+
+        return run
+
+    methods = {name: through(name) for name in ("to_local", "full_tensor", "redistribute")}
+    return {"_local_tensor": property(read, slot.__set__), "unguarded_local": staticmethod(slot.__get__), **methods}
 
 
 def through_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +287,7 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return result
         if func in TO_NUMPY:
             return result.copy()
-        return _wrap(gate, result, args)
+        return _wrap(gate, result)
 
 
 def _name_of(func: Any) -> str:
@@ -285,9 +346,9 @@ def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
     return found
 
 
-def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+def _collect(values: Iterable[Any], found: list[Any]) -> None:
     for value in values:
-        if isinstance(value, (GuardedView, GuardedParameter)):
+        if isinstance(value, _Guarded):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
@@ -311,24 +372,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def _wrap(gate: Gate, result: Any, args: tuple[Any, ...]) -> Any:
+def _wrap(gate: Gate, result: Any) -> Any:
     """Views of a gathered buffer leave the gate guarded; every other result as it is."""
-    view = _view_class(args)
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, (GuardedView, GuardedParameter)) or gate.key_of(tensor) is None:
+        if isinstance(tensor, _Guarded) or gate.key_of(tensor) is None:
             return tensor
-        return tensor.as_subclass(view)
+        return gate.classes.guard(tensor)
 
     if isinstance(result, torch.Tensor):
         return guard(result)
     if type(result) in (tuple, list):
         return tree_map_only(torch.Tensor, guard, result)
     return result
-
-
-def _view_class(args: tuple[Any, ...]) -> type[GuardedView]:
-    first = _guarded(args, {})
-    kind: Any = type(first[0]) if first else GuardedView
-    chosen: type[GuardedView] = kind if issubclass(kind, GuardedView) else kind.view_class
-    return chosen

@@ -13,6 +13,7 @@ from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contr
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
+from outsize.run.local import like, local_gradient
 from outsize.run.reduction import Reduction, WholeGradients
 from outsize.run.unit import Unit
 
@@ -106,6 +107,7 @@ class GradKeeper:
         param = self._unit.parameters[name]
         grad = param.grad
         if grad is not None and not isinstance(grad, RestingGrad):
+            grad = local_gradient(param, grad)
             param.grad = self._collect(name, grad, None) if self._reduction is not None else self._rest(name, grad)
         self._arrived.add(name)
         if complete and self.update_now is not None and self._frozen:
@@ -172,6 +174,7 @@ class GradKeeper:
 
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
+        more = local_gradient(self._unit.parameters[grad.label], more)
         if grad is not self._expected.get(grad.label):
             self.check_current(grad)
         if not grad.ops.zero:
@@ -205,7 +208,8 @@ class GradKeeper:
         value = self.exact(grad)
         if self._reduction is not None:
             value = self._reduction.whole(self._unit.shard, grad.label, value)
-        return value.to(device=grad.device, dtype=dtype).view(grad.shape)
+        value = value.to(device=grad.device, dtype=dtype)
+        return like(self._unit.parameters[grad.label], value.view(self._unit.shard.whole_slots[grad.label].shape))
 
     def exact(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of what rests here of the values, in fp32 or wider, operations applied, 1-D."""
@@ -242,6 +246,7 @@ class GradKeeper:
 
     def adopt(self, name: str, value: torch.Tensor) -> None:
         """Make `value` the parameter's gradient at rest, whatever there was; with several ranks all have the same."""
+        value = local_gradient(self._unit.parameters[name], value)
         if self._reduction is not None:
             value = self._unit.shard.own(name, value).clone()
         self._unit.parameters[name].grad = self._rest(name, value)
@@ -393,7 +398,7 @@ class GradKeeper:
 
     def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
         own = self.exact(grad)  # a copy: an update that is owed still reads the bytes
-        return vector_norm(own, order) if self._reduction is None else self._reduction.norm(own, order)
+        return vector_norm(own, order) if self._reduction is None else self._reduction.norm(own, order, grad.repeated)
 
     def all_finite(self, grad: RestingGrad) -> bool:
         own = self.exact(grad)

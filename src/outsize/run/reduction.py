@@ -222,7 +222,7 @@ class Reduction:
         if not self._stale:
             return
         self._stale = False
-        if not self.split:
+        if not self.split and self.ranks.tensor is None:
             return
         grads = [grad for keeper in self.keepers for grad in keeper.at_rest()]
         for grad in grads:
@@ -231,7 +231,8 @@ class Reduction:
         squares = torch.stack(
             [grad.own_norm.square() for grad in grads if grad.own_norm is not None] or [torch.zeros(())]
         )
-        total = self.ranks.combine(squares, "norms").sqrt_()
+        repeated = torch.tensor([grad.repeated for grad in grads] or [True])
+        total = self._sum(squares, repeated).sqrt_()
         for grad, norm in zip(grads, total, strict=False):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
 
@@ -252,26 +253,41 @@ class Reduction:
             if int(most[0]) != -int(most[1]):
                 group.disagree(told)
 
-    def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
+    def _sum(self, values: torch.Tensor, repeated: torch.Tensor) -> torch.Tensor:
+        """Sums over all parts of the parameters; those that are `repeated` lie whole on every tensor-parallel rank."""
+        if self.split:
+            self.ranks.combine(values, "norms")
+        tensor = self.ranks.tensor
+        if tensor is not None:
+            tensor.combine(values.masked_fill_(repeated, 0.0) if tensor.rank else values, "norms")
+        return values
+
+    def _over_parts(self, value: torch.Tensor, kind: str, op: str) -> torch.Tensor:
+        """The largest or smallest over all parts of a parameter."""
+        if self.split:
+            self.ranks.combine(value, kind, op)
+        return value if self.ranks.tensor is None else self.ranks.tensor.combine(value, kind, op)
+
+    def norm(self, own: torch.Tensor, order: float, repeated: bool) -> torch.Tensor:
         """The norm of this order of a whole gradient, of which this rank has the elements `own`; [] fp32."""
         wide = own.double()
-        if not self.split:
+        if not self.split and self.ranks.tensor is None:
             whole: torch.Tensor = torch.linalg.vector_norm(wide, order)
             return whole.float()
         if order == float("inf"):
             local = wide.abs().max() if wide.numel() else torch.zeros((), dtype=torch.float64)
-            return self.ranks.combine(local.cpu().view(1), "norms", "max")[0].float()
+            return self._over_parts(local.cpu().view(1), "norms", "max")[0].float()
         if order == float("-inf"):
             local = wide.abs().min() if wide.numel() else torch.full((), float("inf"), dtype=torch.float64)
-            return self.ranks.combine(local.cpu().view(1), "norms", "min")[0].float()
+            return self._over_parts(local.cpu().view(1), "norms", "min")[0].float()
         power = (wide != 0).sum().double() if order == 0 else wide.abs().pow(order).sum()
-        total: torch.Tensor = self.ranks.combine(power.cpu().view(1), "norms")[0]
+        total = self._sum(power.cpu().view(1), torch.tensor([repeated]))[0]
         return (total if order == 0 else total.pow(1 / order)).float()
 
     def all_finite(self, own: torch.Tensor) -> bool:
         """Whether a whole gradient is finite, of which this rank has the elements `own`."""
         finite = torch.isfinite(own).all().cpu().long().view(1)
-        return bool(self.ranks.combine(finite, "finite", "min")[0]) if self.split else bool(finite[0])
+        return bool(self._over_parts(finite, "finite", "min")[0])
 
     def whole(self, shard: UnitShard, name: str, own: torch.Tensor) -> torch.Tensor:
         """The whole gradient, 1-D, of which this rank has the elements `own`."""

@@ -9,6 +9,7 @@ import torch
 
 from outsize.move.shard import SlotState, UnitShard
 from outsize.run.engine import Engine
+from outsize.run.local import like, local
 
 
 def _as_torch(key: str, value: Any) -> Any:
@@ -28,7 +29,7 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     for key, value in state.items():
         if key in shard.arrays and isinstance(value, torch.Tensor):
             array = shard.arrays[key]
-            content = value.detach().to("cpu", array.value_dtype(slot.dtype)).reshape(-1)
+            content = local(value.detach()).to("cpu", array.value_dtype(slot.dtype)).reshape(-1)
             if content.numel() == shard.whole_slots[name].numel:  # else it is what this rank gave
                 content = shard.own(name, content)
             shard.write_array(array, slot.offset, slot.end, content)
@@ -62,7 +63,8 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
         for name, array in unit.shard.arrays.items():
             if array.public and name not in state.scalars:  # SGD without momentum has None there
-                entry[name] = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+                value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+                entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
         return entry
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -1,0 +1,69 @@
+"""What one rank has of a parameter that torch's tensor parallelism has split: DTensors by their local part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Note [Tensor-parallel parameters]
+# `parallelize_module` makes parameters DTensors: a shape for the user, and beside it the plain tensor of this rank, of
+# which alone there are bytes. Everything below the parameter (units, slices, stores, gradients, updates) knows the
+# local part only; it is bound into the gathered buffer as a plain parameter's memory is. The parameter's class passes
+# the gate for each operation, as that of a plain parameter does, and the views that leave it are guarded too.
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor; asked without importing what few users need."""
+    return hasattr(type(tensor), "_local_tensor")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that holds what this rank has; a plain tensor is its own."""
+    if not is_distributed(tensor):
+        return tensor
+    unguarded: Any = getattr(type(tensor), "unguarded_local", None)
+    found: torch.Tensor = tensor._local_tensor if unguarded is None else unguarded(tensor)  # type: ignore[attr-defined]
+    return found
+
+
+def bind(param: torch.Tensor, view: torch.Tensor) -> None:
+    """Make `view` the memory of what this rank has of the parameter."""
+    if is_distributed(param):
+        param._local_tensor = view  # type: ignore[attr-defined]
+    else:
+        param.data = view
+
+
+def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of what this rank has: summed over the tensor-parallel ranks where each has a part of the sum.
+
+    A collective of these ranks if it is.
+    """
+    if not is_distributed(param) or not is_distributed(grad):
+        return grad
+    given: Any = grad
+    wanted: Any = param
+    if given.placements != wanted.placements:
+        given = given.redistribute(placements=wanted.placements)
+    found: Any = given._local_tensor
+    return torch.Tensor(found.wait()) if hasattr(found, "wait") else local(given)
+
+
+def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, which is of this rank's part, as the user sees the parameter: a DTensor where that is one."""
+    if not is_distributed(param):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    shown: Any = param
+    made: torch.Tensor = DTensor.from_local(
+        value, shown.device_mesh, shown.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return made
+
+
+def is_repeated(param: torch.Tensor) -> bool:
+    """Whether every tensor-parallel rank has the whole parameter."""
+    placements: Any = getattr(param, "placements", ())
+    return all(each.is_replicate() for each in placements)

@@ -1,0 +1,318 @@
+"""torch's tensor and sequence parallelism under outsize: a Llama, and what its layers keep; oracle: plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import outsize
+from tests.ranks.launching import run_on_ranks
+
+LENGTH, VOCABULARY = 16, 128
+NAMES = ("data", "tp")
+
+
+def llama(dtype: torch.dtype = torch.float32, tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+WITHIN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+}
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
+    """Attention heads and the MLPs split over the ranks, norms and embeddings whole on each."""
+    rows = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, WITHIN | rows)
+
+
+def sequence_parallel(model: Any, mesh: DeviceMesh) -> None:
+    """The same, and between them each rank has a part of the sequence."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    between = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, WITHIN | between)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    parallelize: Callable[[Any, DeviceMesh], None] = tensor_parallel
+    stage: int = 3
+    tier: str = "host"
+    dtype: torch.dtype = torch.float32
+    activations: str = "keep"
+    accumulate: int = 1
+    clip: float = 0.5
+    steps: int = 3
+    tied: bool = False
+    shape: tuple[int, ...] = (2, 2)
+    optimizer: str = "AdamW"
+
+    def fields(self, disk: str) -> dict[str, Any]:
+        kinds = ("params", "grads", "states") if self.stage == 3 else ("grads", "states")
+        return {**dict.fromkeys(kinds, self.tier), "host_memory": "64MiB", "disk": disk, "stage": self.stage}
+
+
+def tokens(step: int, part: int) -> Tensor:
+    made = torch.Generator().manual_seed(1000 * step + part)
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=made)
+
+
+def optimizer_of(model: nn.Module, way: Way) -> torch.optim.Optimizer:
+    if way.optimizer == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+
+Curve = list[tuple[float, float]]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way, batch: Callable[[int], Tensor]) -> Curve:
+    found = []
+    positions = torch.arange(LENGTH)[None]
+    for step in range(way.steps):
+        total = 0.0
+        for micro in range(way.accumulate):
+            ids = batch(step * way.accumulate + micro)
+            logits = model(input_ids=ids, position_ids=positions.expand(len(ids), -1)).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+            (loss / way.accumulate).backward()
+            total += loss.item() / way.accumulate
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), way.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, float(norm)))
+    return found
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
+    """Plain torch on the batches of all data-parallel ranks together."""
+    torch.set_num_threads(1)
+    model = llama(way.dtype, way.tied)
+    curve = train(
+        model,
+        optimizer_of(model, way),
+        way,
+        lambda step: torch.cat([tokens(step, part) for part in range(parts)]),
+    )
+    return curve, {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def prepared(way: Way, disk: str) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
+    names = NAMES if len(way.shape) == 2 else ("copies", *NAMES)
+    mesh = init_device_mesh("cpu", way.shape, mesh_dim_names=names)
+    model = llama(way.dtype, way.tied)
+    way.parallelize(model, mesh["tp"])
+    optimizer = optimizer_of(model, way)
+    outsize.prepare(model, optimizer, mesh=mesh, activations=way.activations, **way.fields(disk))
+    return model, optimizer, mesh
+
+
+def train_parallel(ways: list[Way], disk: str) -> list[tuple[Curve, dict[str, Tensor]]]:
+    found = []
+    for way in ways:
+        model, optimizer, mesh = prepared(way, disk)
+        group = dist.get_rank() // way.shape[-1]
+        curve = train(model, optimizer, way, lambda step, group=group: tokens(step, group))  # type: ignore[misc]
+        losses = torch.tensor([loss for loss, _ in curve], dtype=torch.float64)
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+        with outsize.gathered(model):
+            weights = {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+        found.append(([(float(loss), norm) for loss, (_, norm) in zip(losses, curve, strict=True)], weights))
+        del model, optimizer, mesh
+    return found
+
+
+WAYS = [
+    Way(stage=0, tier="device"),
+    Way(stage=1),
+    Way(stage=2, tier="disk"),
+    Way(tier="device"),
+    Way(),
+    Way(tier="disk"),
+    Way(activations="recompute", tier="disk"),
+    Way(accumulate=2),
+    Way(optimizer="SGD", clip=1e9),
+    Way(tied=True),
+    Way(sequence_parallel),
+    Way(sequence_parallel, activations="recompute", tier="disk"),
+    Way(sequence_parallel, stage=0, tier="device"),
+    Way(sequence_parallel, accumulate=2, stage=2),
+]
+
+
+def assert_as_plain(found: tuple[Curve, dict[str, Tensor]], expected: tuple[Curve, dict[str, Tensor]]) -> None:
+    for (loss, norm), (plain_loss, plain_norm) in zip(found[0], expected[0], strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-6, abs=1e-6)
+        assert norm == pytest.approx(plain_norm, rel=1e-5)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_llama_on_two_by_two_ranks_trains_as_plain_torch_does(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(4, train_parallel, WAYS, str(tmp_path))
+    for index, way in enumerate(WAYS):
+        expected = plain(way, 2)
+        for each in of_ranks:
+            assert_as_plain(each[index], expected)
+
+
+def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
+    ways = [
+        Way(tier=tier, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) for tier in ("device", "host", "disk")
+    ]
+    for found in run_on_ranks(4, train_parallel, ways, str(tmp_path)):
+        for first in (0, 3):
+            for other in (1, 2):
+                assert found[first][0] == found[first + other][0]
+                for name, value in found[first][1].items():
+                    assert torch.equal(value, found[first + other][1][name])
+
+
+def test_tensor_parallel_ranks_alone_and_copies_of_them(tmp_path: Path) -> None:
+    alone = run_on_ranks(2, train_parallel, [Way(shape=(1, 2))], str(tmp_path))
+    for each in alone:
+        assert_as_plain(each[0], plain(Way(), 1))
+    for each in run_on_ranks(4, train_parallel, [Way(shape=(2, 1, 2))], str(tmp_path)):
+        assert_as_plain(each[0], plain(Way(), 2))
+
+
+def read_at_rest(disk: str) -> list[str]:
+    model, _, _ = prepared(Way(tier="disk"), disk)
+    weight: Any = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    found = []
+    for read in (
+        weight.to_local,
+        weight.full_tensor,
+        lambda: weight + 1,
+        lambda: weight.redistribute(placements=[Replicate()]),
+    ):
+        try:
+            read()
+        except RuntimeError as error:
+            found.append(str(error))
+    with outsize.gathered(weight, modify=True):
+        view = weight.T
+        assert weight.full_tensor().shape == (64, 64) and weight.to_local().shape == (32, 64)
+        with torch.no_grad():
+            weight.zero_()
+    try:
+        view.to_local()
+    except RuntimeError as error:
+        found.append(str(error))
+    with outsize.gathered(weight):
+        assert not weight.full_tensor().any()
+    return found
+
+
+def test_what_is_at_rest_cannot_be_read_past_the_gate(tmp_path: Path) -> None:
+    for found in run_on_ranks(4, read_at_rest, str(tmp_path)):
+        assert len(found) == 5
+        assert all("q_proj.weight' is at rest (disk)" in message for message in found[:4]), found
+        assert "is at rest (disk)" in found[4]
+
+
+class LocalExperts(nn.Module):
+    """Reads the local part of its weight, as grouped experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(16, 8) * 0.1)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        return self.last(torch.tanh(self.first(x)) + (x @ own.T).square() @ own)
+
+
+def train_local(tier: str, disk: str) -> list[Tensor]:
+    """Each rank uses its own half of the rows; plain torch has the same with plain parameters."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES)
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ours = LocalExperts()
+    torch.manual_seed(0)
+    theirs = LocalExperts()
+    theirs.weight = nn.Parameter(theirs.weight.detach()[rank * 8 : rank * 8 + 8].clone())
+    split = DTensor.from_local(theirs.weight.detach().clone(), mesh["tp"], [Shard(0)])
+    ours.weight = nn.Parameter(split)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ours, theirs)]
+    places = dict.fromkeys(("params", "grads", "states"), tier)
+    outsize.prepare(ours, optimizers[0], mesh=mesh, host_memory="4MiB", disk=disk, units=["Linear"], **places)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with outsize.gathered(ours):
+        weight: Any = ours.weight
+        return [weight.to_local().detach().clone(), theirs.weight.detach()]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_model_may_use_the_local_part_of_its_parameters(tier: str, tmp_path: Path) -> None:
+    for own, plainly in run_on_ranks(2, train_local, tier, str(tmp_path)):
+        torch.testing.assert_close(own, plainly, rtol=1e-6, atol=1e-6)
