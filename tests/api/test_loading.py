@@ -17,8 +17,9 @@ from torch import nn
 
 import outsize
 from outsize.checkpoint.files import file_record
-from outsize.checkpoint.manifest import CodedRegion, Piece, Region, sealed
+from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import open_manifest
+from outsize.checkpoint.regions import CodedRegion, Piece, Region
 
 TIERS = ("device", "host", "disk")
 

@@ -102,10 +102,12 @@ class Way:
     tied: bool = False
     shape: tuple[int, ...] = (2, 2)
     optimizer: str = "AdamW"
+    fields_more: tuple[tuple[str, Any], ...] = ()
 
     def fields(self, disk: str) -> dict[str, Any]:
         kinds = ("params", "grads", "states") if self.stage == 3 else ("grads", "states")
-        return {**dict.fromkeys(kinds, self.tier), "host_memory": "64MiB", "disk": disk, "stage": self.stage}
+        places = dict.fromkeys(kinds, self.tier)
+        return {**places, "host_memory": "64MiB", "disk": disk, "stage": self.stage, **dict(self.fields_more)}
 
 
 def tokens(step: int, part: int) -> Tensor:

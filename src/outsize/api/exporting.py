@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
-from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, settle, tied_names, whole
+from outsize.api.ranks import ExportPeers
+from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.weights import (
     DTYPE_NAMES,
@@ -25,6 +26,7 @@ from outsize.checkpoint.weights import (
     merged_folder,
     parameter_pieces,
     pass_on_shards,
+    tensor_pieces,
     write_shards,
 )
 from outsize.move.shard import DTYPES
@@ -70,25 +72,26 @@ def export(
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
     reduction = prepared.engine.reduction
-    if reduction is not None:
-        reduction.ranks.collect("export", "export")
+    peers = None if reduction is None else ExportPeers(reduction.ranks)
+    if peers is not None:
+        peers.exchange("export")
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     settle(prepared)
-    if reduction is None:
+    if reduction is None or peers is None:
         _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
     elif reduction.ranks.copies is not None and reduction.ranks.copies.rank:
         return  # the first copy of the model is exported
-    elif reduction.ranks.rank:
+    elif peers.rank:
         pass_on_shards(weights, shard_bytes)
-        reduction.ranks.collect("written", "export")
+        peers.exchange("written")
     else:
         try:
             _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
         except BaseException as error:
             reduction.ranks.fail(error)
             raise
-        reduction.ranks.collect("written", "export")
+        peers.exchange("written")
 
 
 def _write(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:
@@ -144,7 +147,7 @@ def _export_dcp(
 
 def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) -> list[NamedWeight]:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    found = []
+    found, cuts = [], cuts_of(prepared)
     for name, param in _chosen_names(model).items():
         unit, slot = prepared.engine.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
@@ -153,7 +156,12 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
             assert prepared.engine.reduction is not None
             join = partial(prepared.engine.reduction.ranks.combine, kind="export")
             pieces = partial(joined_pieces, unit.shard, slot.name, out, MASTERS, join)
-        found.append(NamedWeight(name, unit.shard.whole_slots[slot.name].shape, out, pieces))
+        local = unit.shard.whole_slots[slot.name].shape
+        if slot.name in cuts:
+            assert prepared.engine.reduction is not None and prepared.engine.reduction.ranks.tensor is not None
+            join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
+            pieces = partial(tensor_pieces, pieces, local, tuple(param.shape), cuts[slot.name], out, join)
+        found.append(NamedWeight(name, tuple(param.shape), out, pieces))
     for name, (value, persistent) in buffers_of(model).items():
         if persistent:
             out = dtype if dtype is not None and value.is_floating_point() else value.dtype

@@ -15,14 +15,14 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import LoadPeers, check_same
-from outsize.api.saving import MASTERS, buffers_of, optimizer_record, settle, tied_names, whole
+from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.dcp import is_dcp
 from outsize.checkpoint.hugging import is_safetensors, load_safetensors
 from outsize.checkpoint.joint import together
-from outsize.checkpoint.manifest import Region
 from outsize.checkpoint.match import Live, check_match
 from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
+from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.optim.compact import codec_named
@@ -61,6 +61,11 @@ def load(
     prepared.resources.saver.settle()
     source = Path(os.path.realpath(path))
     Saving.settle_at(source)
+    if (is_safetensors(source) or is_dcp(source)) and cuts_of(prepared):
+        raise ValueError(
+            f"{source} cannot be loaded into tensor-parallel parameters: load it into the model before "
+            f"parallelize_module, or load a checkpoint of outsize.save"
+        )
     if is_safetensors(source):
         return _load_safetensors(prepared, source, model, optimizer)
     if is_dcp(source):
@@ -116,8 +121,11 @@ def _open(
 ) -> Checkpoint:
     """The checkpoint, found to be whole and to fit."""
     reduction = prepared.engine.reduction
-    rank, ranks = (0, 1) if reduction is None else (reduction.ranks.rank, reduction.ranks.size)
-    checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks)
+    rank, ranks = 0, 1
+    if reduction is not None:
+        peers = LoadPeers(reduction.ranks)
+        rank, ranks = peers.rank, peers.size
+    checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks, cuts_of(prepared))
     try:
         live = _live(prepared, model, optimizer)
         _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)
@@ -141,9 +149,9 @@ def _gathered_anew(prepared: Prepared) -> Iterator[None]:
 
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
     """What is to be filled."""
-    parameters = {
-        slot.name: (slot.shape, DTYPES[slot.dtype]) for unit in prepared.engine.units for slot in unit.shard.whole.slots
-    }
+    whole_shapes = {name: tuple(param.shape) for name, param in prepared.survey.parameters.items()}
+    slots = (slot for unit in prepared.engine.units for slot in unit.shard.whole.slots)
+    parameters = {slot.name: (whole_shapes[slot.name], DTYPES[slot.dtype]) for slot in slots}
     buffers = buffers_of(prepared.model)
     persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
     record = optimizer_record(prepared, optimizer, encoded=False)
@@ -300,8 +308,7 @@ def _restore_buffers(checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.T
 def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:
     _drop_gradients(prepared, unit)
     keeper = prepared.engine.keepers[unit.index]
-    stored = checkpoint.manifest.parameters
-    records = {name: stored[name] for name in unit.parameters if name in stored}
+    records = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
     keeper.restore_held(
         {
             name: (_own_part(checkpoint, unit, name, record.held.region), record.held.ops)
@@ -318,12 +325,12 @@ def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -
             param.grad = grad.ops.apply_(content.to(param.dtype))
         else:
             # Norms of whole gradients are found anew where this is a part of one.
-            keeper.restore(name, content, grad.ops, grad.norms if unit.shard.ranks == 1 else {})
+            keeper.restore(name, content, grad.ops, grad.norms if prepared.engine.reduction is None else {})
     keeper.finish()
     keeper.flush_and_drop()
 
 
-def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: Region) -> torch.Tensor:
+def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: AnyRegion) -> torch.Tensor:
     """What of an array rests with this rank."""
     if unit.shard.ranks == 1:
         return checkpoint.data.read(region)

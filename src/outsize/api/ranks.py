@@ -196,17 +196,41 @@ class SavePeers:
     """The ranks as a checkpoint sees them. Behind the training they speak on a lane of their own."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.rank = ranks.rank
-        self.size = ranks.size
+        place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
+        self.rank = place * ranks.size + ranks.rank
+        self.size = self.tensor * ranks.size
         self._ranks = ranks
         self._step = ranks.step  # the loop goes on meanwhile
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that have the same parts of the parameters."""
+        return self._ranks.rank == 0
+
     def exchange(self, value: object) -> list[Any]:
-        return self._ranks.collect(value, "save", "save", self._step)
+        return self._exchange(value, "save", "save")
+
+    def meet(self, value: object) -> list[Any]:
+        """As `exchange`, on the user's thread."""
+        return self._exchange(value, "save")
+
+    def _exchange(self, value: object, kind: str, lane: str = "control") -> list[Any]:
+        every = self._ranks.collect(value, kind, lane, self._step)
+        if self._ranks.tensor is None:
+            return every
+        places = self._ranks.tensor.collect(every, kind, lane, self._step)
+        return [each for place in places for each in place]
 
 
 class LoadPeers(SavePeers):
     """The ranks that load together, on the user's thread."""
 
     def exchange(self, value: object) -> list[Any]:
-        return self._ranks.collect(value, "load", step=self._step)
+        return self._exchange(value, "load")
+
+
+class ExportPeers(SavePeers):
+    """The ranks that export together, on the user's thread."""
+
+    def exchange(self, value: object) -> list[Any]:
+        return self._exchange(value, "export")

@@ -17,7 +17,7 @@ from outsize.api.public import require
 from outsize.api.ranks import LoadPeers, SavePeers
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
-from outsize.checkpoint.joint import together
+from outsize.checkpoint.joint import Cut, together
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
@@ -38,6 +38,7 @@ from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
+from outsize.run.local import local_gradient, part_of
 
 MASTERS = Masters(join_master, split_master)
 logger = logging.getLogger("outsize")
@@ -89,8 +90,9 @@ def save(
     check_buffers(buffers)
     record = optimizer_record(prepared, optimizer, encoded=True)
     settle(prepared)
-    # What is whole on every rank is saved by the first.
-    shards = [unit.shard for unit in prepared.engine.units if first or unit.shard.ranks > 1]
+    # What is whole on every data-parallel rank is saved by the first.
+    leads = peers is None or peers.leads
+    shards = [unit.shard for unit in prepared.engine.units if leads or unit.shard.ranks > 1]
     whole_slots = (slot for shard in shards for slot in shard.whole.slots)
     snapshot = Snapshot(
         shards=shards,
@@ -103,6 +105,7 @@ def save(
         saved_at=next_saved_at(target.parent),
         peers=peers,
         shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
+        cuts=cuts_of(prepared),
     )
     if copy and copy.rank:  # the first copy of the model saves
         together(LoadPeers(copy), lambda: None, "outsize.save")
@@ -140,16 +143,23 @@ def save(
     return saving
 
 
+def cuts_of(prepared: Prepared) -> dict[str, Cut]:
+    """The parts that this rank has of the parameters that tensor parallelism has split."""
+    found = {name: part_of(param) for name, param in prepared.survey.parameters.items()}
+    return {name: Cut(*part) for name, part in found.items() if part is not None}
+
+
 def _peers(prepared: Prepared, target: Path) -> SavePeers | None:
     """The other ranks, which are here too."""
     reduction = prepared.engine.reduction
     if reduction is None:
         return None
-    named = reduction.ranks.collect(target.name, "save")
+    peers = SavePeers(reduction.ranks)
+    named = peers.meet(target.name)
     if len(set(named)) > 1:
         raise ValueError(f"the ranks save to different places: {', '.join(map(str, named))}; name one shared folder")
     reduction.complete()
-    return SavePeers(reduction.ranks)
+    return peers
 
 
 def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> tuple[UnfinishedCheckpoint, bool]:
@@ -277,7 +287,7 @@ def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
             elif grad is not None:
                 if grad.layout is not torch.strided:
                     raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); it cannot be saved")
-                found[name] = GradAtRest(content=grad)
+                found[name] = GradAtRest(content=local_gradient(param, grad))
     return found
 
 

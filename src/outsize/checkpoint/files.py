@@ -13,7 +13,8 @@ from typing import final
 
 import torch
 
-from outsize.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, FileRecord, Manifest, Region
+from outsize.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from outsize.checkpoint.regions import AnyRegion, Joined, Narrowed, Region
 from outsize.move.generations import joined_sums, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.sizes import format_bytes
@@ -194,9 +195,13 @@ class DataReader:
                     f"checksum {found:08x} and should have {record.sums[at]:08x}; load an earlier checkpoint"
                 )
 
-    def read(self, region: Region, start: int = 0, end: int | None = None) -> torch.Tensor:
+    def read(self, region: AnyRegion, start: int = 0, end: int | None = None) -> torch.Tensor:
         """The elements [start, end) of a region, 1-D; the whole region in its shape if no range is given."""
         whole = end is None
+        if isinstance(region, (Joined, Narrowed)):
+            found = region.read(start, region.numel if end is None else end, self.read)
+            return found.view(region.shape) if whole else found
+        assert isinstance(region, Region), "codes are decoded by who reads them"
         last = region.numel if end is None else end
         out = _empty(last - start, region.dtype)
         for piece, first in region.within(start, last):

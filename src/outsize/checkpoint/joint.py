@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from outsize.checkpoint.manifest import AnyRegion, CodedRegion, FileRecord, GradRecord, ParameterRecord, Region
+from outsize.checkpoint.manifest import FileRecord, GradRecord, ParameterRecord
+from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region
 from outsize.move.shard import BLOCK
 
 # Note [One checkpoint of several ranks]
@@ -18,14 +19,28 @@ from outsize.move.shard import BLOCK
 
 
 class Peers(Protocol):
-    """The ranks that save together."""
+    """The ranks that save together, those of one tensor-parallel place after those of the other."""
 
     rank: int
     size: int
+    tensor: int
+    """Tensor-parallel places."""
 
     def exchange(self, value: object) -> list[Any]:
         """`value` of every rank, in the order of ranks. Raises where a rank is gone."""
         ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that a tensor-parallel rank has: `count` entries from `first` on of dimension `dim`."""
+
+    dim: int
+    first: int
+    count: int
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return self.dim < len(shape) and self.first + self.count <= shape[self.dim]
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,10 @@ class Part:
     files: Mapping[str, FileRecord]
     parameters: Mapping[str, ParameterRecord]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the whole parameters."""
+    """Of the whole parameters, as far as they are this tensor-parallel place's."""
     aside: Mapping[str, Any] = field(default_factory=dict)
     """The rank's own random numbers and `extra`, encoded."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 class PeerFailedError(OSError):
@@ -70,14 +86,36 @@ def together(peers: Peers, own: Callable[[], Any], what: str) -> list[Any]:
     return [each for _, each in every]
 
 
-def merged_parts(parts: Sequence[Part]) -> tuple[dict[str, FileRecord], dict[str, ParameterRecord]]:
+def merged_parts(parts: Sequence[Part], tensor: int) -> tuple[dict[str, FileRecord], dict[str, ParameterRecord]]:
     """The files of all ranks, and each parameter with the pieces of all ranks."""
     files = {name: record for part in parts for name, record in part.files.items()}
+    size = len(parts) // tensor
+    places = [_of_one_place(parts[first : first + size]) for first in range(0, len(parts), size)]
+    cuts = parts[0].cuts
+    return files, {
+        name: _side_by_side([place[name] for place in places], cuts[name].dim) if name in cuts else record
+        for name, record in places[0].items()
+    }
+
+
+def _of_one_place(parts: Sequence[Part]) -> dict[str, ParameterRecord]:
+    """What the data-parallel ranks of one tensor-parallel place have."""
     parameters = {}
     for name, first in parts[0].parameters.items():
         records = [part.parameters[name] for part in parts if name in part.parameters]
         parameters[name] = _merged(first, records, parts[0].shapes[name])
-    return files, parameters
+    return parameters
+
+
+def _side_by_side(records: Sequence[ParameterRecord], dim: int) -> ParameterRecord:
+    """One parameter, of which each tensor-parallel place has a part."""
+    arrays = [iter(record.arrays()) for record in records]
+
+    def join(_: AnyRegion) -> AnyRegion:
+        parts = [next(each) for each in arrays]
+        return Joined(dim, tuple(part for part in parts if isinstance(part, (Region, CodedRegion))))
+
+    return records[0].changed(join)
 
 
 def _merged(first: ParameterRecord, records: Sequence[ParameterRecord], shape: tuple[int, ...]) -> ParameterRecord:
@@ -86,7 +124,7 @@ def _merged(first: ParameterRecord, records: Sequence[ParameterRecord], shape: t
 
     def grads(found: Sequence[GradRecord | None]) -> GradRecord | None:
         known = [each for each in found if each is not None]
-        return replace(known[0], region=_pieces([each.region for each in known], shape)) if known else None
+        return replace(known[0], region=_joined([each.region for each in known], shape)) if known else None
 
     return ParameterRecord(
         weight=joined([record.weight for record in records]),

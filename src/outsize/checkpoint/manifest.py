@@ -5,28 +5,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from outsize.checkpoint.values import DTYPE_NAMES, DTYPES, decode, encode, inline
+from outsize.checkpoint.regions import AnyRegion, Region, narrow, natural, region_from
+from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.gradients import GradOps
-from outsize.move.shard import BLOCK
 from outsize.plan.layout import round_up
 
 FORMAT = "outsize checkpoint"
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)
 MANIFEST_NAME = "manifest.json"
 ALIGN_BYTES = 64
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
 
 MAX_MANIFEST_BYTES = 256 << 20
-CODECS = {"signed": torch.int8, "root": torch.uint8}
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -43,7 +42,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
-        nbytes = _natural(value["bytes"])
+        nbytes = natural(value["bytes"])
         sums = tuple(int(each, 16) for each in value["crc32c"])
         if len(sums) != -(-nbytes // CHUNK_BYTES):
             raise ValueError(f"{len(sums)} checksums for {nbytes} bytes")
@@ -51,101 +50,10 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of an array, contiguous and little-endian, at a byte of one file."""
-
-    file: str
-    offset: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class Region:
-    """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @classmethod
-    def at(cls, file: str, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
-        """The whole array in one piece."""
-        return cls(dtype, shape, (Piece(file, offset, prod(shape)),))
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def within(self, start: int, end: int) -> Iterator[tuple[Piece, int]]:
-        """The pieces of the elements [start, end) in order, each with its first element counted from `start`."""
-        first = 0
-        for piece in self.pieces:
-            low, high = max(start, first), min(end, first + piece.numel)
-            if low < high:
-                offset = piece.offset + (low - first) * self.dtype.itemsize
-                yield Piece(piece.file, offset, high - low), low - start
-            first += piece.numel
-
-    def to_json(self) -> dict[str, Any]:
-        what = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
-        if len(self.pieces) == 1:
-            return {"file": self.pieces[0].file, "offset": self.pieces[0].offset, **what}
-        return {"pieces": [[piece.file, piece.offset, piece.numel] for piece in self.pieces], **what}
-
-    @classmethod
-    def from_json(cls, value: Any) -> Region:
-        dtype, shape = DTYPES[value["dtype"]], tuple(_natural(each) for each in value["shape"])
-        if "pieces" not in value:
-            return cls.at(str(value["file"]), _natural(value["offset"]), dtype, shape)
-        pieces = tuple(Piece(str(file), _natural(at), _natural(numel)) for file, at, numel in value["pieces"])
-        if sum(piece.numel for piece in pieces) != prod(shape):
-            raise ValueError("the pieces of an array are not as many elements as its shape")
-        return cls(dtype, shape, pieces)
-
-
-@dataclass(frozen=True)
-class CodedRegion:
-    """An array of fp32 values kept as 8-bit codes, with one fp32 scale for each `BLOCK` elements."""
-
-    codes: Region
-    scales: Region
-    codec: str
-
-    dtype = torch.float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    def to_json(self) -> dict[str, Any]:
-        return {"codec": self.codec, "codes": self.codes.to_json(), "scales": self.scales.to_json()}
-
-    @classmethod
-    def from_json(cls, value: Any) -> CodedRegion:
-        codes, scales = Region.from_json(value["codes"]), Region.from_json(value["scales"])
-        if value["codec"] not in CODECS or codes.dtype is not CODECS[value["codec"]]:
-            raise ValueError(f"unknown code {value['codec']!r} in {codes.dtype}")
-        if scales.dtype is not torch.float32 or scales.shape != (-(-codes.numel // BLOCK),):
-            raise ValueError("the scales do not fit the codes")
-        return cls(codes, scales, str(value["codec"]))
-
-
-AnyRegion = Region | CodedRegion
-
-
-def _any_region(value: Any) -> AnyRegion:
-    return CodedRegion.from_json(value) if "codec" in value else Region.from_json(value)
-
-
-@dataclass(frozen=True)
 class GradRecord:
     """A gradient at rest: its bytes, what was done to it and not yet applied, and its norms where they are known."""
 
-    region: Region
+    region: AnyRegion
     ops: GradOps = field(default_factory=GradOps)
     norms: Mapping[float, float] = field(default_factory=dict)
 
@@ -157,15 +65,15 @@ class GradRecord:
     @classmethod
     def from_json(cls, value: Any) -> GradRecord:
         ops = GradOps(**_numbers(value["ops"]))
-        return cls(Region.from_json(value), ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
+        return cls(region_from(value), ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
     """One parameter: its weight, what completes a 16-bit one to its fp32 master, its optimizer state, its gradient."""
 
-    weight: Region
-    master: Region | None = None
+    weight: AnyRegion
+    master: AnyRegion | None = None
     state: Mapping[str, AnyRegion] = field(default_factory=dict)
     scalars: Any = None
     """The optimizer's other values of this parameter, encoded; None where it has no state yet."""
@@ -183,14 +91,41 @@ class ParameterRecord:
 
     def weights(self) -> list[Region]:
         """The arrays that make up the parameter's values."""
-        return [self.weight] if self.master is None else [self.weight, self.master]
+        return [leaf for each in (self.weight, self.master) if each is not None for leaf in each.leaves()]
 
     def states(self) -> list[Region]:
         """The arrays of optimizer and gradients, those of codes and scales included."""
-        found: list[Region] = []
-        for each in self.state.values():
-            found += [each.codes, each.scales] if isinstance(each, CodedRegion) else [each]
-        return found + [grad.region for grad in (self.grad, self.held) if grad is not None]
+        grads = [grad.region for grad in (self.grad, self.held) if grad is not None]
+        return [leaf for each in (*self.state.values(), *grads) for leaf in each.leaves()]
+
+    def arrays(self) -> list[AnyRegion]:
+        """All of them, in the order of `changed`."""
+        found: list[AnyRegion] = []
+
+        def note(region: AnyRegion) -> AnyRegion:
+            found.append(region)
+            return region
+
+        self.changed(note)
+        return found
+
+    def of_part(self, dim: int, first: int, count: int) -> ParameterRecord:
+        """The same of these entries of a dimension alone."""
+        return self.changed(lambda region: narrow(region, dim, first, count))
+
+    def changed(self, change: Callable[[AnyRegion], AnyRegion]) -> ParameterRecord:
+        """The same with each array changed."""
+        grad, held = (
+            None if each is None else replace(each, region=change(each.region)) for each in (self.grad, self.held)
+        )
+        return replace(
+            self,
+            weight=change(self.weight),
+            master=None if self.master is None else change(self.master),
+            state={name: change(region) for name, region in self.state.items()},
+            grad=grad,
+            held=held,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -205,9 +140,9 @@ class ParameterRecord:
     @classmethod
     def from_json(cls, value: Any) -> ParameterRecord:
         record = cls(
-            weight=Region.from_json(value["weight"]),
-            master=Region.from_json(value["master"]) if value["master"] is not None else None,
-            state={str(name): _any_region(each) for name, each in value["state"].items()},
+            weight=region_from(value["weight"]),
+            master=region_from(value["master"]) if value["master"] is not None else None,
+            state={str(name): region_from(each) for name, each in value["state"].items()},
             scalars=value["scalars"],
             grad=GradRecord.from_json(value["grad"]) if value["grad"] is not None else None,
             held=GradRecord.from_json(value["held"]) if value["held"] is not None else None,
@@ -273,7 +208,7 @@ class OptimizerRecord:
         groups = tuple(
             GroupRecord(dict(each["hyper"]), tuple(map(str, each["parameters"]))) for each in value["groups"]
         )
-        steps, delayed = _natural(value["steps"]), bool(value["delayed"])
+        steps, delayed = natural(value["steps"]), bool(value["delayed"])
         return cls(str(value["class"]), tuple(map(str, value["arrays"])), groups, steps, delayed)
 
 
@@ -320,9 +255,9 @@ class Manifest:
             raise ValueError(f"is damaged: not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ValueError("is not the manifest of an outsize checkpoint")
-        if value.get("version") != VERSION:
+        if value.get("version") not in READABLE:
             raise ValueError(
-                f"has the format version {value.get('version')!r}; this version of outsize reads version {VERSION}: "
+                f"has the format version {value.get('version')!r}; this version of outsize reads up to {VERSION}: "
                 f"load it with the version of outsize that wrote it ({value.get('written_by')})"
             )
         if not _intact(text):
@@ -344,7 +279,7 @@ class Manifest:
             extra=value["extra"],
             written_by=dict(value["written_by"]),
             saved_at=str(value["saved_at"]),
-            world_size=_natural(value["world_size"]),
+            world_size=natural(value["world_size"]),
             ranks=[dict(each) for each in value.get("ranks", [])],
         )
         if len(manifest.ranks) not in (0, manifest.world_size - 1):
@@ -391,12 +326,6 @@ class FilePlan:
         region = Region.at(self.name, round_up(self.nbytes, ALIGN_BYTES), dtype, shape)
         self.nbytes = region.pieces[0].offset + region.nbytes
         return region
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is not a size")
-    return value
 
 
 def _numbers(value: Any) -> Any:

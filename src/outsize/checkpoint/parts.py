@@ -20,7 +20,8 @@ import torch
 
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.joint import own_name
-from outsize.checkpoint.manifest import CHUNK_BYTES, AnyRegion, CodedRegion, FileRecord, Region
+from outsize.checkpoint.manifest import CHUNK_BYTES, FileRecord
+from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.move.disk import DiskStore
 from outsize.move.generations import ZERO_SUM, Generation, Generations, clone, joined_sums, link, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of

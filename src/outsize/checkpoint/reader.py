@@ -15,15 +15,14 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
 from outsize.checkpoint.files import DataReader, naming, read_manifest
 from outsize.checkpoint.folder import locate
-from outsize.checkpoint.joint import own_name
+from outsize.checkpoint.joint import Cut, own_name
 from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
-    AnyRegion,
     Manifest,
     ParameterRecord,
-    Region,
 )
+from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.checkpoint.rng import check_rng
 from outsize.checkpoint.shelf import checkpoints_in, incomplete_in
 from outsize.checkpoint.values import decode, from_inline
@@ -104,10 +103,14 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(self, folder: Path, codecs: Codecs, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Path, codecs: Codecs, rank: int = 0, ranks: int = 1, cuts: Mapping[str, Cut] | None = None
+    ) -> None:
+        """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
         self._rank, self._ranks = rank, ranks
         self._codecs = codecs
+        self._cuts = cuts or {}
         self.manifest, self.data = open_manifest(folder)
         try:
             self._decode(folder)
@@ -128,6 +131,10 @@ class Checkpoint:
 
     def _decode(self, folder: Path) -> None:
         manifest = self.manifest
+        self.records = dict(manifest.parameters)
+        for name, cut in self._cuts.items():
+            if name in self.records and cut.fits(self.records[name].shape):
+                self.records[name] = self.records[name].of_part(cut.dim, cut.first, cut.count)
         if manifest.world_size != self._ranks:
             self._rank = 0  # what one rank had of its own belongs to nobody in particular any more
         own = manifest.ranks[self._rank - 1] if self._rank else {"rng": manifest.rng, "extra": manifest.extra}
@@ -163,8 +170,8 @@ class Checkpoint:
         """
         slab = HostBuffer(SLAB_BYTES)
         master = shard.arrays.get(MASTER)
-        weights = _Weights(self.data, self.manifest.parameters, masters, master is not None)
-        known = {name: slot for name, slot in shard.slots.items() if name in self.manifest.parameters}
+        weights = _Weights(self.data, self.records, masters, master is not None)
+        known = {name: slot for name, slot in shard.slots.items() if name in self.records}
         keep = len(known) < len(shard.slots)
         copy_in(Weights(shard), known, slab, weights.weight, keep)
         if master is not None:
@@ -174,7 +181,7 @@ class Checkpoint:
     def load_state(self, shard: UnitShard) -> None:
         """Place the unit's optimizer arrays and scalars; a parameter that had none has none again."""
         slab = HostBuffer(SLAB_BYTES)
-        records = self.manifest.parameters
+        records = self.records
         known = {name for name in shard.slots if name in records}
         filled = {name for name in known if name in self.scalars}
         stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
@@ -197,6 +204,8 @@ class Checkpoint:
         """The values [start, end) of an optimizer array, decoded where they are codes."""
         if isinstance(region, Region):
             return self.data.read(region, start, end)
+        if not isinstance(region, CodedRegion):
+            return region.read(start, end, self._state)
         first = start // BLOCK * BLOCK
         codes = self.data.read(region.codes, first, end)
         scales = self.data.read(region.scales, first // BLOCK, -(-end // BLOCK))

@@ -22,6 +22,7 @@ import torch
 
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
+from outsize.checkpoint.joint import Cut
 from outsize.checkpoint.reader import Masters
 from outsize.move.disk import Engine, StripedFile, open_engine
 from outsize.move.memory import COPIED_NUMEL, PAGE_BYTES, HostBuffer, copy
@@ -214,6 +215,55 @@ class _JoinedPiece(Piece):
     def drain(self) -> None:
         if self._own is not None:
             self._own.drain()
+
+
+def tensor_pieces(
+    pieces: Callable[[], Iterator[Piece]],
+    local: tuple[int, ...],
+    whole: tuple[int, ...],
+    cut: Cut,
+    dtype: torch.dtype,
+    join: Join,
+) -> Iterator[Piece]:
+    """A parameter that tensor parallelism has split, in one piece. `pieces` are those of this rank's part, [local]."""
+    yield _TensorPiece(pieces, local, whole, cut, dtype, join)
+
+
+@final
+class _TensorPiece(Piece):
+    """Memory: the whole parameter, and this rank's part of it."""
+
+    def __init__(
+        self,
+        pieces: Callable[[], Iterator[Piece]],
+        local: tuple[int, ...],
+        whole: tuple[int, ...],
+        cut: Cut,
+        dtype: torch.dtype,
+        join: Join,
+    ) -> None:
+        self._pieces, self._local, self._whole, self._cut = pieces, local, whole, cut
+        self._dtype, self._join = dtype, join
+
+    def begin(self, slab: torch.Tensor) -> None:
+        self._slab = slab
+
+    def values(self) -> Iterator[torch.Tensor]:
+        own, at = torch.empty(prod(self._local), dtype=self._dtype), 0
+        for piece in self._pieces():
+            piece.begin(self._slab)
+            try:
+                for part in piece.values():
+                    own[at : at + part.numel()] = part
+                    at += part.numel()
+            finally:
+                piece.drain()
+        whole = torch.zeros(self._whole, dtype=self._dtype)
+        whole.narrow(self._cut.dim, self._cut.first, self._cut.count).copy_(own.view(self._local))
+        yield self._join(whole.view(-1).view(torch.uint8)).view(self._dtype)
+
+    def drain(self) -> None:
+        return
 
 
 def buffer_pieces(value: torch.Tensor) -> Iterator[Piece]:

@@ -14,8 +14,8 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, Gradients, RestingArray, copy_out
 from outsize.checkpoint.files import DataWriter, file_record
 from outsize.checkpoint.folder import NewFolder, sync, write_text
+from outsize.checkpoint.joint import Cut, Peers, folder_of, merged_parts, own_name, together
 from outsize.checkpoint.joint import Part as RankPart
-from outsize.checkpoint.joint import Peers, folder_of, merged_parts, own_name, together
 from outsize.checkpoint.library import require_safetensors, storing
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -26,9 +26,9 @@ from outsize.checkpoint.manifest import (
     Manifest,
     OptimizerRecord,
     ParameterRecord,
-    Region,
 )
 from outsize.checkpoint.parts import CopyRoom, FrozenCopy, Part, Present, UnitPlaces, sync_all, take
+from outsize.checkpoint.regions import Region
 from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
 from outsize.move.generations import Generation, Generations
@@ -86,7 +86,9 @@ class Snapshot:
     saved_at: str
     peers: Peers | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the whole parameters, where `peers` have other parts of them."""
+    """Of the whole parameters, where `peers` have other slices of them."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Which part along a dimension this rank has, of the parameters that tensor parallelism has split."""
 
     @property
     def rank(self) -> int:
@@ -234,12 +236,12 @@ class UnfinishedCheckpoint:
                 sync(self._folder.path)
             records = {name: record for plan in self._plans for name, record in plan.records().items()}
             aside = {"rng": self._rng, "extra": self._snapshot.extra.encoded}
-            return RankPart(self._files, records, self._snapshot.shapes, aside)
+            return RankPart(self._files, records, self._snapshot.shapes, aside, self._snapshot.cuts)
 
         def publish() -> Path | None:
             if peers.rank:
                 return None
-            files, records = merged_parts(parts)
+            files, records = merged_parts(parts, peers.tensor)
             asides = [part.aside for part in parts[1:]]
             manifest = replace(self._manifest(files, records), world_size=peers.size, ranks=asides)
             write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())

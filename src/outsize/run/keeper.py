@@ -257,7 +257,7 @@ class GradKeeper:
 
         `finish` must follow when all gradients of the unit are in.
         """
-        grad = self._rest(name, content)
+        grad = self._rest(name, content if self._reduction is None else content.reshape(-1))  # as it is collected
         grad.ops = ops
         grad.norms.update({order: torch.full_like(grad.norms[2.0], norm) for order, norm in norms.items()})
         self._unit.parameters[name].grad = grad

@@ -63,6 +63,17 @@ def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def part_of(param: torch.Tensor) -> tuple[int, int, int] | None:
+    """(dimension, first entry, entries) of what this rank has of the parameter; None where that is all of it."""
+    if is_repeated(param):
+        return None
+    shown: Any = param
+    dim = shown.placements[0].dim % param.ndim
+    chunk = -(-param.shape[dim] // shown.device_mesh.size())
+    first = min(shown.device_mesh.get_local_rank() * chunk, param.shape[dim])
+    return dim, first, local(param).shape[dim]
+
+
 def is_repeated(param: torch.Tensor) -> bool:
     """Whether every tensor-parallel rank has the whole parameter."""
     placements: Any = getattr(param, "placements", ())

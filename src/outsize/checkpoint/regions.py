@@ -1,0 +1,270 @@
+"""Where the elements of an array lie in the files of a checkpoint, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from outsize.checkpoint.values import DTYPE_NAMES, DTYPES
+from outsize.move.shard import BLOCK
+
+CODECS = {"signed": torch.int8, "root": torch.uint8}
+
+# Note [Arrays in parts]
+# Slices of data-parallel ranks lie one behind the other in the flattened array, so a region simply has several pieces.
+# Tensor-parallel ranks have parts along a dimension, whose elements alternate in the flattened array: such an array is
+# `Joined`, from arrays of its own. A rank that loads a part asks through `Narrowed`: where the parts in the file are
+# the same it reads its own, else whole rows, of which it takes its columns.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of an array, contiguous and little-endian, at a byte of one file."""
+
+    file: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def at(cls, file: str, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
+        """The whole array in one piece."""
+        return cls(dtype, shape, (Piece(file, offset, prod(shape)),))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def within(self, start: int, end: int) -> Iterator[tuple[Piece, int]]:
+        """The pieces of the elements [start, end) in order, each with its first element counted from `start`."""
+        first = 0
+        for piece in self.pieces:
+            low, high = max(start, first), min(end, first + piece.numel)
+            if low < high:
+                offset = piece.offset + (low - first) * self.dtype.itemsize
+                yield Piece(piece.file, offset, high - low), low - start
+            first += piece.numel
+
+    def leaves(self) -> Iterator[Region]:
+        yield self
+
+    def to_json(self) -> dict[str, Any]:
+        what = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        if len(self.pieces) == 1:
+            return {"file": self.pieces[0].file, "offset": self.pieces[0].offset, **what}
+        return {"pieces": [[piece.file, piece.offset, piece.numel] for piece in self.pieces], **what}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Region:
+        dtype, shape = DTYPES[value["dtype"]], tuple(natural(each) for each in value["shape"])
+        if "pieces" not in value:
+            return cls.at(str(value["file"]), natural(value["offset"]), dtype, shape)
+        pieces = tuple(Piece(str(file), natural(at), natural(numel)) for file, at, numel in value["pieces"])
+        if sum(piece.numel for piece in pieces) != prod(shape):
+            raise ValueError("the pieces of an array are not as many elements as its shape")
+        return cls(dtype, shape, pieces)
+
+
+@dataclass(frozen=True)
+class CodedRegion:
+    """An array of fp32 values kept as 8-bit codes, with one fp32 scale for each `BLOCK` elements."""
+
+    codes: Region
+    scales: Region
+    codec: str
+
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def numel(self) -> int:
+        return self.codes.numel
+
+    def leaves(self) -> Iterator[Region]:
+        yield from (self.codes, self.scales)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"codec": self.codec, "codes": self.codes.to_json(), "scales": self.scales.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Any) -> CodedRegion:
+        codes, scales = Region.from_json(value["codes"]), Region.from_json(value["scales"])
+        if value["codec"] not in CODECS or codes.dtype is not CODECS[value["codec"]]:
+            raise ValueError(f"unknown code {value['codec']!r} in {codes.dtype}")
+        if scales.dtype is not torch.float32 or scales.shape != (-(-codes.numel // BLOCK),):
+            raise ValueError("the scales do not fit the codes")
+        return cls(codes, scales, str(value["codec"]))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One array in parts along a dimension. See Note [Arrays in parts]."""
+
+    dim: int
+    parts: tuple[Region | CodedRegion, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def leaves(self) -> Iterator[Region]:
+        for part in self.parts:
+            yield from part.leaves()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dim": self.dim, "parts": [part.to_json() for part in self.parts]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Joined:
+        found = cls(natural(value["dim"]), tuple(_part(each) for each in value["parts"]))
+        first = found.parts[0]
+        if found.dim >= len(first.shape) or any(part.dtype is not first.dtype for part in found.parts):
+            raise ValueError("the parts of an array do not fit together")
+        if len({_with(part.shape, found.dim, 0) for part in found.parts}) > 1:
+            raise ValueError("the parts of an array differ in more than the dimension that they are joined along")
+        return found
+
+    def read(self, start: int, end: int, read: Read) -> torch.Tensor:
+        """The elements [start, end) of the flattened array; `read` gives those of a part."""
+        runs = [part.numel // rows for part in self.parts] if (rows := prod(self.shape[: self.dim])) else []
+
+        def within(row: int, low: int, high: int) -> Iterator[torch.Tensor]:
+            first = 0
+            for part, run in zip(self.parts, runs, strict=True):
+                a, b = max(low, first), min(high, first + run)
+                if a < b:
+                    yield read(part, row * run + a - first, row * run + b - first)
+                first += run
+
+        def whole(first: int, last: int) -> torch.Tensor:
+            found = [
+                read(part, first * run, last * run).view(last - first, run)
+                for part, run in zip(self.parts, runs, strict=True)
+            ]
+            return torch.cat(found, 1).view(-1)
+
+        return _by_rows(start, end, sum(runs), self.dtype, within, whole)
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """`count` entries from `first` on of an array's dimension `dim`, as an array."""
+
+    array: Region | CodedRegion | Joined
+    dim: int
+    first: int
+    count: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _with(self.array.shape, self.dim, self.count)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def leaves(self) -> Iterator[Region]:
+        yield from self.array.leaves()
+
+    def to_json(self) -> dict[str, Any]:
+        raise AssertionError("a view of an array is not stored")
+
+    def read(self, start: int, end: int, read: Read) -> torch.Tensor:
+        """The elements [start, end) of the flattened part; `read` gives those of the array."""
+        inner = prod(self.array.shape[self.dim + 1 :])
+        run, stride, offset = self.count * inner, self.array.shape[self.dim] * inner, self.first * inner
+
+        def within(row: int, low: int, high: int) -> Iterator[torch.Tensor]:
+            yield read(self.array, row * stride + offset + low, row * stride + offset + high)
+
+        def whole(first: int, last: int) -> torch.Tensor:
+            rows = read(self.array, first * stride, last * stride).view(last - first, stride)
+            return rows[:, offset : offset + run].reshape(-1)
+
+        return _by_rows(start, end, run, self.dtype, within, whole)
+
+
+AnyRegion = Region | CodedRegion | Joined | Narrowed
+Read = Callable[[Any, int, int], torch.Tensor]
+
+
+def narrow(region: AnyRegion, dim: int, first: int, count: int) -> AnyRegion:
+    """These entries of the dimension: the very part where the array has it."""
+    assert not isinstance(region, Narrowed)
+    if isinstance(region, Joined) and region.dim == dim:
+        at = 0
+        for part in region.parts:
+            if (at, part.shape[dim]) == (first, count):
+                return part
+            at += part.shape[dim]
+    return Narrowed(region, dim, first, count)
+
+
+def region_from(value: Any) -> AnyRegion:
+    return Joined.from_json(value) if "parts" in value else _part(value)
+
+
+def _part(value: Any) -> Region | CodedRegion:
+    return CodedRegion.from_json(value) if "codec" in value else Region.from_json(value)
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _by_rows(
+    start: int,
+    end: int,
+    row: int,
+    dtype: torch.dtype,
+    within: Callable[[int, int, int], Iterator[torch.Tensor]],
+    whole: Callable[[int, int], torch.Tensor],
+) -> torch.Tensor:
+    """The elements [start, end) of rows of `row` elements: the part of the first one, whole ones, that of the last."""
+    found: list[torch.Tensor] = []
+    first, last = (start // row, end // row) if start < end else (0, 0)
+    if start < end and (first == last or start % row):
+        found += within(first, start % row, min(end - first * row, row))
+        first += 1
+    if first < last:
+        found.append(whole(first, last))
+    if start < end and end % row and first <= last:
+        found += within(last, 0, end % row)
+    return torch.cat(found) if found else torch.empty(0, dtype=dtype)
+
+
+def natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is not a size")
+    return value
