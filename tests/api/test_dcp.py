@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import outsize
 from outsize.api.assemble import prepared_of
 from outsize.api.saving import MASTERS, buffers_of, settle
-from outsize.checkpoint.dcp_folder import DcpFolder
-from outsize.checkpoint.dcp_reading import DcpCheckpoint, open_dcp
-from outsize.checkpoint.dcp_writing import DcpContent, DcpEntry, DcpGroup, DcpNames, entries_of, write_dcp
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.match import Live
+from outsize.formats.dcp_folder import DcpFolder
+from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
+from outsize.formats.dcp_writing import DcpContent, DcpEntry, DcpGroup, DcpNames, entries_of, write_dcp
 from outsize.move.shard import DTYPES
 
 TIERS = ("device", "host", "disk")

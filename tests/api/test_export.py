@@ -18,7 +18,7 @@ import outsize
 from outsize.api import exporting
 from outsize.api.assemble import prepared_of
 from outsize.api.exporting import export
-from outsize.checkpoint import weights
+from outsize.formats import weights
 from outsize.move.disk import open_engine
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -19,8 +19,8 @@ import outsize
 from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.saving import MASTERS, buffers_of, settle, tied_names, whole
-from outsize.checkpoint import hugging
-from outsize.checkpoint.hugging import load_safetensors
+from outsize.formats import hugging
+from outsize.formats.hugging import load_safetensors
 from outsize.run import paging
 from outsize.run.paging import MappedFiles, page_in
 

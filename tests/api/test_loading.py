@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -249,35 +248,7 @@ def test_slices_of_any_number_of_ranks_load_bit_for_bit(tier: str, fields: dict[
 
 
 def test_forty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-
-    def array(folder: Path, region: Any) -> Any:
-        """A region as a flat array of its elements; bfloat16 as its bits."""
-        dtype = numpy.dtype({"bfloat16": "uint16"}.get(region["dtype"], region["dtype"]))
-        pieces = region.get("pieces") or [[region.get("file"), region.get("offset"), prod(region["shape"])]]
-        parts = [numpy.fromfile(folder / file, dtype, count, offset=offset) for file, offset, count in pieces]
-        return numpy.concatenate(parts).reshape(region["shape"])
-
-    def weight(folder: Path, record: Any) -> Any:
-        """The fp32 master of a parameter."""
-        stored = array(folder, record["weight"])
-        if record["master"] is None or record["weight"]["dtype"] == "float16":
-            return array(folder, record["master"] or record["weight"])
-        rest = array(folder, record["master"]).astype(numpy.int32).view(numpy.uint32)
-        return ((stored.astype(numpy.uint32) << 16) + rest).view(numpy.float32)
-
-    def values(folder: Path, region: Any) -> Any:
-        """An optimizer array, decoded where it is kept in 8 bits."""
-        if "codec" not in region:
-            return array(folder, region)
-        codes = array(folder, region["codes"]).reshape(-1).astype(numpy.float32)
-        scales = numpy.repeat(array(folder, region["scales"]), 64)[: codes.size]
-        if region["codec"] == "signed":
-            flat = codes / (254 - numpy.abs(codes)) * scales
-        else:
-            flat = numpy.square(codes * numpy.float32(1 / 255) * scales)
-        return flat.reshape(region["codes"]["shape"])
-
+    numpy_reader = pytest.importorskip("tests.api.numpy_reader")
     for fields in ({}, {"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.float16, "state_format": "compact"}):
         run = Run(tmp_path, "disk", **fields)
         run.train(2)
@@ -288,7 +259,9 @@ def test_forty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
         for folder in (tmp_path / "ckpt", tmp_path / "cut"):
             manifest = json.loads((folder / "manifest.json").read_text())
             for name, record in manifest["parameters"].items():
-                assert torch.equal(torch.from_numpy(weight(folder, record)), wide.weights()[name]), name
+                assert torch.equal(torch.from_numpy(numpy_reader.weight(folder, record)), wide.weights()[name]), name
                 for key, region in record["state"].items():
-                    assert torch.equal(torch.from_numpy(values(folder, region)), wide.state()[f"{name}/{key}"]), key
+                    assert torch.equal(
+                        torch.from_numpy(numpy_reader.array(folder, region)), wide.state()[f"{name}/{key}"]
+                    ), key
         shutil.rmtree(tmp_path / "cut")

@@ -179,6 +179,30 @@ def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tm
                 torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
 
 
+TIERS = ("device", "host", "disk")
+
+
+def table_of_stages(disk: str) -> list[str]:
+    """What each combination of stage and tiers does, as docs/ranks.md has it."""
+
+    def entry(stage: int, combinations: list[dict[str, str]]) -> str:
+        said = {refused({"stage": stage, **places}, "", disk) for places in combinations}
+        return "yes" if said == {""} else "refused: use stage 3" if all("use stage=3" in each for each in said) else "?"
+
+    rows = []
+    for stage in range(4):
+        entries = [entry(stage, [{"params": tier}]) for tier in TIERS]
+        entries.append(entry(stage, [{"grads": grads, "states": states} for grads in TIERS for states in TIERS]))
+        rows.append(f"| stage {stage} | {' | '.join(entries)} |")
+    return rows
+
+
+def test_the_table_of_stages_and_tiers_is_what_happens(tmp_path: Path) -> None:
+    rows = run_on_ranks(2, table_of_stages, str(tmp_path))[0]
+    text = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
+    assert "\n".join(rows) in text, "\n".join(rows)
+
+
 def refused(fields: dict[str, Any], kind: str, disk: str) -> str:
     model = wide_model(torch.float32)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,21 @@ def test_optimizer_state_comes_back_through_other_ranks(saved: Any, tmp_path: Pa
             now = optimizer.state[param]
             assert now.keys() == state.keys() and len(state) == 3
             assert all(torch.equal(torch.as_tensor(now[key]), torch.as_tensor(value)) for key, value in state.items())
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_numpy_reads_it(index: int, saved: Any, tmp_path: Path) -> None:
+    numpy_reader = pytest.importorskip("tests.api.numpy_reader")
+    folder = saved[0] / f"{index}" / "step-2"
+    model, optimizer = alone(replace(WAYS[index], dtype=torch.float32), folder, tmp_path)
+    weights = values(model, optimizer)
+    for name, record in json.loads((folder / "manifest.json").read_text())["parameters"].items():
+        assert torch.equal(torch.from_numpy(numpy_reader.weight(folder, record)), weights[name]), name
+        state = optimizer.state[model.get_parameter(name)]
+        for key, region in record["state"].items():
+            torch.testing.assert_close(
+                torch.from_numpy(numpy_reader.array(folder, region)), state[key], rtol=0.02, atol=0
+            )
 
 
 def test_an_export_opens_in_transformers(saved: Any) -> None:

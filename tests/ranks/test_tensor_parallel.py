@@ -318,3 +318,45 @@ def train_local(tier: str, disk: str) -> list[Tensor]:
 def test_a_model_may_use_the_local_part_of_its_parameters(tier: str, tmp_path: Path) -> None:
     for own, plainly in run_on_ranks(2, train_local, tier, str(tmp_path)):
         torch.testing.assert_close(own, plainly, rtol=1e-6, atol=1e-6)
+
+
+def told(kind: str, disk: str) -> str:
+    """What `prepare` says to a mesh that does not fit."""
+    model = llama()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    given: Any = mesh
+    if kind == "none":
+        given = None
+    elif kind == "other names":
+        given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "data"))
+    elif kind == "pipeline":
+        given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pp"))
+    elif kind == "another part":
+        given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data"))
+    if kind == "fully_shard":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=mesh["data"])
+    else:
+        tensor_parallel(model, mesh["tp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        outsize.prepare(model, optimizer, mesh=given, host_memory="64MiB", disk=disk)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("none", "pass mesh="),
+        ("other names", "split over the mesh dimension 'tp', which mesh does not name"),
+        ("pipeline", "outsize takes data-parallel ones"),
+        ("another part", "lies on the ranks"),
+        ("fully_shard", "'data'"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_reason(kind: str, words: str, tmp_path: Path) -> None:
+    for said in run_on_ranks(4, told, kind, str(tmp_path)):
+        assert words in said, said

@@ -18,7 +18,7 @@ from outsize.api.assemble import Prepared
 from outsize.api.ranks import ExportPeers
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
 from outsize.checkpoint.folder import NewFolder
-from outsize.checkpoint.weights import (
+from outsize.formats.weights import (
     DTYPE_NAMES,
     NamedWeight,
     buffer_pieces,
@@ -107,7 +107,7 @@ def _export_dcp(
     dtype: torch.dtype | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    from outsize.checkpoint.dcp_writing import DcpContent, DcpGroup, entries_of, write_dcp  # takes seconds to import
+    from outsize.formats.dcp_writing import DcpContent, DcpGroup, entries_of, write_dcp  # takes seconds to import
 
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")

@@ -17,13 +17,13 @@ from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import LoadPeers, check_same
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.dcp import is_dcp
-from outsize.checkpoint.hugging import is_safetensors, load_safetensors
 from outsize.checkpoint.joint import together
 from outsize.checkpoint.match import Live, check_match
 from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
+from outsize.formats.dcp import is_dcp
+from outsize.formats.hugging import is_safetensors, load_safetensors
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.optim.compact import codec_named
 from outsize.run.unit import Unit
@@ -200,7 +200,7 @@ def _load_dcp(
     strict: bool,
 ) -> None:
     """A folder of torch.distributed.checkpoint: it has no gradients, no random numbers and no `extra`."""
-    from outsize.checkpoint.dcp_reading import open_dcp  # imports torch.distributed.checkpoint, which takes seconds
+    from outsize.formats.dcp_reading import open_dcp  # imports torch.distributed.checkpoint, which takes seconds
 
     live = _live(prepared, model, optimizer)
     checkpoint = open_dcp(source, live, label, tied_names(prepared.model), strict)

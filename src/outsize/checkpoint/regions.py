@@ -139,7 +139,8 @@ class Joined:
             yield from part.leaves()
 
     def to_json(self) -> dict[str, Any]:
-        return {"dim": self.dim, "parts": [part.to_json() for part in self.parts]}
+        what = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        return {"dim": self.dim, "parts": [part.to_json() for part in self.parts], **what}
 
     @classmethod
     def from_json(cls, value: Any) -> Joined:
@@ -149,6 +150,8 @@ class Joined:
             raise ValueError("the parts of an array do not fit together")
         if len({_with(part.shape, found.dim, 0) for part in found.parts}) > 1:
             raise ValueError("the parts of an array differ in more than the dimension that they are joined along")
+        if (DTYPE_NAMES[found.dtype], list(found.shape)) != (value["dtype"], value["shape"]):
+            raise ValueError("the parts of an array do not make up its shape")
         return found
 
     def read(self, start: int, end: int, read: Read) -> torch.Tensor:

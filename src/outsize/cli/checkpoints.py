@@ -12,9 +12,9 @@ from outsize.checkpoint.folder import remove_leftovers
 from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.checkpoint.reader import open_manifest
 from outsize.checkpoint.shelf import checkpoints_in, incomplete_in, remove_all, set_all_aside, without_foreign
-from outsize.checkpoint.stored import stored_weights
-from outsize.checkpoint.weights import merged_folder, write_shards
 from outsize.cli.job import DTYPES
+from outsize.formats.stored import stored_weights
+from outsize.formats.weights import merged_folder, write_shards
 from outsize.plan.sizes import format_bytes, parse_bytes
 
 SUMMARY = "list, verify, export and prune checkpoints"

@@ -31,6 +31,21 @@ class Display(ABC):
     def show(self, record: Record) -> None: ...
 
 
+class NoDisplay(Display):
+    """Of a rank that leaves showing to the first."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def show(self, record: Record) -> None:
+        return
+
+
 def open_display(steps: int, seconds: float | None) -> Display:
     """The live panel when stdout is a terminal, else plain lines."""
     return LiveDisplay(steps, seconds) if sys.stdout.isatty() else LineDisplay(steps)

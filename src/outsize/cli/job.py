@@ -19,7 +19,7 @@ DEFAULT_NAME = "default"
 LATEST = "latest"
 CONFIG_FIELDS = (
     *("device", "device_memory", "host_memory", "disk_space"),
-    *("params", "grads", "states", "activations", "state_format"),
+    *("stage", "params", "grads", "states", "activations", "state_format"),
 )
 """The options that are fields of `outsize.Config` under the same name."""
 
@@ -35,6 +35,7 @@ class Job:
     host_memory: str | None = "256MiB"
     disk: tuple[Path, ...] = ()
     disk_space: str | None = None
+    stage: int = 3
     params: str = "disk"
     grads: str = "disk"
     states: str = "disk"
@@ -154,6 +155,9 @@ def add_memory_arguments(parser: argparse.ArgumentParser, default: Job) -> None:
         help="folders on fast drives (default: one inside the run's folder)",
     )
     memory.add_argument("--disk-space", default=default.disk_space, help="budget on disk")
+    memory.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), default=default.stage, help="ZeRO stage, with several ranks"
+    )
     for kind in ("params", "grads", "states"):
         memory.add_argument(f"--{kind}", choices=TIERS, default=getattr(default, kind), help="tier")
     memory.add_argument("--activations", default=default.activations, help="keep, recompute, auto")
@@ -187,7 +191,7 @@ def _add_recipe(parser: argparse.ArgumentParser, default: Job) -> None:
         default=default.minutes,
         help="time from the start of the command to the last step, the learning rate falls accordingly; 0: no limit",
     )
-    recipe.add_argument("--batch", type=int, default=default.batch, help="sequences a step")
+    recipe.add_argument("--batch", type=int, default=default.batch, help="sequences a step, over all ranks")
     recipe.add_argument("--seq-len", type=int, default=default.seq_len, help="tokens a sequence")
     recipe.add_argument("--lr", type=float, default=default.lr, help="peak learning rate of AdamW")
     recipe.add_argument("--warmup", type=int, default=default.warmup, help="steps of linear warm-up")

@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters", type=_count, help="so many parameters, such as 7.5e9: only what the stages take of a rank"
     )
     parser.add_argument("--ranks", type=_ranks, default=1, help="data-parallel ranks; budgets are those of one rank")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage, with several ranks")
     add_memory_arguments(parser, _DEFAULTS)
 
 
@@ -60,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
         fields["disk"] = [str(path) for path in args.disk]
     optimizer = torch.optim.AdamW(model.parameters())
     fields["delayed_update"] = args.delayed_update or False
-    fields["stage"] = args.stage
     print(outsize.plan(model, optimizer, ranks=args.ranks, compute_dtype=DTYPES[args.dtype], **fields))
     if args.ranks > 1:
         print()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import signal
 import time
 from pathlib import Path
@@ -16,10 +15,11 @@ from torch import nn
 
 import outsize
 from outsize.cli import corpus, job, metrics, models, report
-from outsize.cli.display import Display, open_display
+from outsize.cli.display import Display, NoDisplay, open_display
 from outsize.cli.job import Job, RunFolder
 from outsize.cli.metrics import Counters, Record, human, process_memory
 from outsize.cli.schedule import Schedule
+from outsize.cli.team import Team
 
 SUMMARY = "train a language model beyond memory"
 DESCRIPTION = (
@@ -35,24 +35,27 @@ add_arguments = job.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        raise ValueError(
-            "outsize train runs on one rank in this version, and this is one of several: write the loop as in "
-            "examples/ranks.py, where every rank takes its part of the batch"
-        )
     started = time.monotonic()
     wanted = Job.parse(args)
-    folder = RunFolder.choose(wanted)
+    team = Team.open()
+    if wanted.batch % team.size:
+        raise ValueError(
+            f"--batch {wanted.batch} cannot be shared by {team.size} ranks; give a multiple of {team.size}"
+        )
+    folder = team.share(RunFolder.choose(wanted))
     checkpoint = folder.to_resume(wanted.resume) if wanted.resume is not None else None
     for package in ("tokenizers", "matplotlib", "rich.live", "safetensors.torch"):
         importlib.import_module(package)  # a missing one is found now, not after the training
     config = models.configuration(wanted.model)
     models.model_class(config)
     base_rss = process_memory()
-    _prepare_folder(wanted, folder)
-    _print_plan(wanted, folder, config)
-    files = _tokens(wanted, folder, config)
-    training = Training(wanted, folder, config, files, started, base_rss)
+    if team.first:
+        _prepare_folder(wanted, folder)
+        _print_plan(wanted, folder, config, team)
+        _tokens(wanted, folder, config, team)
+    team.share(None)  # what follows finds what the first has made
+    files = _tokens(wanted, folder, config, Team(1))
+    training = Training(wanted, folder, config, files, started, base_rss, team)
     if checkpoint is not None:
         training.resume(checkpoint)
     return _train(training)
@@ -64,17 +67,17 @@ def _prepare_folder(wanted: Job, folder: RunFolder) -> None:
         folder.disk.mkdir(exist_ok=True)
 
 
-def _print_plan(wanted: Job, folder: RunFolder, config: Any) -> None:
+def _print_plan(wanted: Job, folder: RunFolder, config: Any, team: Team) -> None:
     model = models.on_meta(config)
     optimizer = torch.optim.AdamW(models.parameter_groups(model, wanted.weight_decay), lr=wanted.lr)
-    print(outsize.plan(model, optimizer, **wanted.config_fields(folder)), flush=True)
+    team.say(outsize.plan(model, optimizer, ranks=team.size, **wanted.config_fields(folder)))
 
 
-def _tokens(wanted: Job, folder: RunFolder, config: Any) -> corpus.TokenFiles:
+def _tokens(wanted: Job, folder: RunFolder, config: Any, team: Team) -> corpus.TokenFiles:
     documents = corpus.text_files(wanted.text) if wanted.text else corpus.standard_library()
     parts = corpus.split(documents)
     size = human(parts.train_bytes)
-    print(f"text: {len(parts.train)} documents, {size}; {len(parts.held_out)} more are held out", flush=True)
+    team.say(f"text: {len(parts.train)} documents, {size}; {len(parts.held_out)} more are held out")
     return corpus.prepare_tokens(parts, folder.corpus, models.given_tokenizer(wanted.model), config.vocab_size)
 
 
@@ -89,7 +92,9 @@ class Training:
         files: corpus.TokenFiles,
         started: float,
         base_rss: int,
+        team: Team,
     ) -> None:
+        self.team = team
         self.job, self.folder, self.files, self.base_rss = wanted, folder, files, base_rss
         self.train_tokens = corpus.Tokens.open(files.train, wanted.seq_len)
         self.held_out_tokens = corpus.Tokens.open(files.held_out, wanted.seq_len)
@@ -107,7 +112,7 @@ class Training:
 
     @property
     def over(self) -> bool:
-        return self.schedule.over(self.step, self.elapsed_seconds)
+        return self.team.share(self.schedule.over(self.step, self.elapsed_seconds))
 
     def advance(self) -> Record:
         """One step of training: forward, backward, clip, update."""
@@ -115,10 +120,11 @@ class Training:
         torch.manual_seed(
             self.job.seed * 1_000_003 + self.step
         )  # dropout is a function of (seed, step), as the data is
-        lr = self.schedule.lr(self.step, self.elapsed_seconds)
+        lr = self.schedule.lr(self.step, self.team.share(self.elapsed_seconds))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        tokens = self.train_tokens.batch(self.job.seed, self.step, self.job.batch).to(self.device)
+        tokens = self.train_tokens.batch(self.job.seed, self.step, self.job.batch)
+        tokens = tokens.tensor_split(self.team.size)[self.team.rank].to(self.device)
         loss = self.model(input_ids=tokens, labels=tokens).loss
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
@@ -127,7 +133,8 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.step += 1
-        return self._record(float(loss.detach()), float(norm), lr, tokens.numel(), time.monotonic() - start, before)
+        mean, count = self.team.mean(float(loss.detach())), tokens.numel() * self.team.size
+        return self._record(mean, float(norm), lr, count, time.monotonic() - start, before)
 
     def _record(
         self, loss: float, norm: float, lr: float, tokens: int, step_seconds: float, before: Counters
@@ -199,7 +206,8 @@ class Training:
         self._saved = self.step
         self._started -= float(extra["elapsed_seconds"])
         self._read_before, self._written_before = int(extra["bytes_read"]), int(extra["bytes_written"])
-        metrics.keep_until(self.folder.metrics, self.step)
+        if self.team.first:
+            metrics.keep_until(self.folder.metrics, self.step)
 
     def _data_order(self) -> dict[str, int]:
         return {
@@ -234,6 +242,8 @@ class Training:
 
     def export(self) -> None:
         outsize.export(str(self.folder.model), self.model)
+        if not self.team.first:
+            return
         source = self.job.model if models.given_tokenizer(self.job.model) else None
         models.export_companions(self.model, self.files.tokenizer, source, self.folder.model)
 
@@ -255,16 +265,18 @@ def _train(training: Training) -> int:
     wanted = training.job
     if training.step == 0:
         training.held_out_before = training.held_out_loss()
-        print(f"held-out loss before: {training.held_out_before:.3f}", flush=True)
+        training.team.say(f"held-out loss before: {training.held_out_before:.3f}")
         if training.over:
             raise ValueError(f"--minutes {wanted.minutes} were over before the first step; give more")
-    with open_display(wanted.steps, wanted.seconds) as display, Interruption() as interruption:
-        while not training.over and not interruption.asked:
+    team = training.team
+    display = open_display(wanted.steps, wanted.seconds) if team.first else NoDisplay()
+    with display, Interruption(team) as interruption:
+        while not training.over and not team.any(interruption.asked):
             _one_step(training, display)
-    if interruption.asked and not training.over:
+    if not training.over:
         training.save()
-        print("interrupted; go on with:")
-        print("  " + wanted.command(training.folder.path, training.folder.checkpoint(training.step)))
+        team.say("interrupted; go on with:")
+        team.say("  " + wanted.command(training.folder.path, training.folder.checkpoint(training.step)))
         return INTERRUPTED
     _finish(training)
     return 0
@@ -275,7 +287,8 @@ def _one_step(training: Training, display: Display) -> None:
     record = training.advance()
     if wanted.eval_every and training.step % wanted.eval_every == 0 and not training.over:
         record = record.with_held_out(training.held_out_loss())
-    metrics.append(training.folder.metrics, record)
+    if training.team.first:
+        metrics.append(training.folder.metrics, record)
     display.show(record)
     if wanted.save_every and training.step % wanted.save_every == 0 and not training.over:
         training.save()
@@ -286,9 +299,12 @@ def _finish(training: Training) -> None:
     folder, before, after = training.folder, training.held_out_before, training.held_out_loss()
     peak = process_memory("VmHWM")
     training.save()
-    print(f"\nheld-out loss: {before:.3f} before, {after:.3f} after {training.step} steps ({after - before:+.3f} nats)")
-    print(f"a sample:\n{training.sample()}\n")
+    say = training.team.say
+    say(f"\nheld-out loss: {before:.3f} before, {after:.3f} after {training.step} steps ({after - before:+.3f} nats)")
+    say(f"a sample:\n{training.sample()}\n")
     training.export()
+    if not training.team.first:
+        return
     state = outsize.memory(training.model).state_bytes
     over = max(1, peak - training.base_rss)
     print(
@@ -306,8 +322,9 @@ def _finish(training: Training) -> None:
 class Interruption:
     """Ctrl-C and SIGTERM ask for the end of the run after the step at hand; a second one ends it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, team: Team) -> None:
         self.asked = False
+        self._team = team
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -319,7 +336,7 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        print("\nfinishing this step, then saving (once more: stop at once)", flush=True)
+        self._team.say("\nfinishing this step, then saving (once more: stop at once)")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 
-from outsize.checkpoint.dcp import METADATA_NAME, is_dcp
 from outsize.checkpoint.files import read_manifest
+from outsize.formats.dcp import METADATA_NAME, is_dcp
 
 LARGEST_VALUE = 1 << 20
 """Bytes of a plain value: a learning rate, a list of parameter names."""

@@ -14,9 +14,9 @@ from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.dcp_folder import DcpFolder, Shape
 from outsize.checkpoint.manifest import OptimizerRecord
 from outsize.checkpoint.match import Live
+from outsize.formats.dcp_folder import DcpFolder, Shape
 
 USUAL = ("", "model.", "state_dict.", "app.model.", "module.")
 """What stands before the names of weights in the folders of most programs, the first of them preferred."""

@@ -18,7 +18,7 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, RestingArray, States, Weights, copy_in
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.reader import Masters
-from outsize.checkpoint.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
+from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard, page_range
 from outsize.plan.layout import Slot

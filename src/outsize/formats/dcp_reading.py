@@ -12,10 +12,10 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
-from outsize.checkpoint.dcp_folder import DcpFolder
-from outsize.checkpoint.dcp_names import StoredModel, StoredOptimizer, find_model, find_optimizer
 from outsize.checkpoint.match import Live
 from outsize.checkpoint.reader import Masters
+from outsize.formats.dcp_folder import DcpFolder
+from outsize.formats.dcp_names import StoredModel, StoredOptimizer, find_model, find_optimizer
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, SlotState, UnitShard
 from outsize.plan.layout import Slot

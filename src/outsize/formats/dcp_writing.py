@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_out
-from outsize.checkpoint.dcp import is_dcp
-from outsize.checkpoint.dcp_folder import TAKES_NO_DIST, alone
 from outsize.checkpoint.reader import Masters
+from outsize.formats.dcp import is_dcp
+from outsize.formats.dcp_folder import TAKES_NO_DIST, alone
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
 from outsize.plan.layout import Slot
