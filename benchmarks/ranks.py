@@ -1,4 +1,5 @@
-"""The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk astray.
+"""The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk astray
+agreement activations.
 
 Ranks are processes of this machine that speak by gloo; ratios are taken within one run.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from benchmarks import ranks_jobs
 from benchmarks.common import Row, run_rows
 from benchmarks.models import TOKENS
-from tests.ranks import launching, test_astray
+from tests.ranks import activations, launching, test_astray
 from tests.ranks.launching import ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting
 
@@ -72,6 +73,31 @@ def disk(directory: str) -> list[Row]:
     ]
 
 
+def agreement(directory: str) -> list[Row]:
+    """What it costs that ranks tell each other what they are about to do."""
+    rows = []
+    for ranks in (2, 4):
+        found = run_on_ranks(ranks, ranks_jobs.agreement, LAYERS, 8, directory, limit=900.0)[0]
+        what = f"telling each other before each collective and step, stage 3, {ranks} ranks, {TOKENS} tokens"
+        share = found["share"]
+        rows.append(Row(f"{what} ({found['seconds']:.2f} s)", f"{share:.2%} of the step", "< 1 %", share < 0.01))
+        detail = f"{found['with'] / found['without']:.3f} x"
+        rows.append(Row("(a step with it over one without, in turns)", detail, "", True))
+    return rows
+
+
+def activation_bytes(directory: str) -> list[Row]:
+    """What a layer keeps for its backward, over sbh, against Korthikanti et al. 2022."""
+    rows = []
+    for kind, ranks in (("none", 1), ("tensor", 2), ("sequence", 2), ("tensor", 4), ("sequence", 4)):
+        found = run_on_ranks(ranks, activations.kept_bytes, kind)[0]
+        paper = activations.formula(kind, ranks, as_published=True)
+        expected = activations.formula(kind, ranks)
+        what = f"activations of a layer over sbh, {kind}, {ranks} ranks (published: {paper:.1f})"
+        rows.append(Row(what, f"{found:.1f}", f"{expected:.1f} within 2 %", abs(found / expected - 1) <= 0.02))
+    return rows
+
+
 def astray(directory: str) -> list[Row]:
     """Ranks that go wrong in every way that is known, at random."""
     launching.QUICK = False
@@ -98,6 +124,7 @@ def astray(directory: str) -> list[Row]:
 
 
 ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory, "disk": disk, "astray": astray}
+ROWS |= {"agreement": agreement, "activations": activation_bytes}
 
 
 def main() -> int:

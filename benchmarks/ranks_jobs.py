@@ -15,6 +15,8 @@ from torch import nn
 
 import outsize
 from benchmarks.models import llama, tokens
+from outsize.move.comm import Ranks
+from outsize.run.reduction import Reduction
 
 Step = Callable[[torch.Tensor], float]
 
@@ -87,6 +89,39 @@ def compare(kinds: tuple[str, str], layers: int, rounds: int, batch: int, disk: 
     ratios = [mine / theirs for mine, theirs in zip(seconds[kinds[0]], seconds[kinds[1]], strict=True)]
     apart = abs(losses[kinds[0]] - losses[kinds[1]]) / losses[kinds[1]]
     return {"seconds": one, "theirs": other, "ratio": statistics.median(ratios), "losses apart": apart}
+
+
+def agreement(layers: int, rounds: int, disk: str) -> dict[str, float]:
+    """Steps in turns with and without what ranks tell each other; `share`: the user's loop in it, of the step."""
+    torch.set_num_threads(1)
+    step = ours(layers, 3, "device", disk)
+    plain = {(owner, name): getattr(owner, name) for owner, name in ((Ranks, "_agree"), (Reduction, "check_step"))}
+    spent = [0.0]
+
+    def timed(action: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            began = time.thread_time()
+            action(*args)
+            spent[0] += time.thread_time() - began
+
+        return run
+
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    shares = []
+    for number in range(2 * rounds + 2):
+        told = number % 2 == 0
+        dist.barrier()
+        for (owner, name), action in plain.items():
+            setattr(owner, name, timed(action) if told else lambda *_: None)
+        spent[0], began = 0.0, time.perf_counter()
+        step(tokens(number * 8 + dist.get_rank()))
+        dist.barrier()
+        if number >= 2:
+            seconds[told].append(time.perf_counter() - began)
+            if told:
+                shares.append(spent[0] / seconds[told][-1])
+    one, other = statistics.median(seconds[True]), statistics.median(seconds[False])
+    return {"with": one, "without": other, "seconds": one, "share": statistics.median(shares)}
 
 
 def peak(kind: str, layers: int, disk: str) -> float:

@@ -112,10 +112,12 @@ def kept_bytes(kind: str) -> float:
     return sum(storages.values()) / UNIT
 
 
-def formula(kind: str, ranks: int) -> float:
+def formula(kind: str, ranks: int, as_published: bool = False) -> float:
     """Bytes over sbh. With sequence parallelism torch keeps the two inputs that it has gathered, 4 bytes in place of
-    the 4 / t of the paper."""
+    the 4 / t that are published."""
     scores = 5 * HEADS * LENGTH / WIDTH
     if kind == "none":
         return 34 + scores
+    if as_published and kind == "sequence":
+        return 34 / ranks + scores / ranks
     return (10 + 24 / ranks if kind == "tensor" else 4 + 30 / ranks) + scores / ranks

@@ -125,8 +125,8 @@ def test_optimizer_state_comes_back_through_other_ranks(saved: Any, tmp_path: Pa
     """One rank, then 2 x 2, then one again: every array of every parameter."""
     disk, _ = saved
     for index, way in enumerate(WAYS):
-        if "compact" in str(way.fields_more):
-            continue  # is encoded anew where blocks begin elsewhere
+        if index not in (0, 1):
+            continue  # 8-bit state is encoded anew where blocks begin elsewhere
         model, optimizer = alone(way, disk / f"{index}" / "step-2", tmp_path)
         first, states = values(model, optimizer), [dict(optimizer.state[param]) for param in model.parameters()]
         outsize.save(tmp_path / f"{index}", model, optimizer, {"step": 2}).wait()
@@ -145,15 +145,13 @@ def test_optimizer_state_comes_back_through_other_ranks(saved: Any, tmp_path: Pa
 def test_numpy_reads_it(index: int, saved: Any, tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("tests.api.numpy_reader")
     folder = saved[0] / f"{index}" / "step-2"
-    model, optimizer = alone(replace(WAYS[index], dtype=torch.float32), folder, tmp_path)
+    model, optimizer = alone(replace(WAYS[index], dtype=torch.float32, fields_more=()), folder, tmp_path)
     weights = values(model, optimizer)
     for name, record in json.loads((folder / "manifest.json").read_text())["parameters"].items():
         assert torch.equal(torch.from_numpy(numpy_reader.weight(folder, record)), weights[name]), name
         state = optimizer.state[model.get_parameter(name)]
         for key, region in record["state"].items():
-            torch.testing.assert_close(
-                torch.from_numpy(numpy_reader.array(folder, region)), state[key], rtol=0.02, atol=0
-            )
+            assert torch.equal(torch.from_numpy(numpy_reader.array(folder, region)), state[key]), key
 
 
 def test_an_export_opens_in_transformers(saved: Any) -> None:

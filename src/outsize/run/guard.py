@@ -7,6 +7,7 @@ gate, which brings its unit in, or raises a clear error where the values may not
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from typing import Any, NoReturn, Protocol, final
@@ -237,13 +238,23 @@ def _guarded_local(kind: Any) -> dict[str, object]:
     """What a DTensor does besides operations, `to_local` and the like, passes the gate as an operation does; whatever
     else reads the local part must find it in place."""
     slot = kind._local_tensor
+    shapes_only = threading.local()  # set while an operation asks for no values, in this thread
 
     def read(tensor: Any) -> torch.Tensor:
         found: torch.Tensor = slot.__get__(tensor)
         key = tensor.gate.key_of(found)
-        if key is not None and not tensor.gate.is_in_place(key):
+        if key is not None and not tensor.gate.is_in_place(key) and not getattr(shapes_only, "on", False):
             tensor.gate.admit(tensor, "to_local", False)
         return found
+
+    def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:
+            return pass_gate(cls.gate, func, args, kwargs or {})
+        before, shapes_only.on = getattr(shapes_only, "on", False), True
+        try:
+            return through_gate(cls.gate, func, args, kwargs or {})
+        finally:
+            shapes_only.on = before
 
     def through(name: str) -> Callable[..., Any]:
         plain = getattr(kind, name)
@@ -255,7 +266,12 @@ def _guarded_local(kind: Any) -> dict[str, object]:
         return run
 
     methods = {name: through(name) for name in ("to_local", "full_tensor", "redistribute")}
-    return {"_local_tensor": property(read, slot.__set__), "unguarded_local": staticmethod(slot.__get__), **methods}
+    return {
+        "_local_tensor": property(read, slot.__set__),
+        "unguarded_local": staticmethod(slot.__get__),
+        "__torch_function__": classmethod(torch_function),
+        **methods,
+    }
 
 
 def through_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

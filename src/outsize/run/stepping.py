@@ -17,6 +17,7 @@ from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
+from outsize.run.local import local
 from outsize.run.state import StreamedState, snapshot, store_state
 from outsize.run.unit import Unit
 
@@ -367,8 +368,12 @@ class Stepper:
             for param, index in zip(group["params"], other["params"], strict=True):
                 if state.get(index):
                     unit, slot = self._engine.unit_of(param)
-                    self._check_state(unit, slot, state[index])
-                    wanted.append((unit, slot, state[index]))
+                    entry = {
+                        key: local(value) if isinstance(value, torch.Tensor) else value
+                        for key, value in state[index].items()
+                    }
+                    self._check_state(unit, slot, entry)
+                    wanted.append((unit, slot, entry))
         for group, other in zip(groups, copy.deepcopy(saved), strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         given = {slot.name: entry for _, slot, entry in wanted}
