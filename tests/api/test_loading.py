@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import outsize
 from outsize.checkpoint.files import file_record
 from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import open_manifest
-from outsize.checkpoint.regions import CodedRegion, Piece, Region
+from outsize.checkpoint.regions import CodedRegion, Joined, Piece, Region, narrow
 
 TIERS = ("device", "host", "disk")
 
@@ -265,3 +267,62 @@ def test_forty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
                         torch.from_numpy(numpy_reader.array(folder, region)), wide.state()[f"{name}/{key}"]
                     ), key
         shutil.rmtree(tmp_path / "cut")
+
+
+LEAF = {"file": "a.bin", "offset": 0, "dtype": "float32"}
+JOINED = [
+    {"dim": 0, "parts": []},
+    {"dim": 0, "parts": [{**LEAF, "shape": [3, 5]}, {**LEAF, "shape": [3]}]},
+    {"dim": 1, "parts": [{**LEAF, "shape": [3, 5]}, {**LEAF, "shape": [3]}]},
+    {"dim": 2, "parts": [{**LEAF, "shape": [3, 5]}]},
+    {"dim": -1, "parts": [{**LEAF, "shape": [3, 5]}]},
+    {"dim": 0, "parts": [{**LEAF, "shape": [3, 5]}, {**LEAF, "shape": [3, 4]}]},
+    {"dim": 0, "parts": [{**LEAF, "shape": [3, 5]}, {**LEAF, "dtype": "float16", "shape": [3, 5]}]},
+    {"dim": 0, "parts": [{"dim": 0, "parts": [{**LEAF, "shape": [3, 5]}]}]},
+    {"dim": 0, "parts": {**LEAF, "shape": [3, 5]}},
+    {"dim": 0, "parts": [{**LEAF, "shape": [3, 5]}], "shape": [6, 5]},
+    {"dim": 0, "parts": [{**LEAF, "file": "../a.bin", "shape": [3, 5]}]},
+    {"dim": 0, "parts": [{**LEAF, "offset": 1 << 61, "shape": [3, 5]}]},
+]
+
+
+@pytest.mark.parametrize("joined", JOINED, ids=range(len(JOINED)))
+def test_parts_that_do_not_fit_together_are_damage(joined: dict[str, Any], tmp_path: Path) -> None:
+    run = Run(tmp_path, "disk")
+    run.save(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "manifest.json"
+    content = json.loads(file.read_text())
+    del content["crc32c"]
+    record = next(iter(content["parameters"].values()))
+    record["weight"] = {"dtype": "float32", "shape": [3, 5], **joined}
+    file.write_text(sealed(json.dumps(content)))
+    with pytest.raises(ValueError, match="damaged"):
+        outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_joined_and_narrowed_arrays_read_as_torch_does(shape: list[int], data: st.DataObject) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    parts = [torch.randn(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+    expected = torch.cat(parts, dim)
+    files = {f"{at}.bin": part.reshape(-1) for at, part in enumerate(parts)}
+
+    def read(region: Any, start: int, end: int) -> torch.Tensor:
+        if not isinstance(region, Region):
+            return region.read(start, end, read)
+        return files[region.pieces[0].file][start:end]
+
+    regions = [Region.at(name, 0, torch.float32, tuple(part.shape)) for name, part in zip(files, parts, strict=True)]
+    array: Any = Joined(dim, tuple(regions))
+    cut = data.draw(st.integers(0, len(shape) - 1))
+    first = data.draw(st.integers(0, expected.shape[cut]))
+    count = data.draw(st.integers(0, expected.shape[cut] - first))
+    for found, wanted in ((array, expected), (narrow(array, cut, first, count), expected.narrow(cut, first, count))):
+        assert found.shape == wanted.shape
+        low = data.draw(st.integers(0, wanted.numel()))
+        high = data.draw(st.integers(low, wanted.numel()))
+        assert torch.equal(read(found, low, high), wanted.reshape(-1)[low:high])

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
@@ -31,7 +33,8 @@ class Run:
         self.rank = dist.get_rank()
         self.model, self.optimizer = make(setting)
         self.disk = disk
-        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk))
+        mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
+        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk), **mesh)
 
     def step(self, number: int, forward: Callable[[Any], Any] | None = None, clip: bool = True) -> None:
         x, y = batch(number, self.rank)
@@ -201,6 +204,31 @@ def test_a_rank_that_stands_still_is_given_up(tmp_path: Path) -> None:
     assert second.killed
     assert first.kind == "RanksError" and "rank 1 of 2 is gone" in str(first.error), first.trace
     assert first.seconds < DETECTED_SECONDS
+
+
+def outlives_its_error(wrong: Callable[[Run, int], None], mesh: tuple[int, ...], disk: str) -> str:
+    """The last rank goes in its third step. Each other one notices while all the others are still there."""
+    run = Run(Setting(3, "host", mesh=mesh), disk)
+    store = dist.distributed_c10d._get_default_store()
+    others = dist.get_world_size() - 1
+    try:
+        for number in range(5):
+            if number == 2 and run.rank == others:
+                wrong(run, number)
+            run.step(number)
+    except RuntimeError:
+        if store.add("noticed", 1) == others:
+            store.set("all have noticed", "1")
+        if run.rank != others:
+            store.wait(["all have noticed"], timedelta(seconds=DETECTED_SECONDS))
+        raise
+    return "went right"
+
+
+@pytest.mark.parametrize("wrong", [failure, killed], ids=lambda each: each.__name__)
+def test_ranks_of_every_dimension_of_a_mesh_hear_of_it(wrong: Callable[[Run, int], None], tmp_path: Path) -> None:
+    ends = ends_on_ranks(4, outlives_its_error, wrong, (2, 2), str(tmp_path))
+    check(ends, 3, gone=True)
 
 
 def slow(disk: str) -> str:

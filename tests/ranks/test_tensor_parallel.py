@@ -393,3 +393,80 @@ def test_a_model_built_under_init_and_state_dicts(tmp_path: Path) -> None:
     for step, (loss, norm) in enumerate(expected):
         assert sum(each[step][0] for each in found) / 4 == pytest.approx(loss, rel=1e-6)
         assert found[0][step][1] == pytest.approx(norm, rel=1e-5)
+
+
+def refused(disk: str) -> dict[str, str]:
+    """What `prepare` says to what cannot be trained in parts."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES)
+    found = {}
+    for kind in ("whole", "dtype", "seed"):
+        model = llama()
+        if kind == "seed":
+            torch.manual_seed(dist.get_rank())
+            nn.init.normal_(model.get_parameter("model.norm.weight"))
+        tensor_parallel(model, mesh["tp"])
+        optimizer = (torch.optim.Adafactor if kind == "whole" else torch.optim.AdamW)(model.parameters())
+        fields = {"compute_dtype": torch.bfloat16} if kind == "dtype" else {}
+        with pytest.raises(ValueError) as raised:  # noqa: PT011  (what it says is looked at by the test)
+            outsize.prepare(model, optimizer, mesh=mesh, stage=0, host_memory="64MiB", disk=disk, **fields)
+        found[kind] = str(raised.value)
+    return found
+
+
+def test_what_cannot_be_trained_in_parts_is_refused(tmp_path: Path) -> None:
+    for found in run_on_ranks(2, refused, str(tmp_path)):
+        assert "needs whole parameters, which tensor parallelism has split" in found["whole"]
+        assert "cast the model before parallelize_module" in found["dtype"]
+        assert "'model.norm.weight' is" in found["seed"] and "rank 1" in found["seed"]
+
+
+def one_place(disk: str) -> list[tuple[Curve, dict[str, Tensor]]]:
+    """Tensor parallelism of degree one, as a configuration may have it."""
+    way = Way(shape=(1, 1), stage=0, tier="device")
+    found = train_parallel([way, Way(shape=(1, 1), tier="disk")], disk)
+    model, optimizer, _ = prepared(way, disk)
+    outsize.save(Path(disk) / "saved", model, optimizer)
+    outsize.export(Path(disk) / "exported", model)
+    outsize.load(Path(disk) / "exported", model)
+    return found
+
+
+def test_one_tensor_parallel_rank_is_like_none(tmp_path: Path) -> None:
+    expected = plain(Way(), 1)
+    for found in run_on_ranks(1, one_place, str(tmp_path))[0]:
+        assert_as_plain(found, expected)
+
+
+def empty_part(disk: str) -> list[Tensor]:
+    """One output over two ranks: the second has nothing of the last layer."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES)
+    found = []
+    for attempt in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(output_layouts=Replicate())})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        places = {"params": "disk", "grads": "host", "states": "host"}
+        outsize.prepare(model, optimizer, mesh=mesh, host_memory="4MiB", disk=disk, units=["Linear"], **places)
+        if attempt:
+            outsize.load(Path(disk) / "saved", model, optimizer)
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not attempt:
+            outsize.save(Path(disk) / "saved", model, optimizer).wait()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with outsize.gathered(model):
+            found.append(torch.cat([whole(param.detach()).flatten() for param in model.parameters()]))
+    return found
+
+
+def test_a_rank_may_have_no_part_of_a_parameter(tmp_path: Path) -> None:
+    for first, second in run_on_ranks(2, empty_part, str(tmp_path)):
+        assert torch.equal(first, second)

@@ -1,14 +1,19 @@
 """Imported by the server that ranks are forked from: what every rank would otherwise import for itself."""
 
 import gc
+from contextlib import suppress
 
 import torch
 import torch.distributed
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 
 import outsize.api.ranks
 import outsize.checkpoint.library
 import outsize.run.paging
 
+with suppress(ImportError):
+    import transformers.models.llama.modeling_llama  # noqa: F401
 torch.set_num_threads(1)
 _param = torch.nn.Parameter(torch.zeros(1))
 _optimizer = torch.optim.AdamW([_param])  # torch imports its compiler with the first one

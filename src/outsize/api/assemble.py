@@ -36,7 +36,7 @@ from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
-from outsize.run.local import bind, is_distributed, local
+from outsize.run.local import bind, is_distributed, is_repeated, local
 from outsize.run.reduction import Reduction
 from outsize.run.state import store_state
 from outsize.run.stepping import Stepper
@@ -210,6 +210,9 @@ def _build(
         _adopt(unit, states, load, sums)
     if ranks is not None and sums is not None:
         check_same(ranks.alike(), "the values of their parameters", sums)
+        if ranks.tensor is not None:
+            repeated = {name: sums[name] for name, param in plan.parameters.items() if is_repeated(param)}
+            check_same([ranks.tensor], "the values of parameters that each has whole", repeated)
     _cast_buffers(model, config)
     engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction)
     for unit in units:

@@ -59,8 +59,9 @@ def export(
 
     An update that is still owed runs first. Names are the model's own; a tied weight is written once. A model with a
     `config` gets its `config.json` and generation configuration. Memory: a fixed arena, whatever the size of the model,
-    its files and its parameters. Raises `TypeError` for a buffer that safetensors cannot store, before anything is
-    written, and `OSError` with path and errno if the disk is full; then nothing is left behind.
+    its files and its parameters (twice the largest one that tensor parallelism has split). Raises `TypeError` for a
+    buffer that safetensors cannot store, before anything is written, and `OSError` with path and errno if the disk is
+    full; then nothing is left behind.
     """
     if dtype is not None and dtype not in DTYPES_OUT:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES_OUT))} or None")

@@ -121,11 +121,11 @@ def _open(
 ) -> Checkpoint:
     """The checkpoint, found to be whole and to fit."""
     reduction = prepared.engine.reduction
-    rank, ranks = 0, 1
+    rank, ranks, tensor_ranks = 0, 1, 1
     if reduction is not None:
         peers = LoadPeers(reduction.ranks)
-        rank, ranks = peers.rank, peers.size
-    checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks, cuts_of(prepared))
+        rank, ranks, tensor_ranks = peers.rank, peers.size, peers.tensor
+    checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks, tensor_ranks, cuts_of(prepared))
     try:
         live = _live(prepared, model, optimizer)
         _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)

@@ -82,7 +82,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
     copies, sharing, tensor = grid[:, share, part].tolist(), grid[copy, :, part].tolist(), grid[copy, share].tolist()
     for param in split:
         _check_tensor_parallel(param, tensor)
-    if len(sharing) * len(copies) * len(tensor) == 1:
+    if len(sharing) * len(copies) * len(tensor) == 1 and not split:
         return None
     return Ranks(sharing, backend, copies if len(copies) > 1 else (), tensor if len(tensor) > 1 else ())
 
@@ -145,22 +145,29 @@ def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
 
 def check_same(groups: Sequence[Ranks], what: str, mine: Mapping[str, object], kind: str = "prepare") -> None:
     """Raise `ValueError` on every rank of the groups unless all have the same entries; names the first that differs."""
+    error = ""
     for group in groups:
-        _check_same(group, what, mine, kind)
+        found = _difference(group, what, mine, kind)
+        error = error or found
+    for group in groups if len(groups) > 1 else ():  # the ranks in whose groups all agree hear of it too
+        error = next((each for each in group.collect(error, kind) if each), "")
+    if error:
+        raise ValueError(error)
 
 
-def _check_same(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str) -> None:
+def _difference(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str) -> str:
     every = ranks.collect(dict(mine), kind)
     first = every[0]
     for rank, other in zip(ranks.members, every, strict=True):
         if other == first:
             continue
         name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
-        raise ValueError(
+        return (
             f"the ranks differ in {what}: {name!r} is {first.get(name, 'missing')} on rank {ranks.members[0]} and "
             f"{other.get(name, 'missing')} on rank {rank}; every rank must build the same model with the same seed, "
             f"make the same optimizer and pass the same fields"
         )
+    return ""
 
 
 def description(
@@ -199,6 +206,7 @@ class SavePeers:
         place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
         self.rank = place * ranks.size + ranks.rank
         self.size = self.tensor * ranks.size
+        self.name = dist.get_rank()
         self._ranks = ranks
         self._step = ranks.step  # the loop goes on meanwhile
 

@@ -38,7 +38,7 @@ from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
-from outsize.run.local import local_gradient, part_of
+from outsize.run.local import is_repeated, local, local_gradient, part_of
 
 MASTERS = Masters(join_master, split_master)
 logger = logging.getLogger("outsize")
@@ -325,7 +325,12 @@ def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
-    return {name: (value, name in kept) for name, value in model.named_buffers()}
+    found = {}
+    for name, value in model.named_buffers():
+        if not is_repeated(value):
+            raise TypeError(f"buffer {name!r} is split over ranks (a DTensor); it cannot be saved or exported")
+        found[name] = (local(value), name in kept)
+    return found
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from outsize.plan.layout import (
     slice_of,
 )
 from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
-from outsize.run.local import local
+from outsize.run.local import is_distributed, is_repeated, largest_part, local
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7
@@ -105,9 +105,10 @@ def survey(
         check_same(ranks.everyone(), "what they prepare", description(parameters, infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
         rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
-    _refuse_what_cannot_be_split(config, kept, size)
+    _refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
     tree = _tree("", model, names, set())
-    cuts = cut_units(tree, infos, budgets.unit_bytes, _chosen_units(model, config))
+    largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
+    cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config))  # alike, whatever part is here
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
     sizes = tuple(_bytes_of(layout, infos, kept, config, size, shared) for layout in layouts)
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
@@ -117,8 +118,14 @@ def survey(
     return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size))
 
 
-def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int) -> None:
-    """Raise `ValueError` with the reason for what makes no sense where units are split over several ranks."""
+def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_parts: bool) -> None:
+    """Raise `ValueError` with the reason for what makes no sense where units are split over several ranks, or
+    parameters are `in_parts` by tensor parallelism."""
+    if kept.whole and in_parts:
+        raise ValueError(
+            "this optimizer's update needs whole parameters, which tensor parallelism has split; use an elementwise "
+            "optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
+        )
     if ranks == 1:
         return
     if kept.whole:
@@ -145,6 +152,11 @@ def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> Pa
         raise ValueError(
             f"parameter {name!r} is {param.dtype}; outsize trains float32, bfloat16, float16 and float64 parameters. "
             f"Register integer or complex values as buffers"
+        )
+    if is_distributed(param) and config.compute_dtype not in (None, param.dtype):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor of {param.dtype} and compute_dtype is {config.compute_dtype}: cast the "
+            f"model before parallelize_module"
         )
     dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
     return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], optimized and param.requires_grad)

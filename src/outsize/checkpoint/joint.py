@@ -25,6 +25,8 @@ class Peers(Protocol):
     size: int
     tensor: int
     """Tensor-parallel places."""
+    name: int
+    """This rank's number in the job."""
 
     def exchange(self, value: object) -> list[Any]:
         """`value` of every rank, in the order of ranks. Raises where a rank is gone."""
@@ -74,16 +76,16 @@ def together(peers: Peers, own: Callable[[], Any], what: str) -> list[Any]:
     except Exception as raised:
         error = raised
     said = None if error is None else f"{type(error).__name__}: {error}"
-    every = peers.exchange((said, value))
+    every = peers.exchange((peers.name, said, value))
     gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first
     if error is not None and not gone:
         raise error
-    for rank, (other, _) in enumerate(every):
-        if other is not None and rank != peers.rank:
-            raise PeerFailedError(f"{what}: rank {rank} failed ({other})") from error
+    for name, other, _ in every:
+        if other is not None and name != peers.name:
+            raise PeerFailedError(f"{what}: rank {name} failed ({other})") from error
     if error is not None:
         raise error
-    return [each for _, each in every]
+    return [each for _, _, each in every]
 
 
 def merged_parts(parts: Sequence[Part], tensor: int) -> tuple[dict[str, FileRecord], dict[str, ParameterRecord]]:

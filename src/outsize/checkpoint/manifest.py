@@ -225,6 +225,7 @@ class Manifest:
     written_by: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""
     world_size: int = 1
+    tensor_ranks: int = 1
     ranks: Sequence[Any] = ()
     """Of the ranks but the first: {"rng": ..., "extra": ...} each."""
 
@@ -235,6 +236,7 @@ class Manifest:
             "written_by": dict(self.written_by),
             "saved_at": self.saved_at,
             "world_size": self.world_size,
+            "tensor_ranks": self.tensor_ranks,
             "chunk_bytes": CHUNK_BYTES,
             "files": {name: record.to_json() for name, record in self.files.items()},
             "parameters": {name: record.to_json() for name, record in self.parameters.items()},
@@ -264,7 +266,7 @@ class Manifest:
             raise ValueError("is damaged: its text does not have its checksum; load an earlier checkpoint")
         try:
             return cls._from_json(value)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
@@ -280,6 +282,7 @@ class Manifest:
             written_by=dict(value["written_by"]),
             saved_at=str(value["saved_at"]),
             world_size=natural(value["world_size"]),
+            tensor_ranks=natural(value.get("tensor_ranks", 1)),
             ranks=[dict(each) for each in value.get("ranks", [])],
         )
         if len(manifest.ranks) not in (0, manifest.world_size - 1):
@@ -300,6 +303,8 @@ class Manifest:
         """Raise `ValueError` unless the region lies in one of the files."""
         for piece in region.pieces:
             nbytes = piece.numel * region.dtype.itemsize
+            if not piece.numel:
+                continue  # of an array without elements, for which nobody has written a file
             if piece.file not in self.files or piece.offset + nbytes > self.files[piece.file].nbytes:
                 raise ValueError(f"an array of {nbytes} bytes at {piece.offset} lies outside of {piece.file!r}")
 

@@ -104,11 +104,17 @@ class Checkpoint:
     """
 
     def __init__(
-        self, folder: Path, codecs: Codecs, rank: int = 0, ranks: int = 1, cuts: Mapping[str, Cut] | None = None
+        self,
+        folder: Path,
+        codecs: Codecs,
+        rank: int = 0,
+        ranks: int = 1,
+        tensor_ranks: int = 1,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._tensor_ranks = rank, ranks, tensor_ranks
         self._codecs = codecs
         self._cuts = cuts or {}
         self.manifest, self.data = open_manifest(folder)
@@ -135,7 +141,7 @@ class Checkpoint:
         for name, cut in self._cuts.items():
             if name in self.records and cut.fits(self.records[name].shape):
                 self.records[name] = self.records[name].of_part(cut.dim, cut.first, cut.count)
-        if manifest.world_size != self._ranks:
+        if (manifest.world_size, manifest.tensor_ranks) != (self._ranks, self._tensor_ranks):
             self._rank = 0  # what one rank had of its own belongs to nobody in particular any more
         own = manifest.ranks[self._rank - 1] if self._rank else {"rng": manifest.rng, "extra": manifest.extra}
         tensors: dict[str, torch.Tensor] = {}

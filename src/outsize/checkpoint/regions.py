@@ -127,6 +127,10 @@ class Joined:
         return self.parts[0].dtype
 
     @property
+    def ndim(self) -> int:
+        return len(self.parts[0].shape)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
 
@@ -145,9 +149,10 @@ class Joined:
     @classmethod
     def from_json(cls, value: Any) -> Joined:
         found = cls(natural(value["dim"]), tuple(_part(each) for each in value["parts"]))
-        first = found.parts[0]
-        if found.dim >= len(first.shape) or any(part.dtype is not first.dtype for part in found.parts):
+        if not found.parts or {(part.dtype, len(part.shape)) for part in found.parts} != {(found.dtype, found.ndim)}:
             raise ValueError("the parts of an array do not fit together")
+        if found.dim >= found.ndim:
+            raise ValueError("an array is joined along a dimension that it has not got")
         if len({_with(part.shape, found.dim, 0) for part in found.parts}) > 1:
             raise ValueError("the parts of an array differ in more than the dimension that they are joined along")
         if (DTYPE_NAMES[found.dtype], list(found.shape)) != (value["dtype"], value["shape"]):
@@ -207,6 +212,8 @@ class Narrowed:
         """The elements [start, end) of the flattened part; `read` gives those of the array."""
         inner = prod(self.array.shape[self.dim + 1 :])
         run, stride, offset = self.count * inner, self.array.shape[self.dim] * inner, self.first * inner
+        if prod(self.array.shape[: self.dim]) == 1:  # they lie one behind the other
+            return read(self.array, offset + start, offset + end)
 
         def within(row: int, low: int, high: int) -> Iterator[torch.Tensor]:
             yield read(self.array, row * stride + offset + low, row * stride + offset + high)

@@ -243,7 +243,9 @@ class UnfinishedCheckpoint:
                 return None
             files, records = merged_parts(parts, peers.tensor)
             asides = [part.aside for part in parts[1:]]
-            manifest = replace(self._manifest(files, records), world_size=peers.size, ranks=asides)
+            manifest = replace(
+                self._manifest(files, records), world_size=peers.size, tensor_ranks=peers.tensor, ranks=asides
+            )
             write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
             return self._folder.publish()
 

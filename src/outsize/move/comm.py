@@ -117,6 +117,10 @@ class Ranks:
         store = _own_store(number, self.members)
         self.copies = Ranks(copies, backend) if copies else None
         self.tensor = Ranks(tensor) if tensor else None
+        self._of: weakref.ref[Ranks] | None = None  # the ranks whose `copies` or `tensor` these are
+        for group in (self.copies, self.tensor):
+            if group is not None:
+                group._of = weakref.ref(self)
         self._agreeing: dict[str, Any] = {lane: self._open(lane, store) for lane in LANES}
         self._groups = dict(self._agreeing)
         if backend != "gloo":
@@ -233,7 +237,7 @@ class Ranks:
         every = self.collect(dict(mine), "step")
         names = sorted({name for each in every for name in each})
         name = next((name for name in names if len({each.get(name) for each in every}) > 1), "?")
-        parts = _who_says_what([each.get(name, "no gradient") for each in every])
+        parts = self._who_says_what([each.get(name, "no gradient") for each in every])
         error = RanksError(
             f"the ranks take different steps in step {self.step}. For {name!r}: {parts}. Clip, scale and schedule "
             f"alike on every rank. Nothing was updated"
@@ -250,10 +254,10 @@ class Ranks:
         return [self] if self.copies is None else [self, self.copies]
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on."""
-        for group in self.everyone()[1:]:
-            group.fail(error)
-        self._watch.tell(f"{type(error).__name__}: {error}")
+        """Tell the other ranks, in whatever group, that this one cannot go on."""
+        first = self if self._of is None else self._of() or self
+        for group in first.everyone():
+            group._watch.tell(f"{type(error).__name__}: {error}")
 
     def _agree(self, lane: str, purpose: Purpose) -> None:
         number = self._sequence[lane]
@@ -269,8 +273,9 @@ class Ranks:
 
     def _different_ways(self, words_of: Sequence[str]) -> RanksError:
         error = RanksError(
-            f"the ranks have gone different ways. {_who_says_what(words_of)}. Every rank must run the same modules in "
-            f"the same order, and take the same number of steps; the state at rest is that of the last completed step"
+            f"the ranks have gone different ways. {self._who_says_what(words_of)}. Every rank must run the same "
+            f"modules in the same order, and take the same number of steps; the state at rest is that of the last "
+            f"completed step"
         )
         self.fail(error)
         return error
@@ -294,24 +299,36 @@ class Ranks:
         except RuntimeError as error:
             raise self._gone(self._watch.find_gone(), purpose) from error
 
-    def _gone(self, said: tuple[int, str] | None, purpose: Purpose) -> RanksError:
-        who, what = (_ranks([said[0]]), said[1]) if said is not None else ("a rank", "is gone")
+    def _gone(self, said: tuple[int | None, str] | None, purpose: Purpose) -> RanksError:
+        place, what = said if said is not None else (None, "a rank is gone")
+        who = "" if place is None else f"{self._named([place])} of {dist.get_world_size()} "
         error = RanksError(
-            f"{who} of {self.size} {what} while {_ranks([self.rank])} was in {purpose.words(self.names)}: start the "
-            f"job again and load the last checkpoint"
+            f"{who}{what} while {self._named([self.rank])} was in {purpose.words(self.names)}: start the job again and "
+            f"load the last checkpoint"
         )
         self.fail(error)
         return error
 
     def _check_others(self, purpose: Purpose) -> None:
         if self._watch.closed:
-            raise RanksError(f"outsize was closed while {_ranks([self.rank])} was in {purpose.words(self.names)}")
+            raise RanksError(f"outsize was closed while {self._named([self.rank])} was in {purpose.words(self.names)}")
         if self._watch.apart:
             raise self._different_ways(self._watch.apart)
         said = self._watch.said
         if said is None or time.monotonic() - self._watch.since < GRACE_SECONDS:  # what has begun may still arrive
             return
         raise self._gone(said, purpose)
+
+    def _named(self, places: Sequence[int]) -> str:
+        """Members by their ranks in the job, which a mesh makes others than their places here."""
+        return _ranks([self.members[place] for place in places])
+
+    def _who_says_what(self, words_of: Sequence[str]) -> str:
+        """What each rank says, the ranks that say the same together."""
+        said: dict[str, list[int]] = {}
+        for place, words in enumerate(words_of):
+            said.setdefault(words, []).append(place)
+        return "; ".join(f"{self._named(places)}: {words}" for words, places in said.items())
 
     def close(self) -> None:
         """Leave the groups; safe to repeat."""
@@ -329,14 +346,6 @@ def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _who_says_what(words_of: Sequence[str]) -> str:
-    """What each rank says, the ranks that say the same together."""
-    said: dict[str, list[int]] = {}
-    for rank, words in enumerate(words_of):
-        said.setdefault(words, []).append(rank)
-    return "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in said.items())
 
 
 _made = itertools.count()  # every rank makes its groups in the same order

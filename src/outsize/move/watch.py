@@ -27,7 +27,7 @@ class Watch:
         self._rank, self._size = rank, size
         self._beat = 0
         self._seen = (b"", 0.0)  # the neighbour's last count, and since when
-        self._said: tuple[int, str] | None = None
+        self._said: tuple[int | None, str] | None = None
         self.since = 0.0
         self._told = False
         self._closing = threading.Event()
@@ -36,12 +36,12 @@ class Watch:
         self._thread.start()
 
     @property
-    def said(self) -> tuple[int, str] | None:
-        """(rank, what became of it) of the first rank that cannot go on."""
+    def said(self) -> tuple[int | None, str] | None:
+        """(place in the group, what became of it) of the first rank that cannot go on; None: it was no rank."""
         return self._said
 
     @said.setter
-    def said(self, value: tuple[int, str]) -> None:
+    def said(self, value: tuple[int | None, str]) -> None:
         if self._said is None:
             self._said, self.since = value, time.monotonic()
 
@@ -62,13 +62,14 @@ class Watch:
         if not self._store.check(["word"]):
             self._store.set("word", f"{rank} {what}")
 
-    def find_gone(self) -> tuple[int, str] | None:
+    def find_gone(self) -> tuple[int | None, str] | None:
         """What there is to say of the rank that went first, once a connection broke. Looks until it is sure, and no
         longer than `SILENT_SECONDS`: a rank that broke off may count a little longer."""
         seen: dict[int, tuple[int, float]] = {}
         until = time.monotonic() + SILENT_SECONDS
-        while self.said is None and time.monotonic() < until:
-            self._look_safely()
+        while time.monotonic() < until:
+            if self.said is not None or not self._look_safely():
+                break
             now = time.monotonic()
             for rank, beat in self._beats().items():
                 if rank not in seen or seen[rank][0] != beat:
@@ -93,7 +94,7 @@ class Watch:
                 self._compare()
             self._look()
         except Exception:  # the store went with the rank that kept it
-            self.said = (0, "keeps the store of this job and is gone")
+            self.said = (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
             return False
         return True
 

@@ -64,6 +64,7 @@ class Engine:
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._by_key = {unit.shard.buffer.key: unit for unit in units}
         self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
+        self._in_parts = any(is_distributed(param) for unit in units for param in unit.parameters.values())
         self._home = {name: unit for unit in units for name in unit.parameters}
         self._frames: list[Frame] = []
         self._thread = 0
@@ -78,7 +79,7 @@ class Engine:
 
     def key_of(self, tensor: torch.Tensor) -> int | None:
         try:
-            key = int(local(tensor).untyped_storage()._cdata)
+            key = int((local(tensor) if self._in_parts else tensor).untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # a tensor without storage: sparse, fake, functional
             return None
         return key if key in self._by_key else None

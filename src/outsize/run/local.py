@@ -74,7 +74,18 @@ def part_of(param: torch.Tensor) -> tuple[int, int, int] | None:
     return dim, first, local(param).shape[dim]
 
 
+def largest_part(param: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the largest part that a tensor-parallel rank has of the parameter."""
+    if is_repeated(param):
+        return tuple(local(param).shape)
+    shown: Any = param
+    dim = shown.placements[0].dim % param.ndim
+    return (*param.shape[:dim], -(-param.shape[dim] // shown.device_mesh.size()), *param.shape[dim + 1 :])
+
+
 def is_repeated(param: torch.Tensor) -> bool:
     """Whether every tensor-parallel rank has the whole parameter."""
-    placements: Any = getattr(param, "placements", ())
-    return all(each.is_replicate() for each in placements)
+    if not is_distributed(param):
+        return True
+    shown: Any = param
+    return all(each.is_replicate() for each in shown.placements) or shown.device_mesh.size() == 1

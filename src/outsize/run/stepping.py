@@ -17,7 +17,7 @@ from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
-from outsize.run.local import local
+from outsize.run.local import local, local_gradient
 from outsize.run.state import StreamedState, snapshot, store_state
 from outsize.run.unit import Unit
 
@@ -472,6 +472,8 @@ def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], f
         grad.home.check_current(grad)
         if not grad.ops.zero:
             grad.expect_unspent("applied again")
+    else:
+        grad = local_gradient(unit.parameters[name], grad)
     if factor != 1.0:
         grad.mul_(factor)
     if isinstance(grad, RestingGrad):

@@ -1,0 +1,108 @@
+"""The watch by hand, its thread asleep: what it leaves in the store for others, and what it makes of what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from outsize.move import watch
+from outsize.move.watch import Watch
+
+
+class Store:
+    """A job's store in memory."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+        self.broken = False
+
+    def _alive(self) -> None:
+        if self.broken:
+            raise RuntimeError("connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        self._alive()
+        self.content[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._alive()
+        return self.content[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._alive()
+        return all(key in self.content for key in keys)
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(watch, "time", made)
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 3600.0)
+    return made
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def ranks(clock: Clock, store: Store) -> Iterator[list[Watch]]:
+    made = [Watch(store, rank, 3, lambda: "") for rank in range(3)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def beat(each: Watch, count: int) -> None:
+    each._look_safely(f"beat/{each._rank}", str(count))
+
+
+def test_all_that_count_have_nothing_to_say(ranks: list[Watch], clock: Clock) -> None:
+    for count in range(1, 30):
+        clock.now += 1.0
+        for each in ranks:
+            beat(each, count)
+    assert [each.said for each in ranks] == [None] * 3
+
+
+def test_the_neighbour_of_a_rank_that_stands_still_tells_all(ranks: list[Watch], clock: Clock) -> None:
+    for count in range(1, 10):
+        clock.now += 1.0
+        for rank in (0, 2):
+            beat(ranks[rank], count)
+    assert ranks[0].said is not None and ranks[2].said is not None
+    assert ranks[2].said[0] == 1 and "is gone" in ranks[2].said[1]
+
+
+def test_the_first_word_stays(ranks: list[Watch]) -> None:
+    ranks[1].tell("OSError: the disk is full")
+    ranks[2].tell("RanksError: rank 1 has failed")
+    beat(ranks[0], 1)
+    assert ranks[0].said == (1, "has failed (OSError: the disk is full)")
+
+
+def test_a_rank_that_ends_is_not_gone(ranks: list[Watch], clock: Clock) -> None:
+    ranks[1].close()
+    for count in range(1, 10):
+        clock.now += 1.0
+        for rank in (0, 2):
+            beat(ranks[rank], count)
+    assert ranks[0].said == ranks[2].said == (1, "has ended its run")
+
+
+def test_without_a_store_nobody_is_accused(ranks: list[Watch], store: Store) -> None:
+    store.broken = True
+    assert not ranks[2]._look_safely("beat/2", "1")
+    assert ranks[2].said == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
+    ranks[2].tell("whatever")  # there is nobody to tell, and that is no error
+    assert ranks[1].find_gone() == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
+    store.broken = False
