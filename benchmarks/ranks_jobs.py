@@ -15,8 +15,7 @@ from torch import nn
 
 import outsize
 from benchmarks.models import llama, tokens
-from outsize.move.comm import Ranks
-from outsize.run.reduction import Reduction
+from outsize.api.assemble import prepared_of
 
 Step = Callable[[torch.Tensor], float]
 
@@ -33,13 +32,13 @@ def _loss_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def ours(layers: int, stage: int, tier: str, disk: str) -> Step:
+def ours(layers: int, stage: int, tier: str, disk: str) -> tuple[Step, nn.Module]:
     torch.manual_seed(0)
     model = llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     places = dict.fromkeys(("params", "grads", "states"), tier)
     outsize.prepare(model, optimizer, host_memory="8GiB", disk=disk, stage=stage, activations="keep", **places)
-    return _loss_step(model, optimizer)
+    return _loss_step(model, optimizer), model
 
 
 def ddp(layers: int) -> Step:
@@ -68,7 +67,7 @@ def make(kind: str, layers: int, disk: str) -> Step:
         return ddp(layers)
     if kind == "fsdp2":
         return fsdp2(layers)
-    return ours(layers, int(kind.removeprefix("stage ")), "device", disk)
+    return ours(layers, int(kind.removeprefix("stage ")), "device", disk)[0]
 
 
 def compare(kinds: tuple[str, str], layers: int, rounds: int, batch: int, disk: str) -> dict[str, float]:
@@ -92,10 +91,9 @@ def compare(kinds: tuple[str, str], layers: int, rounds: int, batch: int, disk: 
 
 
 def agreement(layers: int, rounds: int, disk: str) -> dict[str, float]:
-    """Steps in turns with and without what ranks tell each other; `share`: the user's loop in it, of the step."""
+    """Steps in turns of two models, one of which tells the other ranks nothing; `share`: the time in which a thread of
+    the first works at that, of its step."""
     torch.set_num_threads(1)
-    step = ours(layers, 3, "device", disk)
-    plain = {(owner, name): getattr(owner, name) for owner, name in ((Ranks, "_agree"), (Reduction, "check_step"))}
     spent = [0.0]
 
     def timed(action: Callable[..., None]) -> Callable[..., None]:
@@ -106,20 +104,27 @@ def agreement(layers: int, rounds: int, disk: str) -> dict[str, float]:
 
         return run
 
+    steps = {}
+    for told in (True, False):
+        steps[told], model = ours(layers, 3, "device", disk)
+        prepared = prepared_of(next(model.parameters()))
+        assert prepared is not None and prepared.engine.reduction is not None
+        dist.barrier()
+        for owner, name in ((prepared.engine.reduction.ranks, "_agree"), (prepared.engine.reduction, "check_step")):
+            setattr(owner, name, timed(getattr(owner, name)) if told else lambda *_: None)
+        dist.barrier()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     shares = []
-    for number in range(2 * rounds + 2):
-        told = number % 2 == 0
-        dist.barrier()
-        for (owner, name), action in plain.items():
-            setattr(owner, name, timed(action) if told else lambda *_: None)
-        spent[0], began = 0.0, time.perf_counter()
-        step(tokens(number * 8 + dist.get_rank()))
-        dist.barrier()
-        if number >= 2:
-            seconds[told].append(time.perf_counter() - began)
-            if told:
-                shares.append(spent[0] / seconds[told][-1])
+    for number in range(rounds + 1):
+        for told, step in steps.items():
+            dist.barrier()
+            spent[0], began = 0.0, time.perf_counter()
+            step(tokens(number * 8 + dist.get_rank()))
+            dist.barrier()
+            if number:
+                seconds[told].append(time.perf_counter() - began)
+                if told:
+                    shares.append(spent[0] / seconds[told][-1])
     one, other = statistics.median(seconds[True]), statistics.median(seconds[False])
     return {"with": one, "without": other, "seconds": one, "share": statistics.median(shares)}
 

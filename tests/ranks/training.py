@@ -55,7 +55,7 @@ class Setting:
     fields: dict[str, Any] = field(default_factory=dict)
     no_sync: bool = False
     uneven: bool = False
-    steps: int = 4
+    steps: int = 3
     mesh: tuple[int, ...] = ()
 
 

@@ -47,7 +47,8 @@ def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if given.placements != wanted.placements:
         given = given.redistribute(placements=wanted.placements)
     found: Any = given._local_tensor
-    return torch.Tensor(found.wait()) if hasattr(found, "wait") else local(given)
+    own: torch.Tensor = found.wait() if hasattr(found, "wait") else found  # a collective may be on its way
+    return own
 
 
 def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
