@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,10 +107,9 @@ def agreement(layers: int, rounds: int, disk: str) -> dict[str, float]:
     steps = {}
     for told in (True, False):
         steps[told], model = ours(layers, 3, "device", disk)
-        prepared = prepared_of(next(model.parameters()))
-        assert prepared is not None and prepared.engine.reduction is not None
+        reduction: Any = cast("Any", prepared_of(next(model.parameters()))).engine.reduction
         dist.barrier()
-        for owner, name in ((prepared.engine.reduction.ranks, "_agree"), (prepared.engine.reduction, "check_step")):
+        for owner, name in ((reduction.ranks, "_agree"), (reduction, "check_step")):
             setattr(owner, name, timed(getattr(owner, name)) if told else lambda *_: None)
         dist.barrier()
     seconds: dict[bool, list[float]] = {True: [], False: []}
