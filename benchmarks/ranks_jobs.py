@@ -159,11 +159,13 @@ def on_disk(layers: int, directories: list[str]) -> dict[str, float]:
     places = dict.fromkeys(("params", "grads", "states"), "disk")
     outsize.prepare(model, optimizer, host_memory="512MiB", disk=directories[rank], **places)
     step = _loss_step(model, optimizer)
-    seconds, moved = [], []
+    seconds, read, written = [], [], []
     for number in range(4):
         before, began = outsize.memory(model), time.perf_counter()
         step(tokens(number + rank))
         after = outsize.memory(model)
         seconds.append(time.perf_counter() - began)
-        moved.append(after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written)
-    return {"seconds": statistics.median(seconds[1:]), "bytes": statistics.median(moved[1:])}
+        read.append(after.bytes_read - before.bytes_read)
+        written.append(after.bytes_written - before.bytes_written)
+    medians = {"seconds": seconds, "read": read, "written": written}
+    return {name: statistics.median(values[1:]) for name, values in medians.items()}
