@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 import outsize
 from outsize.api.assemble import prepared_of
+from outsize.move.memory import Ledger
+from outsize.run.reduction import Buffers
 from tests.ranks.launching import run_on_ranks
 
 BF16 = torch.bfloat16
@@ -177,6 +180,19 @@ def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tm
         for weights in found:
             for name, value in expected.items():
                 torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_collecting_buffers_are_used_again_and_make_room_for_larger_ones() -> None:
+    buffers, device = Buffers(Ledger()), torch.device("cpu")
+    large, small = buffers.take(8 << 12, device), buffers.take(2 << 12, device)
+    at = large.data_ptr()
+    buffers.give(large)
+    gone = weakref.ref(small.untyped_storage())
+    buffers.give(small)
+    del large, small
+    assert buffers.take(4 << 12, device).data_ptr() != at
+    assert gone() is None
+    assert buffers.take(8 << 12, device).data_ptr() == at
 
 
 TIERS = ("device", "host", "disk")

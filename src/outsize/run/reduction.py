@@ -134,10 +134,11 @@ class Buffers:
         self._ledger.add(ACCOUNT, nbytes)
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        for index, memory in enumerate(self._free):
-            if memory.numel() == nbytes:
-                return self._free.pop(index)
-        return HostBuffer(nbytes).bytes
+        found = next((index for index, memory in enumerate(self._free) if memory.numel() == nbytes), None)
+        memory = None if found is None else self._free.pop(found)
+        # Memory is shortest while the largest unit is collected: what is too small for it makes room.
+        self._free = [each for each in self._free if each.numel() >= nbytes]
+        return HostBuffer(nbytes).bytes if memory is None else memory
 
     def give(self, memory: torch.Tensor) -> None:
         self._ledger.remove(ACCOUNT, memory.numel())
