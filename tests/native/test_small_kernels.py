@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outsize import _native
 
-SIZES = [1, 22, 64, 1023, pytest.param(1 << 20, marks=pytest.mark.slow)]
+SIZES = [1, 22, 64, 1023, pytest.param(1 << 18, marks=pytest.mark.slow)]
 CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 
 pytestmark = pytest.mark.usefixtures("instruction_set")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outsize import _native
 
-SIZES = [1, 22, 64, 1023, 4097, pytest.param(1 << 18, marks=pytest.mark.slow)]
+SIZES = [1, 22, 64, 1023, 4097, pytest.param(1 << 16, marks=pytest.mark.slow)]
 CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 PARAM_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK = 64

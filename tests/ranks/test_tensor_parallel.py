@@ -99,7 +99,7 @@ class Way:
     activations: str = "keep"
     accumulate: int = 1
     clip: float = 0.5
-    steps: int = 3
+    steps: int = 2
     tied: bool = False
     shape: tuple[int, ...] = (2, 2)
     optimizer: str = "AdamW"
