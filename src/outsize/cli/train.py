@@ -49,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
     config = models.configuration(wanted.model)
     models.model_class(config)
     base_rss = process_memory()
+    files: corpus.TokenFiles | None = None
     if team.first:
         _prepare_folder(wanted, folder)
         _print_plan(wanted, folder, config, team)
-        _tokens(wanted, folder, config, team)
-    team.share(None)  # what follows finds what the first has made
-    files = _tokens(wanted, folder, config, Team(1))
+        files = _tokens(wanted, folder, config, team)
+    files = team.share(files)
+    assert files is not None
     training = Training(wanted, folder, config, files, started, base_rss, team)
     if checkpoint is not None:
         training.resume(checkpoint)
