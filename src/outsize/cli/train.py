@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     files: corpus.TokenFiles | None = None
     if team.first:
         _prepare_folder(wanted, folder)
-        _print_plan(wanted, folder, config, team)
-        files = _tokens(wanted, folder, config, team)
+        _print_plan(wanted, folder, config, team.size)
+        files = _tokens(wanted, folder, config)
     files = team.share(files)
     assert files is not None
     training = Training(wanted, folder, config, files, started, base_rss, team)
@@ -68,17 +68,17 @@ def _prepare_folder(wanted: Job, folder: RunFolder) -> None:
         folder.disk.mkdir(exist_ok=True)
 
 
-def _print_plan(wanted: Job, folder: RunFolder, config: Any, team: Team) -> None:
+def _print_plan(wanted: Job, folder: RunFolder, config: Any, ranks: int) -> None:
     model = models.on_meta(config)
     optimizer = torch.optim.AdamW(models.parameter_groups(model, wanted.weight_decay), lr=wanted.lr)
-    team.say(outsize.plan(model, optimizer, ranks=team.size, **wanted.config_fields(folder)))
+    print(outsize.plan(model, optimizer, ranks=ranks, **wanted.config_fields(folder)), flush=True)
 
 
-def _tokens(wanted: Job, folder: RunFolder, config: Any, team: Team) -> corpus.TokenFiles:
+def _tokens(wanted: Job, folder: RunFolder, config: Any) -> corpus.TokenFiles:
     documents = corpus.text_files(wanted.text) if wanted.text else corpus.standard_library()
     parts = corpus.split(documents)
     size = human(parts.train_bytes)
-    team.say(f"text: {len(parts.train)} documents, {size}; {len(parts.held_out)} more are held out")
+    print(f"text: {len(parts.train)} documents, {size}; {len(parts.held_out)} more are held out", flush=True)
     return corpus.prepare_tokens(parts, folder.corpus, models.given_tokenizer(wanted.model), config.vocab_size)
 
 

@@ -206,15 +206,21 @@ class _JoinedPiece(Piece):
 
     def values(self) -> Iterator[torch.Tensor]:
         values = torch.zeros(self._numel, dtype=self._dtype)
-        at = self._low - self._start
-        for part in self._own.values() if self._own is not None else ():
-            values[at : at + part.numel()] = part
-            at += part.numel()
+        if self._own is not None:
+            _fill(values, self._low - self._start, self._own.values())
         yield self._join(values.view(torch.uint8)).view(self._dtype)
 
     def drain(self) -> None:
         if self._own is not None:
             self._own.drain()
+
+
+def _fill(out: torch.Tensor, at: int, runs: Iterator[torch.Tensor]) -> int:
+    """Copy the runs behind each other into `out` (1-D) from element `at` on; returns where they end."""
+    for run in runs:
+        out[at : at + run.numel()] = run
+        at += run.numel()
+    return at
 
 
 def tensor_pieces(
@@ -253,9 +259,7 @@ class _TensorPiece(Piece):
         for piece in self._pieces():
             piece.begin(self._slab)
             try:
-                for part in piece.values():
-                    own[at : at + part.numel()] = part
-                    at += part.numel()
+                at = _fill(own, at, piece.values())
             finally:
                 piece.drain()
         whole = torch.zeros(self._whole, dtype=self._dtype)
