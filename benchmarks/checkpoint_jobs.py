@@ -38,12 +38,19 @@ class Job:
     """A Llama in training."""
 
     def __init__(
-        self, layers: int, disk: str, host_memory: str, places: dict[str, Any], batch: int = 1, **fields: Any
+        self,
+        layers: int,
+        disk: str,
+        host_memory: str,
+        places: dict[str, Any],
+        batch: int = 1,
+        hidden: int = 768,
+        **fields: Any,
     ) -> None:
         self._batch = batch
         on_disk = places is ON_DISK
         with outsize.init(host_memory=host_memory, disk=disk) if on_disk else contextlib.nullcontext():
-            self.model = llama(layers)
+            self.model = llama(layers, hidden, 4 * hidden)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.parameters = sum(param.numel() for param in self.model.parameters())
         fields = {"activations": "recompute", "disk": disk if on_disk else None, **places, **fields}
@@ -87,9 +94,9 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def disk(directory: str, layers: str, rounds: str) -> dict[str, Any]:
+def disk(directory: str, layers: str, hidden: str, host_memory: str, rounds: str) -> dict[str, Any]:
     """Everything on disk, the checkpoints beside it: what a save costs, and the step after it."""
-    job = Job(int(layers), directory, "256MiB", ON_DISK)
+    job = Job(int(layers), directory, host_memory, ON_DISK, hidden=int(hidden))
     for _ in range(2):
         job.whole_step()
     plain, owed, stands, after = [], [], [], []

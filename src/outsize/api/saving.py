@@ -135,8 +135,8 @@ def save(
         return saving
     going: list[Path] = []
     saving.run(lambda: going.extend(_publish(unfinished.finish_now, outdated)))
-    if sum(given_back(going).values()) > AT_ONCE_BYTES and _reserve(files):
-        saving.sweep_behind(lambda: remove_all(going))  # freeing gigabytes takes seconds
+    if _has_room(files, prepared.resources.run_directories):
+        _tidy(saving, files, going)
     else:
         remove_all(going)
         _reserve(files)
@@ -212,6 +212,27 @@ def _reserve(files: Sequence[Generations]) -> bool:
         logger.warning("no room for the next update yet: %s", str(error))  # not the error: a log may keep its frames
         return False
     return True
+
+
+def _has_room(files: Sequence[Generations], directories: Sequence[Path]) -> bool:
+    """Whether the next generations have room as things are, before anything is removed."""
+    needed = sum(file.reserved_bytes for file in files if file.frozen and not file.has_next)
+    stats = [os.statvfs(directory) for directory in directories if needed]
+    return all(needed <= stat.f_bavail * stat.f_frsize for stat in stats)
+
+
+def _tidy(saving: Saving, files: Sequence[Generations], going: Sequence[Path]) -> None:
+    """Take the space of the next generations, then give that of what goes back: behind the training where it takes
+    its time, as making a hundred files does and freeing gigabytes."""
+
+    def tidy() -> None:
+        _reserve(files)
+        remove_all(going)
+
+    if any(file.frozen for file in files) or sum(given_back(going).values()) > AT_ONCE_BYTES:
+        saving.tidy_behind(tidy)
+    else:
+        tidy()
 
 
 def _check_place(prepared: Prepared, target: Path) -> None:
@@ -319,17 +340,16 @@ def optimizer_record(
 
 def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
     """The model's buffers by their first name, and whether each is part of its state_dict."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
-    found = {}
-    for name, value in model.named_buffers():
-        if not is_repeated(value):
-            raise TypeError(f"buffer {name!r} is split over ranks (a DTensor); it cannot be saved or exported")
-        found[name] = (local(value), name in kept)
+    found, seen = {}, set()
+    for prefix, module in model.named_modules():
+        for own, value in module._buffers.items():
+            if value is None or id(value) in seen:
+                continue
+            seen.add(id(value))
+            name = f"{prefix}.{own}" if prefix else own
+            if not is_repeated(value):
+                raise TypeError(f"buffer {name!r} is split over ranks (a DTensor); it cannot be saved or exported")
+            found[name] = (local(value), own not in module._non_persistent_buffers_set)
     return found
 
 

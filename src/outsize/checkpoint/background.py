@@ -29,7 +29,7 @@ class Saving(Transfer):
         self.path = path
         self._promise = Promise()
         self._told = False
-        self._sweeping: threading.Thread | None = None
+        self._tidying: threading.Thread | None = None
 
     @classmethod
     def settle_at(cls, path: Path) -> None:
@@ -45,8 +45,8 @@ class Saving(Transfer):
         except BaseException:
             self._told = self._promise.done()  # else it was the waiting that was interrupted
             raise
-        if self._sweeping is not None:
-            self._sweeping.join()
+        if self._tidying is not None:
+            self._tidying.join()
 
     def settle(self) -> None:
         """As `wait`; what was raised before is not raised again."""
@@ -66,14 +66,14 @@ class Saving(Transfer):
             raise
         self._promise.keep()
 
-    def sweep_behind(self, sweep: Callable[[], None]) -> None:
-        """Remove what is not wanted any more on a thread of its own; the checkpoint is complete already."""
-        self._sweeping = threading.Thread(target=sweep, name="outsize-save", daemon=False)
+    def tidy_behind(self, tidy: Callable[[], None]) -> None:
+        """Do what comes after it on a thread of its own; the checkpoint is complete already."""
+        self._tidying = threading.Thread(target=tidy, name="outsize-save", daemon=False)
         try:
-            self._sweeping.start()
+            self._tidying.start()
         except RuntimeError:  # the interpreter is ending, and starts no threads any more
-            self._sweeping = None
-            sweep()
+            self._tidying = None
+            tidy()
 
     def run_behind(self, work: Callable[[], None]) -> None:
         """Do the rest of the work on a thread of its own, which the interpreter waits for at its end."""

@@ -238,15 +238,15 @@ class Manifest:
             "world_size": self.world_size,
             "tensor_ranks": self.tensor_ranks,
             "chunk_bytes": CHUNK_BYTES,
-            "files": {name: record.to_json() for name, record in self.files.items()},
-            "parameters": {name: record.to_json() for name, record in self.parameters.items()},
-            "buffers": {name: record.to_json() for name, record in self.buffers.items()},
+            "files": self.files,
+            "parameters": self.parameters,
+            "buffers": self.buffers,
             "optimizer": self.optimizer and self.optimizer.to_json(),
             "rng": self.rng,
             "extra": self.extra,
             **({"ranks": list(self.ranks)} if self.ranks else {}),
         }
-        return sealed(_readable(content, 3, ""))
+        return sealed(_readable(content, 2, ""))
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
@@ -344,13 +344,18 @@ def _no_tensor(value: Any) -> torch.Tensor:
     raise ValueError("a tensor where none can be")
 
 
-_one_line = json.JSONEncoder(allow_nan=False).encode
+def _plain(record: FileRecord | ParameterRecord | BufferRecord) -> dict[str, Any]:
+    return record.to_json()
+
+
+# Records become plain values one at a time: tens of thousands of them at once set off the garbage collector.
+_one_line = json.JSONEncoder(allow_nan=False, default=_plain).encode
 
 
 def _readable(value: Any, levels: int, indent: str) -> str:
     """JSON with one line an entry down to `levels`, compact below."""
     deeper = indent + "  "
-    if levels and isinstance(value, dict) and value:
+    if levels and isinstance(value, Mapping) and value:
         lines = (f"{deeper}{_one_line(key)}: {_readable(each, levels - 1, deeper)}" for key, each in value.items())
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     if levels and isinstance(value, list) and value:

@@ -294,12 +294,13 @@ class UnitPlaces:
         self._names = {file: name for name, file in self.files.items()}
         self._entries: list[MemoryEntry] = []
         self._params = self._place_params()
-        self._arrays = {
-            name: self._place(array.store, self._array_ranges(array)) for name, array in shard.arrays.items()
+        self._arrays = dict(shard.arrays)
+        self._places = {
+            name: self._place(array.store, partial(self._array_ranges, array)) for name, array in self._arrays.items()
         }
         self._scales = {
-            name: self._place(array.scales.store, _whole(array.scales.store))
-            for name, array in shard.arrays.items()
+            name: self._place(array.scales.store, partial(_whole, array.scales.store))
+            for name, array in self._arrays.items()
             if array.scales is not None
         }
 
@@ -329,17 +330,16 @@ class UnitPlaces:
         return self._region(self._params, self._shard.param_layout, slot, DTYPES[slot.dtype])
 
     def master(self, slot: Slot) -> Region | None:
-        array = self._shard.arrays.get(MASTER)
+        array = self._arrays.get(MASTER)
         if array is None or slot.dtype not in MASTER_BYTES:
             return None
-        return self._region(self._arrays[MASTER], array.layout, slot, MASTER_DTYPE[slot.dtype])
+        return self._region(self._places[MASTER], array.layout, slot, MASTER_DTYPE[slot.dtype])
 
     def states(self, slot: Slot) -> dict[str, AnyRegion]:
-        public = [array for array in self._shard.arrays.values() if array.public]
-        return {array.name: self._state(array, slot) for array in public}
+        return {array.name: self._state(array, slot) for array in self._arrays.values() if array.public}
 
     def _state(self, array: StateArray, slot: Slot) -> AnyRegion:
-        region = self._region(self._arrays[array.name], array.layout, slot, array.dtype(slot.dtype))
+        region = self._region(self._places[array.name], array.layout, slot, array.dtype(slot.dtype))
         if array.codec is None or array.scales is None or not array.compact(slot.dtype):
             return region
         blocks = (-(-slot.numel // BLOCK),)
@@ -364,14 +364,14 @@ class UnitPlaces:
         if shard.params is None:
             ranges = [(each.byte_start, each.numel * each.itemsize) for each in shard.layout.segments]
             return self._in_memory(nbytes, ranges, partial(_in_buffer, shard), steady=False)
-        return self._place(shard.params, [(0, nbytes)])
+        return self._place(shard.params, lambda: [(0, nbytes)])
 
-    def _place(self, store: Store, ranges: Ranges) -> tuple[str, int]:
+    def _place(self, store: Store, ranges: Callable[[], Ranges]) -> tuple[str, int]:
         """(file, byte in it) of a store's first byte."""
         if isinstance(store, DiskStore):
             assert isinstance(store.file, Generations)
             return self._names[store.file], store.base
-        return self._in_memory(store.nbytes, ranges, partial(_in_store, store))
+        return self._in_memory(store.nbytes, ranges(), partial(_in_store, store))
 
     def _in_memory(
         self, nbytes: int, ranges: Ranges, bytes_at: Callable[[int, int], torch.Tensor], steady: bool = True

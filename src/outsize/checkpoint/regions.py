@@ -21,7 +21,7 @@ CODECS = {"signed": torch.int8, "root": torch.uint8}
 # the same it reads its own, else whole rows, of which it takes its columns.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive elements of an array, contiguous and little-endian, at a byte of one file."""
 
@@ -30,7 +30,7 @@ class Piece:
     numel: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -223,8 +223,7 @@ class UnfinishedCheckpoint:
 
     def _finish_alone(self) -> Path | None:
         self._write_parts()
-        records = {name: record for plan in self._plans for name, record in plan.records().items()}
-        write_text(self._folder.path / MANIFEST_NAME, self._manifest(self._files, records).to_text())
+        write_text(self._folder.path / MANIFEST_NAME, self._manifest(self._files, Records(self._plans)).to_text())
         return self._folder.publish()
 
     def _finish_with(self, peers: Peers) -> Path | None:
@@ -234,7 +233,7 @@ class UnfinishedCheckpoint:
             self._write_parts()
             if peers.rank:
                 sync(self._folder.path)
-            records = {name: record for plan in self._plans for name, record in plan.records().items()}
+            records = dict(Records(self._plans))
             aside = {"rng": self._rng, "extra": self._snapshot.extra.encoded}
             return RankPart(self._files, records, self._snapshot.shapes, aside, self._snapshot.cuts)
 
@@ -290,15 +289,11 @@ class _UnitPlan:
     """Where each array of one unit goes."""
 
     def __init__(self, shard: UnitShard, snapshot: Snapshot, grads: FilePlan) -> None:
-        self._slots = shard.layout.slots
+        self.slots = {slot.name: slot for slot in shard.layout.slots}
         self._scalars = self._encode_scalars(shard) if snapshot.optimizer is not None else {}
         self.places = UnitPlaces(shard, self._scalars, snapshot.rank)
         self._grads = _GradPlan(shard, snapshot.grads, grads)
         self._held = _GradPlan(shard, snapshot.held, grads)
-        self._records = {slot.name: self._record(slot) for slot in self._slots}
-
-    def records(self) -> dict[str, ParameterRecord]:
-        return self._records
 
     def write_grads(self, file: DataWriter, slab: HostBuffer) -> None:
         self._grads.write(file, slab)
@@ -312,16 +307,34 @@ class _UnitPlan:
             if state.initialised
         }
 
-    def _record(self, slot: Slot) -> ParameterRecord:
-        trained = slot.name in self._scalars
+    def record(self, name: str) -> ParameterRecord:
+        slot, trained = self.slots[name], name in self._scalars
         return ParameterRecord(
             weight=self.places.weight(slot),
             master=self.places.master(slot),
             state=self.places.states(slot) if trained else {},
-            scalars=self._scalars.get(slot.name),
-            grad=self._grads.record(slot.name),
-            held=self._held.record(slot.name),
+            scalars=self._scalars.get(name),
+            grad=self._grads.record(name),
+            held=self._held.record(name),
         )
+
+
+@final
+class Records(Mapping[str, ParameterRecord]):
+    """The parameters of all units, each made when it is asked for: thousands of them at once set off the garbage
+    collector, which stands still for longer than the save."""
+
+    def __init__(self, plans: Iterable[_UnitPlan]) -> None:
+        self._plans = {name: plan for plan in plans for name in plan.slots}
+
+    def __getitem__(self, name: str) -> ParameterRecord:
+        return self._plans[name].record(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
 
 
 class _GradPlan:

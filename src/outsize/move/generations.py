@@ -212,6 +212,8 @@ class Generations:
         self._next: Generation | None = None
         self._turned: torch.Tensor | None = None  # [pages]: those that this turn has written
         self._reserved: list[tuple[int, int]] = []
+        self._making = threading.Lock()  # a save reserves beside the thread that updates
+        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -265,17 +267,18 @@ class Generations:
 
     def reserve(self) -> None:
         """Make the next generation and take its space, so that no later step fails for want of it."""
-        if self._next is not None:
-            return
-        self._number += 1
-        made = Generation(self._make(self._number))
-        try:
-            for start, nbytes in merged(self._reserved):
-                made.file.preallocate(start, nbytes)
-        except BaseException:
-            made.let_go()
-            raise
-        self._next = made
+        with self._making:
+            if self._next is not None or not self.frozen or self._closed:
+                return
+            self._number += 1
+            made = Generation(self._make(self._number))
+            try:
+                for start, nbytes in merged(self._reserved):
+                    made.file.preallocate(start, nbytes)
+            except BaseException:
+                made.let_go()
+                raise
+            self._next = made
 
     def begin_turn(self) -> None:
         """From now on writes go to the next generation, and reads still come from this one."""
@@ -291,7 +294,8 @@ class Generations:
             self.now.read_checked(start, content)
             self._write(self._next, start, content).wait()
         self.now.let_go()
-        self.now, self._next, self._turned, self.frozen = self._next, None, None, False
+        with self._making:
+            self.now, self._next, self._turned, self.frozen = self._next, None, None, False
 
     def _left_alone(self, turned: torch.Tensor) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of what is to be copied, at most `COPY_BYTES` each."""
@@ -305,6 +309,8 @@ class Generations:
             at = end
 
     def close(self) -> None:
+        with self._making:
+            self._closed = True
         self.now.let_go()
         if self._next is not None:
             self._next.let_go()
