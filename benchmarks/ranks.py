@@ -28,7 +28,7 @@ def speed(directory: str) -> list[Row]:
     for ranks in (2, 4):
         for kinds in PAIRS:
             for batch in (1, 4):
-                every = run_on_ranks(ranks, ranks_jobs.compare, kinds, LAYERS, 4, batch, directory, limit=900.0)
+                every = run_on_ranks(ranks, ranks_jobs.compare, kinds, LAYERS, 10, batch, directory, limit=1500.0)
                 found = every[0]
                 what = f"{kinds[0]} over {kinds[1]}, {ranks} ranks, {batch * TOKENS:,} tokens a rank and step"
                 detail = (

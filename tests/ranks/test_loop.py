@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
+from outsize.api.assemble import prepared_of
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -156,7 +157,7 @@ class Experts(nn.Module):
 
 
 def train_experts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int], shown: Any) -> list[Tensor]:
-    for step in range(6):
+    for step in range(4):
         for micro in range(2):
             pairs = [batch(10 * step + micro, part, rows=2) for part in parts]
             x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
@@ -176,9 +177,10 @@ def experts() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def experts_on_ranks(disk: str) -> list[list[Tensor]]:
     found = []
-    for stage, states in ((0, "device"), (0, "disk"), (1, "host"), (2, "disk"), (2, "device")):
+    ways = [(stage, "device", states) for stage, states in ((0, "disk"), (1, "host"), (2, "device"))]
+    for stage, params, states in (*ways, *((3, tier, tier) for tier in ("device", "host", "disk"))):
         model, optimizer = experts()
-        places = {"params": "device", "grads": states, "states": states}
+        places = {"params": params, "grads": states, "states": states}
         fields: dict[str, Any] = {"host_memory": "64MiB", "disk": disk, "unused": "sync", "units": ["Linear"]}
         outsize.prepare(model, optimizer, stage=stage, **places, **fields)
         found.append(train_experts(model, optimizer, [dist.get_rank()], outsize.gathered))
@@ -193,13 +195,108 @@ def test_ranks_may_use_different_experts(tmp_path: Path) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def refuse_experts(disk: str) -> str:
+def use_experts_at_stage_3(disk: str, folder: str) -> list[list[Tensor]]:
+    """What a user does between steps, with every unit at rest as soon as it can be."""
+    rank = dist.get_rank()
+    model, optimizer = experts()
+    every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
+    fields: dict[str, Any] = {**every, "host_memory": "64MiB", "disk": disk, "unused": "sync", "units": ["Linear"]}
+    outsize.prepare(model, optimizer, stage=3, activations="recompute", **fields)
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None
+
+    def forward(x: Tensor) -> Tensor:
+        prepared.engine.streamer.drop_idle()
+        y: Tensor = model(x)
+        dist.all_reduce(y.detach().sum())  # a collective of the user's own
+        return y
+
+    for step in range(4):
+        x, y = batch(step, rank, rows=1)
+        with outsize.no_sync(model) if step == 2 else contextlib.nullcontext():
+            nn.functional.mse_loss(forward(x), y).backward()
+        dist.all_reduce(torch.zeros(1))
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            forward(batch(9, rank, rows=1)[0])
+        if rank == step % 2:
+            prepared.engine.streamer.drop_idle()  # the others have more at hand
+        if step == 1:
+            with torch.no_grad(), outsize.gathered(model.get_submodule("experts"), modify=True):
+                for param in model.get_submodule("experts").parameters():
+                    param.mul_(1.5)
+        if step == 2:
+            outsize.save(folder, model, optimizer)
+            outsize.load(folder, model, optimizer)
+    with outsize.gathered(model):
+        return [each.detach().clone() for each in model.parameters()]
+
+
+def test_experts_at_stage_3_between_the_steps(tmp_path: Path) -> None:
+    model, optimizer = experts()
+    for step in range(4):
+        pairs = [batch(step, rank, rows=1) for rank in range(2)]
+        x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+        nn.functional.mse_loss(model(x), y).backward()
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                for param in model.get_submodule("experts").parameters():
+                    param.mul_(1.5)
+    for found in run_on_ranks(2, use_experts_at_stage_3, str(tmp_path), str(tmp_path / "checkpoint")):
+        for mine, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, dict[str, int], int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
+    outsize.prepare(model, optimizer, stage=3, host_memory="64MiB", disk=disk, unused=unused, units=["Linear"], **every)
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None and prepared.engine.reduction is not None
+    for _ in range(3):
+        loss = model(torch.randn(4, 64)).square().sum()
+        prepared.engine.streamer.drop_idle()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    counts, unit = prepared.engine.reduction.ranks.counts, 64 * 65 * 4
+    peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
+    with outsize.gathered(model):
+        return [each.detach().clone() for each in model.parameters()], counts.calls["gather"], counts.elements, peak
+
+
+def test_where_all_use_all_nothing_more_is_moved_and_nothing_piles_up(tmp_path: Path) -> None:
+    usual = run_on_ranks(2, train_a_stack, str(tmp_path), "error")
+    synced = run_on_ranks(2, train_a_stack, str(tmp_path), "sync")
+    for (one, *moved, _), (other, *moved_too, peak) in zip(usual, synced, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert moved == moved_too
+        assert peak <= 3, f"the whole gradients of {peak} units of 8 at once"
+
+
+def one_forward_too_many(disk: str) -> str:
+    model, optimizer = experts()
+    outsize.prepare(model, optimizer, stage=3, host_memory="64MiB", unused="sync", units=["Linear"])
     try:
-        outsize.prepare(*experts(), host_memory="64MiB", stage=3, unused="sync")
-    except ValueError as error:
+        for step in range(2):
+            for _ in range(1 + step * dist.get_rank()):
+                x, y = batch(step, dist.get_rank(), rows=2)
+                loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+    except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_at_stage_3_unused_units_are_refused_with_the_reason(tmp_path: Path) -> None:
-    assert all("stage=2" in said for said in run_on_ranks(2, refuse_experts, str(tmp_path)))
+def test_ranks_with_another_number_of_forwards_are_told(tmp_path: Path) -> None:
+    for said in run_on_ranks(2, one_forward_too_many, str(tmp_path)):
+        assert "different ways" in said and "forward in step 1" in said and "backward in step 1" in said, said

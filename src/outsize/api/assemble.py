@@ -34,6 +34,7 @@ from outsize.plan.placement import slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
+from outsize.run.giving import Giver
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, is_repeated, local
@@ -201,7 +202,11 @@ def _build(
             group.names = [unit.name or "model" for unit in units]
         sync = config.unused == "sync"
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
-    streamer, keepers = _open_streamer(units, resources, updater, plan, reduction)
+    wanting = ranks if config.unused == "sync" and config.stage == 3 and plan.split[1] > 1 else None
+    streamer, keepers = _open_streamer(units, resources, updater, plan, reduction, wanting)
+    if ranks is not None and reduction is not None and reduction.sync:
+        reduction.wanting = streamer.wants
+        ranks.giving = Giver(streamer, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
@@ -214,7 +219,7 @@ def _build(
             repeated = {name: sums[name] for name, param in plan.parameters.items() if is_repeated(param)}
             check_same([ranks.tensor], "the values of parameters that each has whole", repeated)
     _cast_buffers(model, config)
-    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction)
+    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction, id(model))
     for unit in units:
         for param in unit.parameters.values():
             param.__class__ = engine.class_for(unit, param)
@@ -242,6 +247,7 @@ def _open_streamer(
     updater: ChunkUpdater | None,
     plan: Survey,
     reduction: Reduction | None,
+    wanting: Ranks | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
     allow_open_files(4 * len(units))  # a unit has a file, one that follows, one that is copied, and gradients
     keepers: list[GradKeeper] = []
@@ -254,6 +260,7 @@ def _open_streamer(
         _capacity(plan, units),
         resources.ledger,
         None if reduction is None else max(size.grads for size in plan.unit_bytes) * 2,
+        wanting,
     )
     for unit in units:
         keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction))

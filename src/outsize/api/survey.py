@@ -133,11 +133,6 @@ def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_part
             f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {ranks} ranks; "
             f"use stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
         )
-    if config.unused == "sync" and config.stage == 3:
-        raise ValueError(
-            "unused='sync' at stage=3: a rank that does not use a unit would have to gather it for those that do; use "
-            "stage=2, where parameters are whole on every rank and gradients and states are split"
-        )
     if config.stage < 3 and config.params in ("host", "disk"):
         raise ValueError(
             f"stage={config.stage} keeps whole parameters on every rank, and params={config.params!r} would keep "

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from outsize.move.purpose import AHEAD, OFFER, WANT, Purpose, Turn, decode, encode, turn_of, words_for
 from outsize.move.watch import Watch
 
 # Note [Lanes]
@@ -54,23 +55,6 @@ class RanksError(RuntimeError):
     """The ranks of a run do not go together any more: one has gone another way, has failed or is gone."""
 
 
-@dataclass(frozen=True)
-class Purpose:
-    """What a collective is for, the same on every rank: `kind` of `unit` in `step`, over `numel` elements."""
-
-    kind: str
-    unit: int = -1
-    step: int = 0
-    numel: int = 0
-
-    def words(self, names: Sequence[str]) -> str:
-        unit = f" of unit {names[self.unit]!r}" if 0 <= self.unit < len(names) else ""
-        return f"{self.kind}{unit} in step {self.step} ({self.numel} elements)"
-
-
-KINDS = ("gather", "reduce", "norms", "finite", "step", "save", "load", "export", "gradients", "prepare")
-
-
 @dataclass
 class Counts:
     """Elements that this rank has given to collectives, by kind, and how many collectives there were."""
@@ -81,6 +65,21 @@ class Counts:
     def add(self, kind: str, numel: int) -> None:
         self.elements[kind] = self.elements.get(kind, 0) + numel
         self.calls[kind] = self.calls.get(kind, 0) + 1
+
+
+class Giving(Protocol):
+    """What a rank does for the others while it waits for them."""
+
+    ready: set[int]
+    """Units whose gradients are complete here."""
+
+    def give(self, turn: Turn) -> None:
+        """Take part in a gathering."""
+        ...
+
+    def reduce(self, units: Sequence[int]) -> None:
+        """Reduce what is ready on all ranks."""
+        ...
 
 
 @final
@@ -113,6 +112,7 @@ class Ranks:
         self.names: list[str] = []  # of the units, for errors
         self.step = 0
         self.counts = Counts()
+        self.giving: Giving | None = None  # where ranks use different units: see Note [Wanted units]
         number = next(_made)
         store = _own_store(number, self.members)
         self.copies = Ranks(copies, backend) if copies else None
@@ -259,17 +259,53 @@ class Ranks:
         for group in first.everyone():
             group._watch.tell(f"{type(error).__name__}: {error}")
 
+    def meet(self, kind: str) -> None:
+        """Wait until all ranks are here, and give meanwhile what they want."""
+        self._agree("control", Purpose(kind, -1, self.step))
+
+    def offer(self) -> None:
+        """Tell the others what is ready here, take part in what they want, and go on."""
+        turn = turn_of(self._exchange("control", Purpose(OFFER, -1, self.step)))
+        if turn is not None and self.giving is not None:
+            self.giving.give(turn)
+
+    def want(self, unit: int, ahead: Sequence[int] = ()) -> Turn:
+        """What all ranks are about to gather: this unit, and those behind it that all expect. See Note [Wanted units].
+
+        `ahead`: what this rank expects; those beyond the first `AHEAD` are not told."""
+        purpose = Purpose(WANT, unit, self.step, ahead=tuple(ahead[:AHEAD]))
+        while True:
+            turn = turn_of(self._exchange("control", purpose))
+            assert self.giving is not None and turn is not None
+            if turn.unit == unit:
+                return turn
+            self.giving.give(turn)
+
     def _agree(self, lane: str, purpose: Purpose) -> None:
+        while True:
+            found = self._exchange(lane, purpose)
+            if all(each == purpose for each in found):
+                return
+            turn = turn_of(found)
+            if self.giving is not None and turn is not None:
+                self.giving.give(turn)
+            elif not any(each.kind == OFFER for each in found):
+                raise self._different_ways([each.words(self.names) for each in found])
+
+    def _exchange(self, lane: str, purpose: Purpose) -> list[Purpose]:
+        """What every rank is about to do on the lane."""
         number = self._sequence[lane]
         self._sequence[lane] += 1
-        mine = torch.tensor([number, KINDS.index(purpose.kind), purpose.unit, purpose.step, purpose.numel])
+        giving = self.giving if lane == "control" else None
+        ready = () if giving is None else giving.ready
+        mine = torch.tensor([number, *encode(purpose, ready, 0 if giving is None else words_for(len(self.names)))])
         every = torch.empty(self.size, len(mine), dtype=mine.dtype)
         group = self._agreeing[lane]
         self._await(group._allgather_base(every.view(-1), mine), purpose, lane)
-        if (every == mine).all():
-            return
-        found = [Purpose(KINDS[int(row[1])], int(row[2]), int(row[3]), int(row[4])) for row in every]
-        raise self._different_ways([each.words(self.names) for each in found])
+        found, common = decode(every[:, 1:].tolist())
+        if giving is not None and common:
+            giving.reduce(common)
+        return found
 
     def _different_ways(self, words_of: Sequence[str]) -> RanksError:
         error = RanksError(

@@ -54,8 +54,11 @@ class Engine:
         conveyor: Conveyor,
         scopes: Sequence[frozenset[int]],
         reduction: Reduction | None = None,
+        root: int = 0,
     ) -> None:
+        """`scopes`: see below; `root`: the id of the whole model."""
         self.reduction = reduction  # None with one rank
+        self._root = root
         self.units = units
         self.keepers = keepers
         self.streamer = streamer
@@ -183,6 +186,8 @@ class Engine:
         self._frames.append(frame)
         try:
             yield
+            if id(module) == self._root and self.reduction is not None and not in_backward():
+                self.reduction.meet("forward")
         finally:
             self._frames.remove(frame)
             for unit in frame.held:
@@ -281,6 +286,8 @@ class Engine:
                 unit.holds += 1
                 unit.writable += modify
                 held.append(unit)
+            if self.reduction is not None:
+                self.reduction.meet("gathered")
             yield
         finally:
             for unit in held:

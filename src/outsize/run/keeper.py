@@ -128,6 +128,7 @@ class GradKeeper:
             if not complete:
                 self._abandon()
             elif self._reduction.sync:
+                self._reduction.unit_complete(self._unit.index)
                 return  # see Note [Units that some ranks do not use]
             elif self._reduction.reducing:
                 self.reduce()

@@ -157,9 +157,10 @@ class Reduction:
 
     # Note [Units that some ranks do not use]
     # Where ranks use different units by design (a mixture of experts), unused="sync", the order in which units are
-    # complete differs. Then nothing is reduced in the backward: when it is over the ranks tell each other which
-    # gradients there are, and reduce these unit by unit; who has none gives zeros. Updates that end with a collective
-    # run in `step()`, in the order of the units.
+    # complete differs. Then a unit is reduced in the backward once it is complete on all ranks. When the backward is
+    # over the ranks tell each other which other gradients there are, and reduce these unit by unit; who has none gives
+    # zeros. At stage 3 ranks agree on each unit that is gathered: see Note [Wanted units] in move/purpose.py. Below,
+    # updates that end with a collective run in `step()`, in the order of the units.
 
     def __init__(
         self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, sync: bool = False
@@ -167,6 +168,7 @@ class Reduction:
         self.ranks = ranks
         self.split = split
         self.sync = sync  # see Note [Units that some ranks do not use]
+        self.wanting = False  # whether each unit that is gathered is agreed on
         self.buffers = Buffers(ledger)
         self.dtype = dtype
         self.reducing = True
@@ -202,10 +204,24 @@ class Reduction:
     def end_of_backward(self) -> None:
         """A backward is over on every rank."""
         self.flush()
+        self.meet("backward")
         if self.sync:
             self._due = True
             if self.reducing:
                 self.complete()
+
+    def meet(self, kind: str) -> None:
+        """Wait for the other ranks where they may want a unit that this one does not use."""
+        if self.wanting:
+            self.ranks.meet(kind)
+
+    def unit_complete(self, unit: int) -> None:
+        """This rank has all gradients of the unit; see Note [Units that some ranks do not use].
+
+        With copies of the model nothing is reduced before the end: the ranks of another copy have another order."""
+        if self.ranks.giving is not None and self.reducing and self.ranks.copies is None:
+            self.ranks.giving.ready.add(unit)
+            self.ranks.offer()
 
     def changed(self) -> None:
         """A gradient at rest is another one now."""
@@ -215,6 +231,8 @@ class Reduction:
         """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
         if self._due:
             self._due = False
+            if self.ranks.giving is not None:
+                self.ranks.giving.ready.clear()
             if self.sync:
                 self._agree_on_presence()
             for keeper in self.keepers:

@@ -243,7 +243,7 @@ class Stepper:
             for group in self._engine.reduction.ranks.everyone():
                 group.step = self.steps
         self._engine.streamer.schedule.step()
-        if self._engine.reduction is not None and self._engine.reduction.sync:
+        if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
             self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
 

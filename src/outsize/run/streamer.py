@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import final
 
+from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.memory import Ledger
+from outsize.move.purpose import Turn
 from outsize.move.shard import Pending, Updater
 from outsize.move.transfer import again
 from outsize.plan.schedule import Schedule
@@ -40,6 +42,11 @@ class Streamer:
     # of their fetch to their release, a victim's writes are waited for, and gradients on their way to disk have room of
     # their own (`grad_room`), which empties without a say in what is gathered.
 
+    # Note [Different on every rank]
+    # Where ranks use different units by design (`wanting`), each decides for itself what it keeps. A unit that is to
+    # be gathered is wanted first, and then gathered by all; who has it takes part with what it has. What is fetched
+    # ahead is what all ranks expect to want, and have not got.
+
     def __init__(
         self,
         units: Sequence[Unit],
@@ -50,6 +57,7 @@ class Streamer:
         capacity: int,
         ledger: Ledger,
         grad_room: int | None = None,
+        wanting: Ranks | None = None,
     ) -> None:
         self.schedule = Schedule()
         self.wait_seconds = 0.0
@@ -61,11 +69,17 @@ class Streamer:
         self._capacity = capacity
         self._ledger = ledger
         self._grad_room = grad_room  # None with one rank
+        self._wanting = wanting  # see Note [Different on every rank]
         self._lock = threading.RLock()
         self.last: Unit | None = None
         self.in_node: set[Unit] = set()  # what the running node of a backward uses
         self._stopped: BaseException | None = None
         self._warned = False
+
+    @property
+    def wants(self) -> bool:
+        """Whether the ranks agree on each unit that is gathered."""
+        return self._wanting is not None
 
     def acquire(self, unit: Unit) -> None:
         """Block until the unit's current values are gathered, its owed update included; then look ahead."""
@@ -91,6 +105,8 @@ class Streamer:
 
     def prefetch(self) -> None:
         """Start to fetch the units that the learnt order expects next, as far as room allows."""
+        if self._wanting is not None:
+            return
         with self._lock:
             for index in self.schedule.upcoming(PREFETCH_UNITS):
                 unit = self._units[index]
@@ -132,7 +148,7 @@ class Streamer:
         """Run every update that is owed, several units on their way at once."""
         with self._lock:
             self._check_running()
-            owing = [unit for unit in self._units if unit.pending]
+            owing = [unit for unit in self._units if unit.pending and self._wanting is None]
             for position, unit in enumerate(owing):
                 for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
                     if ahead.pending and ahead.state is not Residency.FETCHING:
@@ -166,7 +182,11 @@ class Streamer:
     def regather(self, unit: Unit) -> None:
         """What rests here of a unit was replaced on every rank: make a gathered copy that stays agree with it."""
         with self._lock:
+            if unit.state is Residency.FETCHING and self.wants:
+                self._arrive(unit)
             if unit.state is Residency.RESIDENT:
+                if self._wanting is not None:
+                    self._wanting.want(unit.index)
                 unit.regather(self._conveyor)
                 self._arrive(unit)
 
@@ -175,10 +195,53 @@ class Streamer:
             self._arrive(unit)
         if unit.current:
             return
+        if self._wanting is not None and unit.split:
+            self.give(self._wanting.want(unit.index, self._expected(unit)))
+            return
+        self._fetch(unit)
+        self._arrive(unit)
+
+    def give(self, turn: Turn) -> None:
+        """Take part in what all ranks gather now. See Note [Different on every rank]."""
+        with self._lock:
+            unit = self._units[turn.unit]
+            if unit.state is Residency.FETCHING:
+                self._arrive(unit)
+            if unit.current:
+                unit.regather(self._conveyor)
+            else:
+                self._fetch(unit)
+            self._arrive(unit)
+            unit.holds += 1
+            try:
+                for index in turn.ahead:
+                    self._fetch(self._units[index])
+            finally:
+                unit.holds -= 1
+
+    def _expected(self, wanted: Unit) -> list[int]:
+        """The units that the learnt order expects after this one, as far as there will be room for them."""
+        free = self._capacity - self._in_use - (wanted.nbytes if wanted.state is Residency.AT_REST else 0)
+        idle = [unit for unit in self._units if self._evictable(unit) and unit is not wanted]
+        idle.sort(key=lambda unit: self.schedule.next_use(unit.index))
+        found = []
+        for index in self.schedule.upcoming(PREFETCH_UNITS):
+            unit = self._units[index]
+            if unit is wanted or not unit.split or unit.state is Residency.FETCHING or unit.current:
+                continue
+            when = self.schedule.next_use(index)
+            free -= unit.nbytes if unit.state is Residency.AT_REST else 0
+            while free < 0 and idle and self.schedule.next_use(idle[-1].index) > when:
+                free += idle.pop().nbytes
+            if free < 0:
+                break
+            found.append(index)
+        return found
+
+    def _fetch(self, unit: Unit) -> None:
         if unit.state is Residency.AT_REST:
             self._make_room(unit.nbytes, unit)
         unit.fetch(self._conveyor, self._updater, self._slab_bytes)
-        self._arrive(unit)
 
     def _arrive(self, unit: Unit) -> None:
         began = time.perf_counter()

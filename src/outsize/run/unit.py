@@ -55,6 +55,11 @@ class Unit:
         return self.shard.on_device and all(slot.dtype in ("float32", "float64") for slot in self.shard.layout.slots)
 
     @property
+    def split(self) -> bool:
+        """Whether each rank has a part, and a fetch ends with a collective."""
+        return self._ranks is not None
+
+    @property
     def current(self) -> bool:
         """Whether the gathered values are in place and owe no update."""
         return self.state is Residency.RESIDENT and not self.pending
