@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.checkpoint import writer
+from outsize.formats import weights as exported_weights
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -264,3 +266,45 @@ def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
             load_file(tmp_path / f"wide-{index}" / "model.safetensors"),
             load_file(tmp_path / "alone" / "model.safetensors"),
         )
+
+
+def export_without_room(folder: str) -> list[str]:
+    """The drive is full at the first, at the third, at the last run of values; then there is room again."""
+    run = Run(Setting(3, "disk"), folder)
+    run.train(1)
+    said, put = [], exported_weights._Packer.put
+    for refused in (0, 3, 6):
+        left = refused
+
+        def put_if_room(packer: Any, values: Tensor, dtype: torch.dtype) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device", folder)
+            put(packer, values, dtype)
+
+        exported_weights._Packer.put = put_if_room  # type: ignore[method-assign]
+        try:
+            outsize.export(Path(folder) / "model", run.model)
+        except OSError as error:
+            said.append(str(error))
+        exported_weights._Packer.put = put  # type: ignore[method-assign]
+        run.train(1)
+    try:
+        outsize.export(Path(folder) / "a file" / "model", run.model)
+    except OSError as error:
+        said.append(str(error))
+    outsize.export(Path(folder) / "model", run.model)
+    run.save(Path(folder) / "checkpoint")
+    return said
+
+
+def test_an_export_that_fails_leaves_all_ranks_training(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("in the way")
+    first, second = run_on_ranks(2, export_without_room, str(tmp_path))
+    assert len(first) == len(second) == 4
+    assert all("No space left" in said for said in first[:3])
+    assert all("rank 0 failed" in said and "outsize.export" in said for said in second)
+    alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
+    alone.load(tmp_path / "checkpoint")
+    assert_equal(load_file(tmp_path / "model" / "model.safetensors"), alone.weights())

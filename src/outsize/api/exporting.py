@@ -18,8 +18,10 @@ from outsize.api.assemble import Prepared
 from outsize.api.ranks import ExportPeers
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
 from outsize.checkpoint.folder import NewFolder
+from outsize.checkpoint.joint import together
 from outsize.formats.weights import (
     DTYPE_NAMES,
+    Asked,
     NamedWeight,
     buffer_pieces,
     joined_pieces,
@@ -29,6 +31,7 @@ from outsize.formats.weights import (
     tensor_pieces,
     write_shards,
 )
+from outsize.move.comm import RanksError
 from outsize.move.shard import DTYPES
 from outsize.plan.sizes import parse_bytes
 
@@ -84,15 +87,23 @@ def export(
     elif reduction.ranks.copies is not None and reduction.ranks.copies.rank:
         return  # the first copy of the model is exported
     elif peers.rank:
-        pass_on_shards(weights, shard_bytes)
-        peers.exchange("written")
+        together(peers, lambda: pass_on_shards(weights, shard_bytes), "outsize.export")
     else:
-        try:
-            _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
-        except BaseException as error:
-            reduction.ranks.fail(error)
-            raise
-        peers.exchange("written")
+        together(
+            peers, lambda: _write_asked(Path(os.path.realpath(path)), model, weights, shard_bytes), "outsize.export"
+        )
+
+
+def _write_asked(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:
+    """As `_write`, of weights that the other ranks have parts of. What goes wrong with the files ends no other rank."""
+    asked = Asked(weights, shard_bytes)
+    try:
+        _write(target, model, asked.weights, shard_bytes)
+    except RanksError:
+        raise
+    except Exception:
+        asked.take_rest()
+        raise
 
 
 def _write(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from math import prod
 from pathlib import Path
@@ -316,13 +317,59 @@ def write_shards(folder: Path, weights: Sequence[NamedWeight], max_shard_bytes: 
         write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
-def pass_on_shards(weights: Sequence[NamedWeight], max_shard_bytes: int) -> None:
-    """Give what this rank has of the weights to the rank that calls `write_shards`, in the order in which it asks."""
+@final
+class Asked:
+    """The weights as the writing rank asks the others for them. When the writing fails it takes the rest all the same,
+    so that all ranks are at one again."""
+
+    def __init__(self, weights: Sequence[NamedWeight], max_shard_bytes: int) -> None:
+        self._inner = weights
+        self._max_shard_bytes = max_shard_bytes
+        self._taken = 0
+        self._going: Iterator[torch.Tensor] = iter(())
+        self.weights = [replace(weight, pieces=partial(self._follow, weight)) for weight in weights]
+
+    def take_rest(self) -> None:
+        for _ in self._going:
+            continue
+        pass_on_shards(self._inner, self._max_shard_bytes, self._taken)
+
+    def _follow(self, weight: NamedWeight) -> Iterator[Piece]:
+        for piece in weight.pieces():
+            yield _AskedPiece(piece, self)
+
+    def values_of(self, piece: Piece) -> Iterator[torch.Tensor]:
+        self._taken += 1
+        self._going = piece.values()
+        return self._going
+
+
+@final
+class _AskedPiece(Piece):
+    def __init__(self, piece: Piece, asked: Asked) -> None:
+        self._piece, self._asked = piece, asked
+
+    def begin(self, slab: torch.Tensor) -> None:
+        self._piece.begin(slab)
+
+    def values(self) -> Iterator[torch.Tensor]:
+        return self._asked.values_of(self._piece)
+
+    def drain(self) -> None:
+        self._piece.drain()
+
+
+def pass_on_shards(weights: Sequence[NamedWeight], max_shard_bytes: int, taken: int = 0) -> None:
+    """Give what this rank has of the weights to the rank that calls `write_shards`, in the order in which it asks; all
+    but the first `taken` pieces."""
     arena = HostBuffer(READ_SLABS * SLAB_BYTES)
     for shard in _cut(weights, max_shard_bytes):
         ordered = sorted(shard, key=lambda weight: -weight.dtype.itemsize)
         with closing(_read_ahead(ordered, arena.bytes.split(SLAB_BYTES))) as arriving:
             for piece, _ in arriving:
+                if taken:
+                    taken -= 1
+                    continue
                 for _ in piece.values():
                     continue
 
