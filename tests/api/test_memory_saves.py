@@ -37,6 +37,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as somebody who is about to change a unit has to wait for it to be written."""
+    waits = threading.Event()
+    plain = threading.Condition.wait_for
+
+    def wait_for(self: threading.Condition, predicate: Any, timeout: float | None = None) -> Any:
+        if not predicate():
+            waits.set()
+        return plain(self, predicate, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
+    return waits
+
+
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_instant(
     tier: str, tmp_path: Path, gate: threading.Event
@@ -53,7 +68,9 @@ def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_i
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
-def test_without_room_for_copies_what_is_about_to_change_is_waited_for(tmp_path: Path, gate: threading.Event) -> None:
+def test_without_room_for_copies_what_is_about_to_change_is_waited_for(
+    tmp_path: Path, gate: threading.Event, held_back: threading.Event
+) -> None:
     run = Run(tmp_path, params="host", grads="host", states="host", host_memory="1MiB")
     run.train()
     saved = run.values()
@@ -68,7 +85,7 @@ def test_without_room_for_copies_what_is_about_to_change_is_waited_for(tmp_path:
 
     waiting = threading.Thread(target=change)
     waiting.start()
-    assert not released.wait(0.2)
+    assert held_back.wait(60) and not released.is_set()
     gate.set()
     waiting.join(60)
     assert released.is_set()
@@ -78,7 +95,7 @@ def test_without_room_for_copies_what_is_about_to_change_is_waited_for(tmp_path:
 
 
 def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_back: threading.Event
 ) -> None:
     begun, opened = threading.Event(), threading.Event()
     plain = parts._NewFile.write
@@ -97,8 +114,7 @@ def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
     assert begun.wait(60)
     changing = threading.Thread(target=run.prepared.engine.units[0].shard.before_change)
     changing.start()
-    changing.join(0.2)
-    assert changing.is_alive()
+    assert held_back.wait(60) and changing.is_alive()
     opened.set()
     changing.join(60)
     run.train()
@@ -145,15 +161,23 @@ def test_who_waits_for_a_checkpoint_and_is_interrupted_changes_nothing_in_it(
             outsize.load(tmp_path / "first", run.model, run.optimizer)
         else:
             outsize.save(tmp_path / "second", run.model, run.optimizer)
-    threading.Timer(0.2, gate.set).start()
+    plain, waited = type(saving._promise).wait, []
+
+    def open_and_wait(self: Any) -> None:
+        waited.append(self)
+        gate.set()
+        plain(self)
+
+    monkeypatch.setattr(type(saving._promise), "wait", open_and_wait)
     outsize.load(tmp_path / "first", run.model, run.optimizer)
+    assert saving._promise in waited
     run.train()
     saving.wait()
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
 def test_what_cannot_be_copied_is_waited_for(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gate: threading.Event, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, params="host", grads="host", states="host")
     run.train()
@@ -164,9 +188,16 @@ def test_what_cannot_be_copied_is_waited_for(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(parts, "_copy_of", no_memory)
-    threading.Timer(0.2, gate.set).start()
+
+    def open_when_waited_for() -> None:
+        if held_back.wait(60):
+            gate.set()
+
+    opener = threading.Thread(target=open_when_waited_for)
+    opener.start()
     run.train(2)
     saving.wait()
+    opener.join()
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
