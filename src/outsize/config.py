@@ -68,7 +68,7 @@ class Config:
         _one_of("unused", self.unused, ("error", "sync"))
         if self.unused == "sync" and self.update == "backward":
             raise ValueError(
-                "unused='sync' reduces when the backward is over and update='backward' updates in it; choose one"
+                "unused='sync' may reduce when the backward is over and update='backward' updates in it; choose one"
             )
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify is {self.verify!r}; it must be True or False")

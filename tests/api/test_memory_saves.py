@@ -41,14 +41,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as somebody who is about to change a unit has to wait for it to be written."""
     waits = threading.Event()
-    plain = threading.Condition.wait_for
+    plain = parts.Image.__init__
 
-    def wait_for(self: threading.Condition, predicate: Any, timeout: float | None = None) -> Any:
-        if not predicate():
-            waits.set()
-        return plain(self, predicate, timeout)
+    class Watched(threading.Condition):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
+            if not predicate():
+                waits.set()
+            return super().wait_for(predicate, timeout)
 
-    monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
+    def make(image: Any, *args: Any) -> None:
+        plain(image, *args)
+        image._changed = Watched()
+
+    monkeypatch.setattr(parts.Image, "__init__", make)
     return waits
 
 

@@ -269,27 +269,40 @@ def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
 
 
 def export_without_room(folder: str) -> list[str]:
-    """The drive is full at the first, at the third, at the last run of values; then there is room again."""
+    """The drive is full at the first, the fourth, the last run of values, and when all were put; then it has room."""
     run = Run(Setting(3, "disk"), folder)
     run.train(1)
-    said, put = [], exported_weights._Packer.put
-    for refused in (0, 3, 6):
-        left = refused
+    said, plain = [], exported_weights._Packer.put
+    left = 0
 
-        def put_if_room(packer: Any, values: Tensor, dtype: torch.dtype) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise OSError(errno.ENOSPC, "No space left on device", folder)
-            put(packer, values, dtype)
+    def put(packer: Any, *args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", folder)
+        plain(packer, *args)
 
-        exported_weights._Packer.put = put_if_room  # type: ignore[method-assign]
+    exported_weights._Packer.put = put  # type: ignore[method-assign]
+    left = 1 << 20
+    outsize.export(Path(folder) / "counted", run.model)
+    puts = (1 << 20) - left
+    for allowed in (0, 3, puts - 1):
+        left = allowed
         try:
             outsize.export(Path(folder) / "model", run.model)
         except OSError as error:
             said.append(str(error))
-        exported_weights._Packer.put = put  # type: ignore[method-assign]
         run.train(1)
+    left = 1 << 20
+    finish, exported_weights._Packer.finish = exported_weights._Packer.finish, put  # type: ignore[method-assign]
+    left = puts
+    try:
+        outsize.export(Path(folder) / "model", run.model)
+    except OSError as error:
+        said.append(str(error))
+    exported_weights._Packer.finish = finish  # type: ignore[method-assign]
+    left = 1 << 20
+    run.train(1)
     try:
         outsize.export(Path(folder) / "a file" / "model", run.model)
     except OSError as error:
@@ -302,8 +315,8 @@ def export_without_room(folder: str) -> list[str]:
 def test_an_export_that_fails_leaves_all_ranks_training(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
     first, second = run_on_ranks(2, export_without_room, str(tmp_path))
-    assert len(first) == len(second) == 4
-    assert all("No space left" in said for said in first[:3])
+    assert len(first) == len(second) == 5
+    assert all("No space left" in said for said in first[:4])
     assert all("rank 0 failed" in said and "outsize.export" in said for said in second)
     alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
     alone.load(tmp_path / "checkpoint")

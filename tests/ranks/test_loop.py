@@ -178,10 +178,16 @@ def experts() -> tuple[nn.Module, torch.optim.Optimizer]:
 def experts_on_ranks(disk: str) -> list[list[Tensor]]:
     found = []
     ways = [(stage, "device", states) for stage, states in ((0, "disk"), (1, "host"), (2, "device"))]
-    for stage, params, states in (*ways, *((3, tier, tier) for tier in ("device", "host", "disk"))):
+    ways += [(3, tier, tier) for tier in ("device", "host", "disk")]
+    cut = [(way, ["Linear"]) for way in ways]
+    whole = [
+        ((2, "device", "host"), ["Experts"]),
+        ((3, "disk", "disk"), ["Experts"]),
+    ]  # one unit, of which each rank uses a part
+    for (stage, params, states), units in (*cut, *whole):
         model, optimizer = experts()
         places = {"params": params, "grads": states, "states": states}
-        fields: dict[str, Any] = {"host_memory": "64MiB", "disk": disk, "unused": "sync", "units": ["Linear"]}
+        fields: dict[str, Any] = {"host_memory": "64MiB", "disk": disk, "unused": "sync", "units": units}
         outsize.prepare(model, optimizer, stage=stage, **places, **fields)
         found.append(train_experts(model, optimizer, [dist.get_rank()], outsize.gathered))
     return found
@@ -300,3 +306,48 @@ def one_forward_too_many(disk: str) -> str:
 def test_ranks_with_another_number_of_forwards_are_told(tmp_path: Path) -> None:
     for said in run_on_ranks(2, one_forward_too_many, str(tmp_path)):
         assert "different ways" in said and "forward in step 1" in said and "backward in step 1" in said, said
+
+
+def two_layers_of_experts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), nn.Linear(8, 48), Experts())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def interrupt_a_backward(disk: str, stage: int) -> list[Tensor]:
+    """Where it is interrupted, each rank has the gradients of other experts."""
+    rank = dist.get_rank()
+    model, optimizer = two_layers_of_experts()
+    outsize.prepare(model, optimizer, stage=stage, host_memory="64MiB", disk=disk, unused="sync", units=["Linear"])
+    interrupting = [False]
+
+    def interrupt(_: Tensor) -> None:
+        if interrupting[0]:
+            raise ValueError("interrupted")
+
+    model.get_submodule("1").register_forward_hook(lambda _, __, y: y.register_hook(interrupt) and None)
+    for step in range(4):
+        interrupting[0] = step == 1
+        x, y = batch(step, rank, rows=1)
+        try:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        except ValueError:
+            assert step == 1
+        optimizer.zero_grad()
+    with outsize.gathered(model):
+        return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_interrupted_backward_leaves_nothing_of_other_experts(stage: int, tmp_path: Path) -> None:
+    model, optimizer = two_layers_of_experts()
+    for step in (0, 2, 3):
+        pairs = [batch(step, rank, rows=1) for rank in range(2)]
+        x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_on_ranks(2, interrupt_a_backward, str(tmp_path), stage):
+        for mine, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)

@@ -3,16 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.move.purpose import AHEAD, KINDS, OFFER, WANT, Purpose, Turn, decode, encode, turn_of, words_for
+from outsize.move.purpose import AHEAD, KINDS, OFFER, WANT, WANT_BACK, Purpose, Turn, decode, encode, turn_of, words_for
 
 
 def want(unit: int, *ahead: int) -> Purpose:
     return Purpose(WANT, unit, 3, ahead=ahead)
 
 
-def test_the_lowest_unit_that_anybody_wants_is_next() -> None:
+def test_the_unit_of_the_rank_furthest_behind_is_next() -> None:
     assert turn_of([want(7), want(2), Purpose("forward")]) == Turn(2)
     assert turn_of([want(7), want(7)]) == Turn(7)
+    assert turn_of([Purpose(WANT_BACK, 7), Purpose(WANT_BACK, 2), Purpose("backward")]) == Turn(7)
 
 
 def test_nothing_is_next_where_nobody_wants_a_unit() -> None:

@@ -204,9 +204,8 @@ def _build(
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
     wanting = ranks if config.unused == "sync" and config.stage == 3 and plan.split[1] > 1 else None
     streamer, keepers = _open_streamer(units, resources, updater, plan, reduction, wanting)
-    if ranks is not None and reduction is not None and reduction.sync:
-        reduction.wanting = streamer.wants
-        ranks.giving = Giver(streamer, reduction)
+    if wanting is not None and reduction is not None:
+        wanting.giving = Giver(streamer, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}

@@ -101,8 +101,11 @@ def _write_asked(target: Path, model: nn.Module, weights: list[NamedWeight], sha
         _write(target, model, asked.weights, shard_bytes)
     except RanksError:
         raise
-    except Exception:
-        asked.take_rest()
+    except Exception as error:
+        try:
+            asked.take_rest()
+        except RanksError as ended:  # it was the reading that failed
+            raise error from ended
         raise
 
 

@@ -145,6 +145,8 @@ def _gathered_anew(prepared: Prepared) -> Iterator[None]:
     yield
     for unit in split:
         prepared.engine.streamer.regather(unit)
+    if prepared.engine.reduction is not None:
+        prepared.engine.reduction.meet("load")
 
 
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:

@@ -65,7 +65,7 @@ def save(
             only); the oldest beyond it are removed once this one is complete. Default: all.
 
     An update that is still owed runs first. State on disk becomes the checkpoint by hard links where `path` is on the
-    same file system, whatever its size; the next update writes new files, for which the space is taken now. State in
+    same file system, whatever its size; the next update writes new files, for which there must be room now. State in
     memory beyond 64 MiB is written behind the training from where it lies (what is updated before that is copied, or
     waited for where `host_memory` leaves no room): the `Saving` that is returned has `wait()` and
     `done()`, the next `save` or `load` waits too, and so does the end of the process.
@@ -135,11 +135,13 @@ def save(
         return saving
     going: list[Path] = []
     saving.run(lambda: going.extend(_publish(unfinished.finish_now, outdated)))
-    if _has_room(files, prepared.resources.run_directories):
-        _tidy(saving, files, going)
+    tidy = partial(_tidy, [prepared.engine], files, going)
+    takes_time = any(file.frozen for file in files) or sum(given_back(going).values()) > AT_ONCE_BYTES
+    if takes_time and _has_room(files, prepared.resources.run_directories):
+        saving.tidy_behind(tidy)
     else:
         remove_all(going)
-        _reserve(files)
+        tidy()
     return saving
 
 
@@ -217,22 +219,24 @@ def _reserve(files: Sequence[Generations]) -> bool:
 def _has_room(files: Sequence[Generations], directories: Sequence[Path]) -> bool:
     """Whether the next generations have room as things are, before anything is removed."""
     needed = sum(file.reserved_bytes for file in files if file.frozen and not file.has_next)
-    stats = [os.statvfs(directory) for directory in directories if needed]
+    try:
+        stats = [os.statvfs(directory) for directory in directories if needed]
+    except OSError:  # the next update will say
+        return False
     return all(needed <= stat.f_bavail * stat.f_frsize for stat in stats)
 
 
-def _tidy(saving: Saving, files: Sequence[Generations], going: Sequence[Path]) -> None:
-    """Take the space of the next generations, then give that of what goes back: behind the training where it takes
-    its time, as making a hundred files does and freeing gigabytes."""
-
-    def tidy() -> None:
-        _reserve(files)
-        remove_all(going)
-
-    if any(file.frozen for file in files) or sum(given_back(going).values()) > AT_ONCE_BYTES:
-        saving.tidy_behind(tidy)
-    else:
-        tidy()
+def _tidy(alive: list[Engine], files: Sequence[Generations], going: Sequence[Path]) -> None:
+    """Take the space of the next generations, then give that of what goes back. Making a hundred files takes its time,
+    and so does freeing gigabytes. The engine stays alive meanwhile, as in `_finish_behind`."""
+    try:
+        if _reserve(files):
+            remove_all(going)
+        else:
+            remove_all(going)
+            _reserve(files)
+    finally:
+        alive.clear()
 
 
 def _check_place(prepared: Prepared, target: Path) -> None:

@@ -76,7 +76,10 @@ def together(peers: Peers, own: Callable[[], Any], what: str) -> list[Any]:
     except Exception as raised:
         error = raised
     said = None if error is None else f"{type(error).__name__}: {error}"
-    every = peers.exchange((peers.name, said, value))
+    try:
+        every = peers.exchange((peers.name, said, value))
+    except Exception as ended:  # the others cannot go on without this one
+        raise ended if error is None else error from ended
     gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first
     if error is not None and not gone:
         raise error

@@ -93,6 +93,10 @@ class Piece(ABC):
         """Wait until nothing touches the slab any more; raises nothing."""
 
 
+TypedPiece = tuple[Piece, torch.dtype]
+"""A piece and the dtype to store it as."""
+
+
 @dataclass(frozen=True)
 class NamedWeight:
     """One tensor of the export; `pieces` gives its elements in order, to be stored as `dtype`."""
@@ -365,11 +369,11 @@ def pass_on_shards(weights: Sequence[NamedWeight], max_shard_bytes: int, taken: 
     arena = HostBuffer(READ_SLABS * SLAB_BYTES)
     for shard in _cut(weights, max_shard_bytes):
         ordered = sorted(shard, key=lambda weight: -weight.dtype.itemsize)
-        with closing(_read_ahead(ordered, arena.bytes.split(SLAB_BYTES))) as arriving:
+        pieces = _pieces_of(ordered)
+        while taken and next(pieces, None) is not None:
+            taken -= 1
+        with closing(_read_ahead(pieces, arena.bytes.split(SLAB_BYTES))) as arriving:
             for piece, _ in arriving:
-                if taken:
-                    taken -= 1
-                    continue
                 for _ in piece.values():
                     continue
 
@@ -401,7 +405,7 @@ def _write_file(path: Path, weights: Iterable[NamedWeight], engine: Engine, slab
         out = _Packer(file, slabs[READ_SLABS:])
         try:
             out.put(torch.frombuffer(header, dtype=torch.uint8), torch.uint8)
-            with closing(_read_ahead(weights, slabs[:READ_SLABS])) as arriving:
+            with closing(_read_ahead(_pieces_of(weights), slabs[:READ_SLABS])) as arriving:
                 for piece, dtype in arriving:
                     for values in piece.values():
                         out.put(values, dtype)
@@ -426,18 +430,23 @@ def _header(weights: Iterable[NamedWeight]) -> bytearray:
     return bytearray(length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length))
 
 
-def _read_ahead(weights: Iterable[NamedWeight], slabs: Sequence[torch.Tensor]) -> Generator[tuple[Piece, torch.dtype]]:
-    """(the next piece, the dtype to store it as), in order; its slab is used again when the one after is asked for."""
-    going: deque[tuple[Piece, torch.dtype]] = deque()
+def _pieces_of(weights: Iterable[NamedWeight]) -> Iterator[TypedPiece]:
+    for weight in weights:
+        for piece in weight.pieces():
+            yield piece, weight.dtype
+
+
+def _read_ahead(pieces: Iterable[TypedPiece], slabs: Sequence[torch.Tensor]) -> Generator[TypedPiece]:
+    """The pieces in order; a piece's slab is used again when the one after is asked for."""
+    going: deque[TypedPiece] = deque()
     free = cycle(slabs)
     try:
-        for weight in weights:
-            for piece in weight.pieces():
-                if len(going) == len(slabs):
-                    yield going[0]
-                    going.popleft()
-                going.append((piece, weight.dtype))
-                piece.begin(next(free))
+        for piece, dtype in pieces:
+            if len(going) == len(slabs):
+                yield going[0]
+                going.popleft()
+            going.append((piece, dtype))
+            piece.begin(next(free))
         while going:
             yield going[0]
             going.popleft()

@@ -77,6 +77,10 @@ class Giving(Protocol):
         """Take part in a gathering."""
         ...
 
+    def busy(self) -> bool:
+        """Whether a gathering that was agreed on is not over here."""
+        ...
+
     def reduce(self, units: Sequence[int]) -> None:
         """Reduce what is ready on all ranks."""
         ...
@@ -200,6 +204,8 @@ class Ranks:
         return next((each for each in found if each), "")
 
     def _stuck_here(self) -> str:
+        if self.giving is not None and self.giving.busy():
+            return ""  # slow at most: who waits for it waits for what was agreed on
         lanes = ("control", "reduce", "gather") if self._blocked else ("control", "reduce")
         for lane in lanes:
             since, purpose = self._waiting.get(lane, (0.0, None))
@@ -269,17 +275,13 @@ class Ranks:
         if turn is not None and self.giving is not None:
             self.giving.give(turn)
 
-    def want(self, unit: int, ahead: Sequence[int] = ()) -> Turn:
-        """What all ranks are about to gather: this unit, and those behind it that all expect. See Note [Wanted units].
+    def want(self, unit: int, kind: str = WANT, ahead: Sequence[int] = ()) -> Turn:
+        """What all ranks are about to gather: this unit or one that comes first. See Note [Wanted units].
 
-        `ahead`: what this rank expects; those beyond the first `AHEAD` are not told."""
-        purpose = Purpose(WANT, unit, self.step, ahead=tuple(ahead[:AHEAD]))
-        while True:
-            turn = turn_of(self._exchange("control", purpose))
-            assert self.giving is not None and turn is not None
-            if turn.unit == unit:
-                return turn
-            self.giving.give(turn)
+        `kind`: one of `WANTS`; `ahead`: what this rank expects next; those beyond the first `AHEAD` are not told."""
+        turn = turn_of(self._exchange("control", Purpose(kind, unit, self.step, ahead=tuple(ahead[:AHEAD]))))
+        assert turn is not None, "this rank wants one"
+        return turn
 
     def _agree(self, lane: str, purpose: Purpose) -> None:
         while True:

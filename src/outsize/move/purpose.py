@@ -8,15 +8,18 @@ from dataclasses import dataclass
 # Note [Wanted units]
 # Where ranks use different units by design, one that needs a unit wants it, on the lane that everything on the user's
 # thread is agreed on. Whatever the others are about to do there, they first give what is wanted: all gather the unit,
-# the lowest first where several are wanted, and agree anew. So a rank must come by: at the end of a forward and of a
-# backward all meet. Each says what it expects to want next; what all expect is gathered ahead. And each says which
-# gradients it has complete, and comes by (an offer) when a unit's are; what all have complete is reduced then and
-# there, so that whole gradients do not pile up.
+# and agree anew. Where several are wanted, what the rank furthest behind wants comes first. So a rank must come by: at
+# the end of a forward and of a backward all meet. Each says what it expects to want next; what all expect is gathered
+# ahead. And each says which gradients it has complete, and comes by (an offer) when a unit's are; what all have
+# complete is reduced then and there, so that whole gradients do not pile up.
 
-WANT, OFFER = "want", "offer"
+WANT, WANT_BACK, OFFER = "want", "want back", "offer"
+WANTS = (WANT, WANT_BACK)
+"""In a forward, and in a backward."""
+
 KINDS = (
     *("gather", "reduce", "norms", "finite", "step", "save", "load", "export", "gradients", "prepare"),
-    *(WANT, OFFER, "forward", "backward", "gathered"),
+    *(*WANTS, OFFER, "forward", "backward", "gathered"),
 )
 AHEAD = 4
 WORD_BITS = 62
@@ -48,9 +51,10 @@ class Turn:
 
 def turn_of(purposes: Sequence[Purpose]) -> Turn | None:
     """What comes first, of what the ranks are about to do; None where nobody wants a unit."""
-    wanted = min((each.unit for each in purposes if each.kind == WANT), default=None)
-    if wanted is None:
+    units = [each.unit for each in purposes if each.kind in WANTS]
+    if not units:
         return None
+    wanted = max(units) if any(each.kind == WANT_BACK for each in purposes) else min(units)
     common = set.intersection(*({*each.ahead, each.unit} for each in purposes)) - {wanted}
     return Turn(wanted, tuple(each for each in (purposes[0].unit, *purposes[0].ahead) if each in common))
 

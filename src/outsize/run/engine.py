@@ -272,7 +272,7 @@ class Engine:
             if keeper.collecting or keeper.deferred:
                 keeper.end_of_backward(complete)
         if self.reduction is not None:
-            self.reduction.end_of_backward() if complete else self.reduction.flush()
+            self.reduction.end_of_backward() if complete else self.reduction.interrupted()
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

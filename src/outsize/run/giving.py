@@ -25,6 +25,10 @@ class Giver:
         assert streamer is not None, "it outlives whoever waits"
         streamer.give(turn)
 
+    def busy(self) -> bool:
+        streamer = self._streamer()
+        return streamer is not None and streamer.fetching
+
     def reduce(self, units: Sequence[int]) -> None:
         reduction = self._reduction()
         assert reduction is not None, "it outlives whoever waits"

@@ -115,6 +115,8 @@ class GradKeeper:
             self._arrived.clear()
         elif complete:
             self.end_of_backward()
+            if self._reduction is not None:
+                self._reduction.unit_complete(self._unit.index)
 
     @property
     def _frozen(self) -> bool:
@@ -126,9 +128,8 @@ class GradKeeper:
         self._arrived.clear()
         if self._reduction is not None:
             if not complete:
-                self._abandon()
+                self.abandon()
             elif self._reduction.sync:
-                self._reduction.unit_complete(self._unit.index)
                 return  # see Note [Units that some ranks do not use]
             elif self._reduction.reducing:
                 self.reduce()
@@ -311,7 +312,7 @@ class GradKeeper:
             self._whole = WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype)
         if previous is None or previous is not self._expected.get(name):
             self._whole.forget(name)  # of a gradient that is not there any more
-        self._whole.add(name, grad)
+        self._whole.add(name, grad, keep=self._shard is None and self._reduction.in_backward)
         self._reduction.collected()
         if previous is None:
             previous = self._unfilled(name)
@@ -341,6 +342,9 @@ class GradKeeper:
         for name, grad in expected.items():
             if self._unit.parameters[name].grad is not grad:
                 whole.forget(name)
+        if not whole.names:  # all were thrown away, as on every rank
+            whole.close()
+            return
         whole.start(self._reduction.ranks)
         self._reduction.launched(lambda: self._lay_down_reduced(whole, expected, fresh))
 
@@ -352,7 +356,7 @@ class GradKeeper:
                 grad = expected[name]
                 if self._unit.parameters[name].grad is not grad:
                     continue  # thrown away meanwhile
-                own = own.clone() if self._shard is None else own
+                own = whole.owned(name, own) if self._shard is None else own
                 norm, loose = self._lay_down(name, own, None if name in fresh else grad)
                 self._become(grad, norm, loose)
         finally:
@@ -360,7 +364,7 @@ class GradKeeper:
         if self.update_now is None:
             self.finish()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """An interrupted backward: what it has collected is worth nothing, for other ranks may have more or less."""
         whole, self._whole = self._whole, None
         fresh, self._fresh, expected, self._expected = self._fresh, set(), self._expected, {}

@@ -26,6 +26,10 @@ class Collecting(Protocol):
         """Start to reduce what was collected."""
         ...
 
+    def abandon(self) -> None:
+        """Forget what was collected."""
+        ...
+
     def collected(self) -> list[bool]:
         """Of each parameter of the unit whether something was collected for it."""
         ...
@@ -58,14 +62,17 @@ class WholeGradients:
             self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
             first += nbytes
         self.names: set[str] = set()
+        self._sources: dict[str, torch.Tensor] = {}  # autograd's own tensors, by parameter
         self._going: list[Reducing] = []
 
-    def add(self, name: str, grad: torch.Tensor) -> None:
-        """A contribution of this rank."""
+    def add(self, name: str, grad: torch.Tensor, keep: bool = False) -> None:
+        """A contribution of this rank. With `keep` its memory is kept for the mean: fresh memory is slow to come by."""
         slot = self._shard.whole_slots[name]
         start = slot.offset - self._shard.whole.segment_of(slot).start
         target = self._flat[slot.dtype][start : start + slot.numel]
         source = grad.detach().reshape(-1)
+        if keep and source.data_ptr() == grad.data_ptr() and source.dtype is DTYPES[slot.dtype]:
+            self._sources[name] = source
         if name in self.names:
             target.add_(source)
         else:
@@ -82,6 +89,11 @@ class WholeGradients:
     def forget(self, name: str) -> None:
         """The user has thrown the gradient away."""
         self.names.discard(name)
+
+    def owned(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """A copy of what rests here of the mean, 1-D, which stays."""
+        source = self._sources.pop(name, None)
+        return own.clone() if source is None or source.numel() != own.numel() else source.copy_(own)
 
     def start(self, ranks: Ranks) -> None:
         """Start to reduce; nothing is added any more."""
@@ -157,10 +169,10 @@ class Reduction:
 
     # Note [Units that some ranks do not use]
     # Where ranks use different units by design (a mixture of experts), unused="sync", the order in which units are
-    # complete differs. Then a unit is reduced in the backward once it is complete on all ranks. When the backward is
-    # over the ranks tell each other which other gradients there are, and reduce these unit by unit; who has none gives
-    # zeros. At stage 3 ranks agree on each unit that is gathered: see Note [Wanted units] in move/purpose.py. Below,
-    # updates that end with a collective run in `step()`, in the order of the units.
+    # complete differs. When the backward is over the ranks tell each other which gradients there are, and reduce these
+    # unit by unit; who has none gives zeros. Updates that end with a collective run in `step()`, in the order of the
+    # units. At stage 3 ranks agree on each unit that is gathered, and a unit is reduced in the backward once all of it
+    # is there on all ranks: see Note [Wanted units] in move/purpose.py.
 
     def __init__(
         self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, sync: bool = False
@@ -168,7 +180,6 @@ class Reduction:
         self.ranks = ranks
         self.split = split
         self.sync = sync  # see Note [Units that some ranks do not use]
-        self.wanting = False  # whether each unit that is gathered is agreed on
         self.buffers = Buffers(ledger)
         self.dtype = dtype
         self.reducing = True
@@ -212,8 +223,18 @@ class Reduction:
 
     def meet(self, kind: str) -> None:
         """Wait for the other ranks where they may want a unit that this one does not use."""
-        if self.wanting:
+        if self.ranks.giving is not None:
             self.ranks.meet(kind)
+
+    def interrupted(self) -> None:
+        """A backward has come to an early end, on every rank, and not at the same place."""
+        self.flush()
+        if not self.sync:
+            return
+        if self.ranks.giving is not None:
+            self.ranks.giving.ready.clear()
+        for keeper in self.keepers:
+            keeper.abandon()
 
     def unit_complete(self, unit: int) -> None:
         """This rank has all gradients of the unit; see Note [Units that some ranks do not use].
@@ -222,6 +243,11 @@ class Reduction:
         if self.ranks.giving is not None and self.reducing and self.ranks.copies is None:
             self.ranks.giving.ready.add(unit)
             self.ranks.offer()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a unit is reduced as soon as it is complete."""
+        return self.reducing and not self.sync
 
     def changed(self) -> None:
         """A gradient at rest is another one now."""

@@ -11,11 +11,12 @@ from typing import final
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.memory import Ledger
-from outsize.move.purpose import Turn
+from outsize.move.purpose import WANT, WANT_BACK, Turn
 from outsize.move.shard import Pending, Updater
 from outsize.move.transfer import again
 from outsize.plan.schedule import Schedule
 from outsize.plan.sizes import format_bytes
+from outsize.run.activations import in_backward
 from outsize.run.keeper import GradKeeper
 from outsize.run.unit import Residency, Unit
 
@@ -185,18 +186,20 @@ class Streamer:
             if unit.state is Residency.FETCHING and self.wants:
                 self._arrive(unit)
             if unit.state is Residency.RESIDENT:
-                if self._wanting is not None:
-                    self._wanting.want(unit.index)
+                while self._wanting is not None and (turn := self._wanting.want(unit.index)).unit != unit.index:
+                    self.give(turn)
                 unit.regather(self._conveyor)
                 self._arrive(unit)
 
     def _bring(self, unit: Unit) -> None:
         if unit.state is Residency.FETCHING:
             self._arrive(unit)
+        while self._wanting is not None and unit.split and not unit.current:
+            kind = WANT_BACK if in_backward() else WANT
+            self.give(self._wanting.want(unit.index, kind, self._expected(unit)))
+            if unit.state is Residency.FETCHING:
+                self._arrive(unit)
         if unit.current:
-            return
-        if self._wanting is not None and unit.split:
-            self.give(self._wanting.want(unit.index, self._expected(unit)))
             return
         self._fetch(unit)
         self._arrive(unit)
@@ -205,19 +208,27 @@ class Streamer:
         """Take part in what all ranks gather now. See Note [Different on every rank]."""
         with self._lock:
             unit = self._units[turn.unit]
-            if unit.state is Residency.FETCHING:
-                self._arrive(unit)
-            if unit.current:
-                unit.regather(self._conveyor)
-            else:
-                self._fetch(unit)
+            self._take_part(unit)
             self._arrive(unit)
             unit.holds += 1
             try:
                 for index in turn.ahead:
-                    self._fetch(self._units[index])
+                    self._take_part(self._units[index])
             finally:
                 unit.holds -= 1
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a unit is on its way."""
+        return any(unit.state is Residency.FETCHING and not unit.fetched for unit in self._units)
+
+    def _take_part(self, unit: Unit) -> None:
+        if unit.state is Residency.FETCHING:
+            self._arrive(unit)
+        if unit.current:
+            unit.regather(self._conveyor)
+        else:
+            self._fetch(unit)
 
     def _expected(self, wanted: Unit) -> list[int]:
         """The units that the learnt order expects after this one, as far as there will be room for them."""
