@@ -33,7 +33,7 @@ def _loss_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def ours(layers: int, stage: int, tier: str, disk: str) -> tuple[Step, nn.Module]:
-    """At stage 3 within a budget that lets gathered layers go after use, as FSDP2 does, where 4 ranks share the model."""
+    """Where 4 ranks share the model, within a budget that lets gathered layers go after use, as FSDP2 does."""
     budget = "768MiB" if stage == 3 and dist.get_world_size() == 4 else "8GiB"
     torch.manual_seed(0)
     model = llama(layers)
