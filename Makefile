@@ -47,13 +47,14 @@ fi; \
 $$ok
 endef
 
-# torch comes first and pinned, so that no later requirement pulls in another one. cmake and ninja come from pip.
+# torch comes first and pinned, so that no later requirement pulls in another one. cmake and ninja come from pip. Python
+# compiles what is imported when it is imported: a fraction of what is installed.
 $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(CHECK_MACHINE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]' '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --no-compile 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --editable '.[dev]' '$(TORCH)'
 	@touch $@
 
 test: $(STAMP)

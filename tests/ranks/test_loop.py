@@ -177,7 +177,7 @@ def experts() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def experts_on_ranks(disk: str) -> list[list[Tensor]]:
     found = []
-    ways = [(stage, "device", states) for stage, states in ((0, "disk"), (1, "host"), (2, "device"))]
+    ways = [(stage, "device", states) for stage, states in ((0, "disk"), (2, "device"))]
     ways += [(3, tier, tier) for tier in ("device", "host", "disk")]
     cut = [(way, ["Linear"]) for way in ways]
     whole = [
