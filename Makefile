@@ -47,14 +47,13 @@ fi; \
 $$ok
 endef
 
-# torch comes first and pinned, so that no later requirement pulls in another one. cmake and ninja come from pip. Python
-# compiles what is imported when it is imported: a fraction of what is installed.
+# torch comes first and pinned, so that no later requirement pulls in another one. cmake and ninja come from pip.
 $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(CHECK_MACHINE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --no-compile 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
-	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --editable '.[dev]' '$(TORCH)'
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.10' 'nanobind>=2.4' cmake ninja
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]' '$(TORCH)'
 	@touch $@
 
 test: $(STAMP)
@@ -63,7 +62,7 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
-	$(BIN)/python -m pytest
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # processes that tests start need not compile everything anew
 
 train: $(STAMP)
 	$(BIN)/outsize train
