@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
 import os
-import pickle
 import resource
 import warnings
 import weakref
@@ -19,241 +17,31 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
-from outsize.api.assemble import prepared_of
-from outsize.api.saving import MASTERS, buffers_of, settle
-from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
-from outsize.checkpoint.match import Live
+from outsize.api.saving import MASTERS
 from outsize.formats.dcp_folder import DcpFolder
-from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
-from outsize.formats.dcp_writing import DcpContent, DcpEntry, DcpGroup, DcpNames, entries_of, write_dcp
-from outsize.move.shard import DTYPES
-
-TIERS = ("device", "host", "disk")
-APP = DcpNames("model", "optim")
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    """Buffers of both sorts, a scalar, an empty and a frozen parameter, two blocks."""
-
-    def __init__(self, width: int = 24, vocabulary: int = 50) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([Block(width), Block(width)])
-        self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, vocabulary)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.empty = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
-        self.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x + self.norm(x)) * self.scale
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(30, 8)
-        self.head = nn.Linear(8, 30)
-        self.head.weight = self.embed.weight
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    decayed = [param for param in trained if param.ndim > 1]
-    others = [param for param in trained if param.ndim <= 1]
-    return torch.optim.AdamW([{"params": decayed, "lr": 2e-2}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
-    torch.manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        tokens = torch.randint(0, 50, (9,))
-        loss = nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def plain_run(
-    steps: int = 2, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = make(model)
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
-    (tmp / "disk").mkdir(exist_ok=True)
-    kinds = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **kinds, **fields)
-
-
-def other_run(
-    tier: str, tmp: Path, steps: int = 1, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw, **fields: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A prepared run with other weights, which has trained a little."""
-    torch.manual_seed(1)
-    model = Net()
-    optimizer = make(model)
-    prepare(model, optimizer, tier, tmp, **fields)
-    train(model, optimizer, steps, seed=7)
-    return model, optimizer
-
-
-def prepared(model: nn.Module) -> Any:
-    found = prepared_of(next(model.parameters()))
-    assert found is not None
-    return found
-
-
-def aliases_of(model: nn.Module) -> dict[str, str]:
-    first = {id(param): name for name, param in model.named_parameters()}
-    everything = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in everything if first[id(param)] != name}
-
-
-def persistent(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, (value, kept) in buffers_of(model).items() if kept}
-
-
-def live_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Live:
-    engine = prepared(model).engine
-    record = None
-    if optimizer is not None:
-        names = [tuple(engine.name_of(param) for param in group["params"]) for group in optimizer.param_groups]
-        groups = tuple(GroupRecord({}, each) for each in names)
-        record = OptimizerRecord(type(optimizer).__name__, prepared(model).survey.kept.arrays, groups)
-    slots = [slot for unit in engine.units for slot in unit.shard.layout.slots]
-    return Live(
-        {slot.name: (slot.shape, DTYPES[slot.dtype]) for slot in slots},
-        {name: (tuple(value.shape), value.dtype) for name, value in persistent(model).items()},
-        record,
-    )
-
-
-def fill(value: Tensor, stored: Tensor | None) -> None:
-    if stored is not None:
-        value.copy_(stored)
-
-
-def load(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    strict: bool = True,
-    weights: bool = True,
-) -> DcpCheckpoint:
-    """What `outsize.load` does with such a folder."""
-    live = live_of(model, optimizer)
-    live = live if weights else dataclasses.replace(live, buffers=None)  # type: ignore[arg-type]
-    checkpoint = open_dcp(folder, live, str(folder), aliases_of(model), strict)
-    settle(prepared(model))
-    for unit in prepared(model).engine.units:
-        if weights:
-            checkpoint.load_weights(unit.shard, MASTERS)
-        if unit.shard.buffer.resident:
-            unit.shard.buffer.await_filled()
-        if optimizer is not None:
-            checkpoint.load_state(unit.shard)
-    for name, value in persistent(model).items() if weights else ():
-        fill(value, checkpoint.buffer(name))
-    if optimizer is not None:
-        prepared(model).stepper.forget()
-        for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
-            group.update(hyper)
-    checkpoint.close()
-    return checkpoint
-
-
-def content_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> DcpContent:
-    engine = prepared(model).engine
-    settle(prepared(model))
-    groups = None
-    if optimizer is not None:
-        groups = [
-            DcpGroup(
-                {key: value for key, value in group.items() if key not in ("params", "param_names")},
-                [engine.name_of(param) for param in group["params"]],
-            )
-            for group in optimizer.param_groups
-        ]
-    shards = [unit.shard for unit in engine.units]
-    buffers, aliases = persistent(model), aliases_of(model)
-    return DcpContent(shards, MASTERS, buffers=buffers, aliases=aliases, groups=groups, **fields)
-
-
-def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> None:
-    """What `outsize.export` does."""
-    write_dcp(folder, *entries_of(content_of(model, optimizer, **fields)))
-
-
-def plain_save(state: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder)
-
-
-def plain_load(state: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=folder)
-
-
-def saved_run(
-    folder: Path, flat: bool = False, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A plain run that torch has saved."""
-    model, optimizer = plain_run(make=make)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    weights, states = get_state_dict(model, optimizer, options=options)
-    plain_save({"model": weights, "optim": states}, folder)
-    return model, optimizer
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Copies of weights, buffers and optimizer state, whether the model is prepared or not."""
-    found = {name: value.detach().clone() for name, value in model.named_buffers()}
-    if prepared_of(next(model.parameters())) is None:
-        found |= {name: value.detach().clone() for name, value in model.named_parameters()}
-    else:
-        with outsize.gathered(model):
-            found |= {name: value.detach().clone().as_subclass(Tensor) for name, value in model.named_parameters()}
-    if optimizer is not None:
-        for name, param in model.named_parameters():
-            if param in optimizer.state:
-                entries = optimizer.state[param].items()
-                found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entries}
-    return found
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert ours[name].dtype == value.dtype, name
-        assert torch.equal(ours[name], value), name
+from outsize.formats.dcp_writing import DcpEntry, DcpNames, write_dcp
+from tests.api.dcp_runs import (
+    APP,
+    TIERS,
+    Net,
+    Tied,
+    adamw,
+    assert_same,
+    everything,
+    load,
+    other_run,
+    plain_load,
+    plain_run,
+    plain_save,
+    prepare,
+    prepared,
+    saved_run,
+    train,
+    write,
+)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -570,183 +358,6 @@ def test_bf16_folders_become_weights_of_the_same_values(compute_dtype: torch.dty
     assert_same(masters(model), {name: value.detach().float() for name, value in stored.items()})
 
 
-class Target:
-    """A live run into which nothing that is refused gets."""
-
-    def __init__(self, tmp: Path) -> None:
-        self.model, self.optimizer = other_run("host", tmp)
-        self.before = everything(self.model, self.optimizer)
-
-    def refuses(self, folder: Path, match: str, error: type[Exception] = ValueError) -> None:
-        with pytest.raises(error, match=match):
-            load(folder, self.model, self.optimizer)
-        assert_same(everything(self.model, self.optimizer), self.before)
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Target:
-    return Target(tmp_path)
-
-
-class Evil:
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.file}",)
-
-
-@pytest.mark.parametrize("where", ["state_dict_metadata", "planner_data", "storage_meta"])
-def test_metadata_that_would_run_code_is_refused_and_does_not_run(where: str, target: Target, tmp_path: Path) -> None:
-    saved_run(tmp_path / "folder")
-    file = tmp_path / "folder" / ".metadata"
-    found: Metadata = pickle.loads(file.read_bytes())
-    setattr(found, where, {"x": Evil(tmp_path / "ran")})
-    file.write_bytes(pickle.dumps(found))
-    target.refuses(tmp_path / "folder", r"\.metadata asks for (posix|os)\.system")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_value_that_would_run_code_is_refused_and_does_not_run(target: Target, tmp_path: Path) -> None:
-    plain, plain_optimizer = plain_run()
-    weights, states = get_state_dict(plain, plain_optimizer)
-    states["param_groups"][0]["lr"] = Evil(tmp_path / "ran")  # type: ignore[assignment]
-    plain_save({"model": weights, "optim": states}, tmp_path / "folder")
-    target.refuses(tmp_path / "folder", r"damaged at optim.param_groups.0.amsgrad")
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(Metadata({}))[:-5]])
-def test_damaged_metadata_is_refused(content: bytes, target: Target, tmp_path: Path) -> None:
-    saved_run(tmp_path / "folder")
-    (tmp_path / "folder" / ".metadata").write_bytes(content)
-    target.refuses(tmp_path / "folder", r"\.metadata is")
-
-
-def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
-    file = folder / ".metadata"
-    found: Metadata = pickle.loads(file.read_bytes())
-    change(found)
-    file.write_bytes(pickle.dumps(found))
-
-
-def test_a_file_outside_of_the_folder_is_never_read(target: Target, tmp_path: Path) -> None:
-    saved_run(tmp_path / "folder")
-    data = tmp_path / "folder" / "__0_0.distcp"
-    (tmp_path / "outside.distcp").write_bytes(data.read_bytes())
-    for name in ("../outside.distcp", str(tmp_path / "outside.distcp"), "", "."):
-
-        def point(found: Metadata, name: str = name) -> None:
-            for info in found.storage_data.values():
-                info.relative_path = name
-
-        changed(tmp_path / "folder", point)
-        target.refuses(tmp_path / "folder", "is damaged: .*(outside of the folder|not a regular file)")
-
-
-def test_a_link_out_of_the_folder_is_not_followed(target: Target, tmp_path: Path) -> None:
-    saved_run(tmp_path / "folder")
-    data = tmp_path / "folder" / "__0_0.distcp"
-    data.rename(tmp_path / "outside.distcp")
-    data.symlink_to(tmp_path / "outside.distcp")
-    target.refuses(tmp_path / "folder", "'__0_0.distcp', which lies outside of the folder")
-
-
-def test_a_cut_or_missing_file_is_refused(target: Target, tmp_path: Path) -> None:
-    saved_run(tmp_path / "folder")
-    data = tmp_path / "folder" / "__0_0.distcp"
-    os.truncate(data, data.stat().st_size - 100)
-    target.refuses(tmp_path / "folder", "__0_0.distcp' has .* bytes and .*: the file was cut")
-    data.unlink()
-    target.refuses(tmp_path / "folder", "__0_0.distcp", FileNotFoundError)
-    os.mkfifo(data)
-    target.refuses(tmp_path / "folder", "not a regular file")
-    (tmp_path / "folder" / ".metadata").unlink()
-    target.refuses(tmp_path / "folder", "metadata is written last", FileNotFoundError)
-
-
-def cut_chunk(found: Metadata) -> None:
-    chunk = found.state_dict_metadata["model.head.weight"].chunks[0]  # type: ignore[union-attr]
-    chunk.sizes = torch.Size([chunk.sizes[0] - 1, chunk.sizes[1]])
-
-
-def double_chunk(found: Metadata) -> None:
-    record = found.state_dict_metadata["model.head.weight"]
-    rows, columns = record.size  # type: ignore[union-attr]
-    half = type(record.chunks[0])(torch.Size([0, 0]), torch.Size([rows // 2, columns]))  # type: ignore[union-attr]
-    record.chunks[:] = [half, half]  # type: ignore[union-attr]
-
-
-def no_storage(found: Metadata) -> None:
-    found.storage_data = {key: info for key, info in found.storage_data.items() if key.fqn != "model.head.weight"}
-
-
-def negative(found: Metadata) -> None:
-    for info in found.storage_data.values():
-        info.offset = -1
-
-
-def packed(found: Metadata) -> None:
-    for info in found.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-
-
-@pytest.mark.parametrize("change", [cut_chunk, double_chunk, no_storage, negative, packed])
-def test_pieces_that_do_not_make_up_a_tensor_are_refused(
-    change: Callable[[Metadata], None], target: Target, tmp_path: Path
-) -> None:
-    saved_run(tmp_path / "folder")
-    changed(tmp_path / "folder", change)
-    target.refuses(tmp_path / "folder", "is damaged: ")
-
-
-def test_other_models_are_refused_with_what_is_different(target: Target, tmp_path: Path) -> None:
-    plain, _ = plain_run(steps=1)
-    state = plain.state_dict()
-    less = {name: value for name, value in state.items() if not name.startswith("blocks.1.up")}
-    plain_save({"model": less}, tmp_path / "less")
-    target.refuses(tmp_path / "less", "2 missing parameters: blocks.1.up.weight, blocks.1.up.bias")
-    more = {**state, **{f"blocks.{at}.up.weight": torch.ones(2) for at in range(2, 14)}}
-    plain_save({"model": more}, tmp_path / "more")
-    target.refuses(tmp_path / "more", r"12 unexpected weights: blocks\.2\.up\.weight, .*\.up\.weight and 2 more;?")
-    plain_save({"model": {**state, "head.bias": torch.ones(51)}}, tmp_path / "shape")
-    target.refuses(tmp_path / "shape", "head.bias is 51 there and 50 here")
-    plain_save({"model": {**state, "head.bias": torch.ones(50, dtype=torch.float64)}}, tmp_path / "dtype")
-    target.refuses(tmp_path / "dtype", "head.bias is torch.float64 there and torch.float32 here")
-    plain_save({"model": {name: value for name, value in state.items() if "running" not in name}}, tmp_path / "buffer")
-    target.refuses(tmp_path / "buffer", "2 missing buffers: norm.running_mean, norm.running_var")
-    plain_save({"something": torch.ones(3)}, tmp_path / "nothing")
-    target.refuses(tmp_path / "nothing", "16 missing parameters")
-
-
-def test_other_optimizers_are_refused_with_what_is_different(target: Target, tmp_path: Path) -> None:
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
-
-    def one_group(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
-
-    def swapped(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([dict(group) for group in reversed(adamw(model).param_groups)])
-
-    saved_run(tmp_path / "sgd", make=sgd)
-    target.refuses(tmp_path / "sgd", "its optimizer keeps momentum_buffer, this one exp_avg, exp_avg_sq")
-    saved_run(tmp_path / "groups", make=one_group)
-    target.refuses(tmp_path / "groups", "its optimizer has 1 parameter groups, this one 2")
-    saved_run(tmp_path / "swapped", make=swapped)
-    target.refuses(tmp_path / "swapped", "14 parameters in other parameter groups: ")
-    plain, plain_optimizer = plain_run()
-    weights, states = get_state_dict(plain, plain_optimizer)
-    plain_save({"model": weights}, tmp_path / "none")
-    target.refuses(tmp_path / "none", "saved without an optimizer")
-    states["state"]["head.bias"]["step"] = "late"  # type: ignore[call-overload, index]
-    plain_save({"model": weights, "optim": states}, tmp_path / "late")
-    target.refuses(tmp_path / "late", "step of head.bias is 'late', which it cannot be")
-    del states["state"]["head.bias"]["exp_avg"]  # type: ignore[call-overload, union-attr]
-    plain_save({"model": weights, "optim": states}, tmp_path / "part")
-    target.refuses(tmp_path / "part", "1 parameters with incomplete optimizer arrays: head.bias")
-
-
 def test_weights_alone_leave_the_optimizer_as_it_is(tmp_path: Path) -> None:
     plain, _ = saved_run(tmp_path / "folder")
     model, optimizer = other_run("disk", tmp_path)
@@ -797,66 +408,6 @@ def test_without_strict_what_one_side_lacks_stays_as_it_is(compute_dtype: torch.
     plain_save({"model": {**weights, "head.bias": torch.ones(3)}}, tmp_path / "shape")
     with pytest.raises(ValueError, match="head.bias is 3 there and 50 here"):
         load(tmp_path / "shape", model, strict=False)
-
-
-def _sharded_rank(rank: int, root: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        model = Net()
-        mesh = init_device_mesh("cpu", (2,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={model.empty, model.scale})
-        optimizer = adamw(model)
-        train(model, optimizer, 2)
-        for flat in (False, True):
-            options = StateDictOptions(flatten_optimizer_state_dict=flat)
-            weights, states = get_state_dict(model, optimizer, options=options)
-            dcp.save({"model": weights, "optim": states}, checkpoint_id=root / f"flat-{flat}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # the threads of torch.distributed sometimes abort a process that ends in the usual way
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that two ranks of FSDP2 wrote."""
-    import torch.multiprocessing as mp
-
-    root = tmp_path_factory.mktemp("sharded")
-    mp.spawn(_sharded_rank, (root,), nprocs=2)
-    return root
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flat", [False, True])
-def test_shards_of_two_fsdp_ranks_are_put_together(flat: bool, sharded: Path, tmp_path: Path) -> None:
-    folder = sharded / f"flat-{flat}"
-    assert len(list(folder.glob("*.distcp"))) == 2
-    torch.manual_seed(0)
-    plain = Net()
-    plain_optimizer = adamw(plain)
-    weights, states = get_state_dict(
-        plain, plain_optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
-    )
-    plain_load({"model": weights, "optim": states}, folder)
-    model, optimizer = other_run("disk", tmp_path)
-    load(folder, model, optimizer)
-    found = everything(model, optimizer)
-    for name, value in weights.items():
-        assert torch.equal(found[name], value), name
-    for name in ("head.weight", "blocks.0.up.bias"):
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            expected = states[f"state.{name}.{key}"] if flat else states["state"][name][key]
-            assert torch.equal(found[f"{name}/{key}"], expected), name
-    train(model, optimizer, 1)
 
 
 # -- through the public functions ------------------------------------------------------------------------------------

@@ -19,18 +19,8 @@ from outsize.api.ranks import ExportPeers
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.joint import together
-from outsize.formats.weights import (
-    DTYPE_NAMES,
-    Asked,
-    NamedWeight,
-    buffer_pieces,
-    joined_pieces,
-    merged_folder,
-    parameter_pieces,
-    pass_on_shards,
-    tensor_pieces,
-    write_shards,
-)
+from outsize.formats.pieces import NamedWeight, buffer_pieces, joined_pieces, parameter_pieces, tensor_pieces
+from outsize.formats.weights import DTYPE_NAMES, Asked, merged_folder, pass_on_shards, write_shards
 from outsize.move.comm import RanksError
 from outsize.move.shard import DTYPES
 from outsize.plan.sizes import parse_bytes

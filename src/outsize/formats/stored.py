@@ -11,7 +11,8 @@ import torch
 from outsize.checkpoint.files import DataReader
 from outsize.checkpoint.manifest import Manifest, ParameterRecord
 from outsize.checkpoint.reader import Masters
-from outsize.formats.weights import DTYPE_NAMES, NamedWeight, Piece
+from outsize.formats.pieces import NamedWeight, Piece
+from outsize.formats.weights import DTYPE_NAMES
 
 PIECE_NUMEL = 1 << 20
 

@@ -1,0 +1,119 @@
+"""The run that the tests of checkpoints save and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import outsize
+from outsize import load, save
+
+KINDS = ("device", "host", "disk")
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1),
+    "tensor_lr": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.01), foreach=False),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """Tied embedding and head, dropout, buffers of both sorts, an empty and a frozen parameter, two blocks."""
+
+    def __init__(self, width: int = 40, vocabulary: int = 130) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.head.weight = self.embed.weight
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.scratch += 1
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * (1 + self.frozen.mean())
+
+
+def tiers(params: str, grads: str, states: str, tmp: Path) -> dict[str, Any]:
+    disk = tmp / "disk"
+    disk.mkdir(exist_ok=True)
+    return {"params": params, "grads": grads, "states": states, "disk": disk, "host_memory": "64MiB", "device": "cpu"}
+
+
+class Run:
+    """A training run: model, optimizer, scheduler."""
+
+    def __init__(self, tmp: Path, kinds: tuple[str, str, str], optimizer: Any = None, seed: int = 0, **fields: Any):
+        torch.manual_seed(seed)
+        self.model = Net()
+        make = optimizer or (lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+        decayed = [param for param in self.model.parameters() if param.ndim > 1]
+        others = [param for param in self.model.parameters() if param.ndim <= 1]
+        self.optimizer = make([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+        outsize.prepare(self.model, self.optimizer, **{**tiers(*kinds, tmp), **fields})
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.losses: list[float] = []
+
+    def backward(self) -> None:
+        tokens = torch.randint(0, 130, (9,))
+        loss = nn.functional.cross_entropy(self.model(tokens).float(), tokens.roll(1))
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.step()
+
+    def save(self, path: Path) -> None:
+        save(path, self.model, self.optimizer, {"scheduler": self.scheduler.state_dict(), "losses": self.losses})
+
+    def load(self, path: Path) -> None:
+        extra = load(path, self.model, self.optimizer)
+        self.scheduler.load_state_dict(extra["scheduler"])
+        self.losses = extra["losses"]
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """Everything that a later step depends on."""
+        found: dict[str, torch.Tensor] = {"losses": torch.tensor(self.losses), "rng": torch.get_rng_state()}
+        with outsize.gathered(self.model):
+            found |= {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        found |= {name: value.clone() for name, value in self.model.named_buffers()}
+        for name, param in self.model.named_parameters():
+            for key, value in self.optimizer.state[param].items():
+                found[f"{name}/{key}"] = torch.as_tensor(value).clone()
+        return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert torch.equal(value, other[name]), name

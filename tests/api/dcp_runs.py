@@ -1,0 +1,246 @@
+"""What the tests of torch.distributed.checkpoint folders train, write and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import outsize
+from outsize.api.assemble import prepared_of
+from outsize.api.saving import MASTERS, buffers_of, settle
+from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
+from outsize.checkpoint.match import Live
+from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
+from outsize.formats.dcp_writing import DcpContent, DcpGroup, DcpNames, entries_of, write_dcp
+from outsize.move.shard import DTYPES
+
+TIERS = ("device", "host", "disk")
+APP = DcpNames("model", "optim")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Buffers of both sorts, a scalar, an empty and a frozen parameter, two blocks."""
+
+    def __init__(self, width: int = 24, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.norm(x)) * self.scale
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 8)
+        self.head = nn.Linear(8, 30)
+        self.head.weight = self.embed.weight
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    decayed = [param for param in trained if param.ndim > 1]
+    others = [param for param in trained if param.ndim <= 1]
+    return torch.optim.AdamW([{"params": decayed, "lr": 2e-2}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 50, (9,))
+        loss = nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_run(
+    steps: int = 2, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(model)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
+    (tmp / "disk").mkdir(exist_ok=True)
+    kinds = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
+    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **kinds, **fields)
+
+
+def other_run(
+    tier: str, tmp: Path, steps: int = 1, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw, **fields: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A prepared run with other weights, which has trained a little."""
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = make(model)
+    prepare(model, optimizer, tier, tmp, **fields)
+    train(model, optimizer, steps, seed=7)
+    return model, optimizer
+
+
+def prepared(model: nn.Module) -> Any:
+    found = prepared_of(next(model.parameters()))
+    assert found is not None
+    return found
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    first = {id(param): name for name, param in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in everything if first[id(param)] != name}
+
+
+def persistent(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, (value, kept) in buffers_of(model).items() if kept}
+
+
+def live_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Live:
+    engine = prepared(model).engine
+    record = None
+    if optimizer is not None:
+        names = [tuple(engine.name_of(param) for param in group["params"]) for group in optimizer.param_groups]
+        groups = tuple(GroupRecord({}, each) for each in names)
+        record = OptimizerRecord(type(optimizer).__name__, prepared(model).survey.kept.arrays, groups)
+    slots = [slot for unit in engine.units for slot in unit.shard.layout.slots]
+    return Live(
+        {slot.name: (slot.shape, DTYPES[slot.dtype]) for slot in slots},
+        {name: (tuple(value.shape), value.dtype) for name, value in persistent(model).items()},
+        record,
+    )
+
+
+def fill(value: Tensor, stored: Tensor | None) -> None:
+    if stored is not None:
+        value.copy_(stored)
+
+
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
+    weights: bool = True,
+) -> DcpCheckpoint:
+    """What `outsize.load` does with such a folder."""
+    live = live_of(model, optimizer)
+    live = live if weights else dataclasses.replace(live, buffers=None)  # type: ignore[arg-type]
+    checkpoint = open_dcp(folder, live, str(folder), aliases_of(model), strict)
+    settle(prepared(model))
+    for unit in prepared(model).engine.units:
+        if weights:
+            checkpoint.load_weights(unit.shard, MASTERS)
+        if unit.shard.buffer.resident:
+            unit.shard.buffer.await_filled()
+        if optimizer is not None:
+            checkpoint.load_state(unit.shard)
+    for name, value in persistent(model).items() if weights else ():
+        fill(value, checkpoint.buffer(name))
+    if optimizer is not None:
+        prepared(model).stepper.forget()
+        for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
+            group.update(hyper)
+    checkpoint.close()
+    return checkpoint
+
+
+def content_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> DcpContent:
+    engine = prepared(model).engine
+    settle(prepared(model))
+    groups = None
+    if optimizer is not None:
+        groups = [
+            DcpGroup(
+                {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                [engine.name_of(param) for param in group["params"]],
+            )
+            for group in optimizer.param_groups
+        ]
+    shards = [unit.shard for unit in engine.units]
+    buffers, aliases = persistent(model), aliases_of(model)
+    return DcpContent(shards, MASTERS, buffers=buffers, aliases=aliases, groups=groups, **fields)
+
+
+def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> None:
+    """What `outsize.export` does."""
+    write_dcp(folder, *entries_of(content_of(model, optimizer, **fields)))
+
+
+def plain_save(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder)
+
+
+def plain_load(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder)
+
+
+def saved_run(
+    folder: Path, flat: bool = False, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A plain run that torch has saved."""
+    model, optimizer = plain_run(make=make)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    plain_save({"model": weights, "optim": states}, folder)
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Copies of weights, buffers and optimizer state, whether the model is prepared or not."""
+    found = {name: value.detach().clone() for name, value in model.named_buffers()}
+    if prepared_of(next(model.parameters())) is None:
+        found |= {name: value.detach().clone() for name, value in model.named_parameters()}
+    else:
+        with outsize.gathered(model):
+            found |= {name: value.detach().clone().as_subclass(Tensor) for name, value in model.named_parameters()}
+    if optimizer is not None:
+        for name, param in model.named_parameters():
+            if param in optimizer.state:
+                entries = optimizer.state[param].items()
+                found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entries}
+    return found
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype, name
+        assert torch.equal(ours[name], value), name

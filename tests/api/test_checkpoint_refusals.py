@@ -1,0 +1,234 @@
+"""What is wrong with a checkpoint, or with the place of one, is said before anything changes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outsize
+from outsize import load, save
+from outsize.api.exporting import export
+from outsize.checkpoint import files, folder
+from outsize.checkpoint.manifest import sealed
+from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, assert_same
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Run, Path]:
+    run = Run(tmp_path, ("disk", "host", "disk"))
+    run.train(1)
+    run.save(tmp_path / "checkpoint")
+    return run, tmp_path / "checkpoint"
+
+
+def refused(run: Run, path: Path, error: type[Exception], match: str) -> None:
+    before = run.result()
+    with pytest.raises(error, match=match):
+        run.load(path)
+    assert_same(before, run.result())
+    run.train(1)
+
+
+def edit(path: Path, change: Any) -> None:
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    (path / "manifest.json").write_text(sealed(json.dumps(content)))
+
+
+def test_a_folder_without_manifest_is_not_loaded(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    (path / "manifest.json").unlink()
+    refused(run, path, FileNotFoundError, "not a complete checkpoint.*manifest.json")
+    refused(run, path / "nowhere", FileNotFoundError, "there is no checkpoint.*nowhere")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "\x00\x01", '{"format": "outsize checkpoint"}'])
+def test_a_damaged_manifest_is_named(saved: tuple[Run, Path], text: str) -> None:
+    run, path = saved
+    (path / "manifest.json").write_text(text)
+    refused(run, path, ValueError, "manifest.json")
+
+
+def test_a_manifest_that_leads_outside_its_folder_is_damaged(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    edit(path, lambda content: content["files"].update({"../secret": {"bytes": 1, "crc32c": ["0"]}}))
+    refused(run, path, ValueError, "not a file name")
+
+
+def test_an_array_outside_its_file_is_damage(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    edit(path, lambda content: content["parameters"]["embed.weight"]["weight"].update(offset=1 << 40))
+    refused(run, path, ValueError, "lies outside of")
+
+
+def test_a_newer_version_is_named(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    edit(path, lambda content: content.update(version=99))
+    refused(run, path, ValueError, "format version 99")
+
+
+def test_a_truncated_or_missing_data_file_is_named(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    file = next(iter(sorted(path.glob("unit-*.bin"))))
+    os.truncate(file, file.stat().st_size - 1)
+    refused(run, path, ValueError, f"{file.name} has .* bytes and should have")
+    file.unlink()
+    refused(run, path, FileNotFoundError, file.name)
+
+
+def test_renamed_and_reshaped_parameters_are_listed(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+
+    def rename(content: Any) -> None:
+        content["parameters"]["other.weight"] = content["parameters"].pop("embed.weight")
+        content["parameters"]["norm.bias"]["weight"]["shape"] = [20]
+        for region in content["parameters"]["norm.bias"]["state"].values():
+            region["shape"] = [20]
+
+    edit(path, rename)
+    refused(
+        run, path, ValueError, "missing parameters: embed.weight; .*unexpected parameters: other.weight; .*norm.bias"
+    )
+
+
+def test_another_dtype_is_listed(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    edit(path, lambda content: content["parameters"]["frozen"]["weight"].update(dtype="int32"))
+    refused(run, path, ValueError, "frozen is int32 there and float32 here")
+
+
+def test_another_optimizer_is_refused(saved: tuple[Run, Path]) -> None:
+    _, path = saved
+    other = Run(path.parent, ("host", "host", "host"), optimizer=OPTIMIZERS["momentum"])
+    refused(other, path, ValueError, "its optimizer is AdamW, this one is SGD; .*exp_avg.*momentum_buffer")
+
+
+def test_models_and_optimizers_that_are_not_the_prepared_ones_are_refused(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    plain = Net()
+    for call in (save, load, export):
+        with pytest.raises(ValueError, match="not prepared"):
+            call(path, plain)
+        with pytest.raises(ValueError, match=r"takes the model that was given to outsize\.prepare"):
+            call(path, run.model.blocks[0])
+    for call in (save, load):
+        with pytest.raises(ValueError, match="not the one that was prepared"):
+            call(path, run.model, torch.optim.AdamW(run.model.parameters()))
+        with outsize.gathered(run.model.norm, modify=True), pytest.raises(RuntimeError, match="modify=True"):
+            call(path, run.model, run.optimizer)
+
+
+def test_a_directory_that_is_no_checkpoint_is_never_overwritten(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    photos = path.parent / "photos"
+    photos.mkdir()
+    (photos / "one.jpg").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"not an outsize checkpoint.*photos"):
+        run.save(photos)
+    (path / "notes.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"also holds notes\.txt"):
+        run.save(path)
+    (path.parent / "file").write_text("precious")
+    with pytest.raises(FileExistsError, match="a file is in the way"):
+        run.save(path.parent / "file")
+    assert (photos / "one.jpg").read_text() == (path / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_checkpoint_is_replaced_only_by_a_complete_one(
+    saved: tuple[Run, Path], exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = saved
+    expected = run.result()
+    if not exchange:
+        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    run.train(1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def pwrite(*_: Any) -> int:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pwrite", pwrite)
+        with pytest.raises(OSError, match=r"No space left on device \(writing .*\.bin") as raised:
+            run.save(path)
+        assert raised.value.errno == errno.ENOSPC
+    assert sorted(each.name for each in path.parent.iterdir()) == ["checkpoint", "disk"]
+    newer = run.result()
+    run.load(path)
+    assert_same(expected | {"losses": newer["losses"][:1]}, run.result())
+    run.train(2)
+    run.save(path)
+    newest = run.result()
+    assert sorted(each.name for each in path.parent.iterdir()) == ["checkpoint", "disk"]
+    run.train(1)
+    run.load(path)
+    assert_same(newest, run.result())
+
+
+def test_a_killed_save_is_swept_by_the_next_and_found_between_two_renames(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    expected = run.result()
+    half = path.parent / f".{path.name}.new-abcabcabcabc"
+    half.mkdir()
+    (half / "unit-00000.bin").write_bytes(b"half")
+    path.rename(path.parent / f".{path.name}.old-abcabcabcabc")  # killed between the two renames
+    run.train(1)
+    run.load(path)
+    assert_same(expected, run.result())
+    run.save(path)
+    run.save(path)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["checkpoint", "disk"]
+
+
+def test_parents_are_created_and_short_writes_resumed(saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = saved
+    expected = run.result()
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(files.os, "pwrite", lambda fd, data, at: pwrite(fd, data[:4096], at))
+    monkeypatch.setattr(files.os, "preadv", lambda fd, data, at: preadv(fd, [data[0][:4096]], at))
+    deep = path.parent / "a" / "b [1]" / "c"
+    run.save(deep)
+    run.train(1)
+    run.load(deep)
+    assert_same(expected, run.result())
+
+
+def test_a_read_that_fails_half_way_stops_the_run(saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = saved
+    preadv, calls = os.preadv, []
+
+    def failing(fd: int, data: Any, at: int) -> int:
+        calls.append(at)
+        if len(calls) > 8:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, data, at)
+
+    monkeypatch.setattr(files.os, "preadv", failing)
+    with pytest.raises(OSError, match=r"reading .*\.bin"):
+        run.load(path)
+    with pytest.raises(RuntimeError, match="no longer whole"):
+        run.train(1)
+
+
+def test_another_program_can_read_a_checkpoint_with_json_and_numpy(saved: tuple[Run, Path]) -> None:
+    numpy = pytest.importorskip("numpy")
+    run, path = saved
+    content = json.loads((path / "manifest.json").read_text())
+    with outsize.gathered(run.model):
+        for name, record in content["parameters"].items():
+            where = record["weight"]
+            file = numpy.memmap(path / where["file"], numpy.uint8) if numpy.prod(where["shape"]) else b""
+            values = (
+                numpy.frombuffer(file, where["dtype"], int(numpy.prod(where["shape"])), where["offset"])
+                if len(file)
+                else numpy.zeros(0, where["dtype"])
+            )
+            expected = run.model.get_parameter(name).detach()
+            assert torch.equal(torch.tensor(values).reshape(where["shape"]), expected), name

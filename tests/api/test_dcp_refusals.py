@@ -1,0 +1,203 @@
+"""Folders of torch.distributed.checkpoint that are damaged, hostile or of other things: refused, nothing changes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from tests.api.dcp_runs import (
+    adamw,
+    assert_same,
+    everything,
+    load,
+    other_run,
+    plain_run,
+    plain_save,
+    saved_run,
+)
+
+
+class Target:
+    """A live run into which nothing that is refused gets."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.model, self.optimizer = other_run("host", tmp)
+        self.before = everything(self.model, self.optimizer)
+
+    def refuses(self, folder: Path, match: str, error: type[Exception] = ValueError) -> None:
+        with pytest.raises(error, match=match):
+            load(folder, self.model, self.optimizer)
+        assert_same(everything(self.model, self.optimizer), self.before)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    return Target(tmp_path)
+
+
+class Evil:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("where", ["state_dict_metadata", "planner_data", "storage_meta"])
+def test_metadata_that_would_run_code_is_refused_and_does_not_run(where: str, target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    file = tmp_path / "folder" / ".metadata"
+    found: Metadata = pickle.loads(file.read_bytes())
+    setattr(found, where, {"x": Evil(tmp_path / "ran")})
+    file.write_bytes(pickle.dumps(found))
+    target.refuses(tmp_path / "folder", r"\.metadata asks for (posix|os)\.system")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_value_that_would_run_code_is_refused_and_does_not_run(target: Target, tmp_path: Path) -> None:
+    plain, plain_optimizer = plain_run()
+    weights, states = get_state_dict(plain, plain_optimizer)
+    states["param_groups"][0]["lr"] = Evil(tmp_path / "ran")  # type: ignore[assignment]
+    plain_save({"model": weights, "optim": states}, tmp_path / "folder")
+    target.refuses(tmp_path / "folder", r"damaged at optim.param_groups.0.amsgrad")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(Metadata({}))[:-5]])
+def test_damaged_metadata_is_refused(content: bytes, target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    (tmp_path / "folder" / ".metadata").write_bytes(content)
+    target.refuses(tmp_path / "folder", r"\.metadata is")
+
+
+def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
+    file = folder / ".metadata"
+    found: Metadata = pickle.loads(file.read_bytes())
+    change(found)
+    file.write_bytes(pickle.dumps(found))
+
+
+def test_a_file_outside_of_the_folder_is_never_read(target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    data = tmp_path / "folder" / "__0_0.distcp"
+    (tmp_path / "outside.distcp").write_bytes(data.read_bytes())
+    for name in ("../outside.distcp", str(tmp_path / "outside.distcp"), "", "."):
+
+        def point(found: Metadata, name: str = name) -> None:
+            for info in found.storage_data.values():
+                info.relative_path = name
+
+        changed(tmp_path / "folder", point)
+        target.refuses(tmp_path / "folder", "is damaged: .*(outside of the folder|not a regular file)")
+
+
+def test_a_link_out_of_the_folder_is_not_followed(target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    data = tmp_path / "folder" / "__0_0.distcp"
+    data.rename(tmp_path / "outside.distcp")
+    data.symlink_to(tmp_path / "outside.distcp")
+    target.refuses(tmp_path / "folder", "'__0_0.distcp', which lies outside of the folder")
+
+
+def test_a_cut_or_missing_file_is_refused(target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    data = tmp_path / "folder" / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size - 100)
+    target.refuses(tmp_path / "folder", "__0_0.distcp' has .* bytes and .*: the file was cut")
+    data.unlink()
+    target.refuses(tmp_path / "folder", "__0_0.distcp", FileNotFoundError)
+    os.mkfifo(data)
+    target.refuses(tmp_path / "folder", "not a regular file")
+    (tmp_path / "folder" / ".metadata").unlink()
+    target.refuses(tmp_path / "folder", "metadata is written last", FileNotFoundError)
+
+
+def cut_chunk(found: Metadata) -> None:
+    chunk = found.state_dict_metadata["model.head.weight"].chunks[0]  # type: ignore[union-attr]
+    chunk.sizes = torch.Size([chunk.sizes[0] - 1, chunk.sizes[1]])
+
+
+def double_chunk(found: Metadata) -> None:
+    record = found.state_dict_metadata["model.head.weight"]
+    rows, columns = record.size  # type: ignore[union-attr]
+    half = type(record.chunks[0])(torch.Size([0, 0]), torch.Size([rows // 2, columns]))  # type: ignore[union-attr]
+    record.chunks[:] = [half, half]  # type: ignore[union-attr]
+
+
+def no_storage(found: Metadata) -> None:
+    found.storage_data = {key: info for key, info in found.storage_data.items() if key.fqn != "model.head.weight"}
+
+
+def negative(found: Metadata) -> None:
+    for info in found.storage_data.values():
+        info.offset = -1
+
+
+def packed(found: Metadata) -> None:
+    for info in found.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize("change", [cut_chunk, double_chunk, no_storage, negative, packed])
+def test_pieces_that_do_not_make_up_a_tensor_are_refused(
+    change: Callable[[Metadata], None], target: Target, tmp_path: Path
+) -> None:
+    saved_run(tmp_path / "folder")
+    changed(tmp_path / "folder", change)
+    target.refuses(tmp_path / "folder", "is damaged: ")
+
+
+def test_other_models_are_refused_with_what_is_different(target: Target, tmp_path: Path) -> None:
+    plain, _ = plain_run(steps=1)
+    state = plain.state_dict()
+    less = {name: value for name, value in state.items() if not name.startswith("blocks.1.up")}
+    plain_save({"model": less}, tmp_path / "less")
+    target.refuses(tmp_path / "less", "2 missing parameters: blocks.1.up.weight, blocks.1.up.bias")
+    more = {**state, **{f"blocks.{at}.up.weight": torch.ones(2) for at in range(2, 14)}}
+    plain_save({"model": more}, tmp_path / "more")
+    target.refuses(tmp_path / "more", r"12 unexpected weights: blocks\.2\.up\.weight, .*\.up\.weight and 2 more;?")
+    plain_save({"model": {**state, "head.bias": torch.ones(51)}}, tmp_path / "shape")
+    target.refuses(tmp_path / "shape", "head.bias is 51 there and 50 here")
+    plain_save({"model": {**state, "head.bias": torch.ones(50, dtype=torch.float64)}}, tmp_path / "dtype")
+    target.refuses(tmp_path / "dtype", "head.bias is torch.float64 there and torch.float32 here")
+    plain_save({"model": {name: value for name, value in state.items() if "running" not in name}}, tmp_path / "buffer")
+    target.refuses(tmp_path / "buffer", "2 missing buffers: norm.running_mean, norm.running_var")
+    plain_save({"something": torch.ones(3)}, tmp_path / "nothing")
+    target.refuses(tmp_path / "nothing", "16 missing parameters")
+
+
+def test_other_optimizers_are_refused_with_what_is_different(target: Target, tmp_path: Path) -> None:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
+
+    def one_group(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+
+    def swapped(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([dict(group) for group in reversed(adamw(model).param_groups)])
+
+    saved_run(tmp_path / "sgd", make=sgd)
+    target.refuses(tmp_path / "sgd", "its optimizer keeps momentum_buffer, this one exp_avg, exp_avg_sq")
+    saved_run(tmp_path / "groups", make=one_group)
+    target.refuses(tmp_path / "groups", "its optimizer has 1 parameter groups, this one 2")
+    saved_run(tmp_path / "swapped", make=swapped)
+    target.refuses(tmp_path / "swapped", "14 parameters in other parameter groups: ")
+    plain, plain_optimizer = plain_run()
+    weights, states = get_state_dict(plain, plain_optimizer)
+    plain_save({"model": weights}, tmp_path / "none")
+    target.refuses(tmp_path / "none", "saved without an optimizer")
+    states["state"]["head.bias"]["step"] = "late"  # type: ignore[call-overload, index]
+    plain_save({"model": weights, "optim": states}, tmp_path / "late")
+    target.refuses(tmp_path / "late", "step of head.bias is 'late', which it cannot be")
+    del states["state"]["head.bias"]["exp_avg"]  # type: ignore[call-overload, union-attr]
+    plain_save({"model": weights, "optim": states}, tmp_path / "part")
+    target.refuses(tmp_path / "part", "1 parameters with incomplete optimizer arrays: head.bias")
