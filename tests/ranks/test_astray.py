@@ -23,7 +23,7 @@ from tests.ranks.training import Setting, batch, fields_of, make
 
 DETECTED_SECONDS = 10.0
 HOST = Setting(3, "host")
-SQUEEZED = Setting(3, "squeezed")  # nothing stays gathered
+SQUEEZED = Setting(3, "squeezed")
 
 
 class Run:

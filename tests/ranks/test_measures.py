@@ -15,7 +15,7 @@ from torch import nn
 import outsize
 from outsize.api.assemble import prepared_of
 from outsize.move.memory import Ledger
-from outsize.run.reduction import Buffers
+from outsize.run.buffers import Buffers
 from tests.ranks.launching import run_on_ranks
 
 BF16 = torch.bfloat16
@@ -80,7 +80,8 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
         for (stage, tier, dtype, *_), each in zip(cases, rank, strict=True):
             resting = stage in (1, 2) or (tier == "device" and (ranks == 1 or stage == 0))  # in the gathered buffers
             cached = 0 if resting else each["held"].get("device/resident", 0)
-            passing = cached + sum(each["held"].get(name, 0) for name in ("host/staging", "host/grads in flight"))
+            names = ("host/staging", "host/grads in flight", "device/kept buffers")
+            passing = cached + sum(each["held"].get(name, 0) for name in names)
             held = sum(each["held"].values()) - passing
             expected = expected_bytes(each["numel"], stage, ranks, dtype)
             if tier == "disk" and dtype is BF16:  # files of gradients have room for sums in fp32
@@ -92,7 +93,7 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
-    memory = "900KiB"  # of six units of 64 KiB two or three stay
+    memory = "680KiB"  # of six units of 96 KiB three stay
     cases = [(stage, "host", torch.float32, "64MiB", True) for stage in (0, 1, 2)]
     cases.append((3, "disk", torch.float32, memory, False))
     for rank in run_on_ranks(ranks, measure_all, cases, str(tmp_path)):
@@ -193,6 +194,58 @@ def test_collecting_buffers_are_used_again_and_make_room_for_larger_ones() -> No
     assert buffers.take(4 << 12, device).data_ptr() != at
     assert gone() is None
     assert buffers.take(8 << 12, device).data_ptr() == at
+
+
+def test_buffers_give_back_what_is_spent_of_them() -> None:
+    ledger = Ledger()
+    buffers, device = Buffers(ledger), torch.device("cpu")
+    wanted: list[int] = []
+    buffers.make_room = wanted.append
+    memory = buffers.take(8 << 12, device).fill_(7)
+    buffers.spend(memory, [memory[: 3 << 12], memory[(5 << 12) + 1 :]])
+    assert buffers.held == 8 << 12
+    assert buffers.drop_free() and not buffers.drop_free()
+    assert buffers.held == 3 << 12, "a page of which a byte is left stays"
+    assert memory[3 << 12 : (5 << 12) + 1].eq(7).all() and not memory[: 3 << 12].any()
+    buffers.give(memory)
+    assert not buffers.held, "memory that has gone is not kept for the next unit"
+    buffers.give(buffers.take(8 << 12, device))
+    assert wanted == [8 << 12, 8 << 12] and buffers.held == buffers.free == 8 << 12
+    buffers.take(8 << 12, device)
+    assert wanted == [8 << 12, 8 << 12], "what is kept needs no room"
+    assert buffers.held == 8 << 12 and not buffers.free
+
+
+def bytes_of_a_run(memory: str, disk: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4 * WIDTH, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    places = dict.fromkeys(("params", "grads", "states"), "disk")
+    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], activations="keep", **places)
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None
+    for _ in range(6):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.engine.streamer.settle_all()
+    prepared.engine.streamer.drop_idle()
+    moved = outsize.memory(model)
+    return moved.bytes_read, moved.bytes_written
+
+
+def bytes_of_runs(budgets: list[str], disk: str) -> list[tuple[int, int]]:
+    return [bytes_of_a_run(memory, disk) for memory in budgets]
+
+
+def test_two_ranks_read_and_write_together_what_one_does(tmp_path: Path) -> None:
+    """Of 12 units of memory some stay from the forward to the backward, and from there to the next forward."""
+    budgets = ["1024KiB", "1152KiB", "1216KiB", "1344KiB", "1536KiB", "1792KiB"]
+    one = bytes_of_runs(budgets, str(tmp_path))
+    two = [bytes for rank in run_on_ranks(2, bytes_of_runs, budgets, str(tmp_path)) for bytes in rank]
+    assert sum(written for _, written in two) == sum(written for _, written in one)
+    assert sum(read for read, _ in two) <= 1.01 * sum(read for read, _ in one)
 
 
 TIERS = ("device", "host", "disk")

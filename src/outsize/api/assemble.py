@@ -258,19 +258,20 @@ def _open_streamer(
         resources.staging.slab_bytes,
         _capacity(plan, units),
         resources.ledger,
-        None if reduction is None else max(size.grads for size in plan.unit_bytes) * 2,
+        reduction,
         wanting,
     )
     for unit in units:
         keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction))
     if reduction is not None:
         reduction.keepers += keepers
+        reduction.buffers.make_room = streamer.make_room_to_collect
     return streamer, keepers
 
 
 def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
-    """Bytes for gathered buffers and gradients on their way to disk: the computing budget less what rests in that
-    memory, and less the gradient that autograd is making."""
+    """Bytes for gathered buffers and for gradients on their way to where they rest: the computing budget less what
+    rests in that memory, and less the gradient that autograd is making."""
     on_cpu = plan.budgets.device is None
     memory = ("device", "host") if on_cpu else ("device",)
     resting = 0
@@ -281,8 +282,7 @@ def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
         resting += size.grads if tiers.grads in memory else 0
         resting += size.states if tiers.states in memory else 0
     in_flight = max((info.nbytes for info in plan.infos.values() if info.trainable), default=0)
-    shared = max(size.grads * 2 + size.shared for size in plan.unit_bytes) if units[0].shard.shared else 0
-    return plan.budgets.computing[1] - resting - max(in_flight, shared)
+    return plan.budgets.computing[1] - resting - in_flight
 
 
 def _modules(

@@ -129,7 +129,6 @@ class Ranks:
         self._groups = dict(self._agreeing)
         if backend != "gloo":
             self._groups |= {lane: self._open_nccl(lane, store) for lane in LANES[:2]}
-        self._sequence = dict.fromkeys(LANES, 0)
         self._waiting: dict[str, tuple[float, Purpose]] = {}  # by lane: since when, and what for
         self._blocked = 0
         self._watch = Watch(_own_store(number, self.members, apart=True), self.rank, self.size, self._stuck)
@@ -296,15 +295,13 @@ class Ranks:
 
     def _exchange(self, lane: str, purpose: Purpose) -> list[Purpose]:
         """What every rank is about to do on the lane."""
-        number = self._sequence[lane]
-        self._sequence[lane] += 1
         giving = self.giving if lane == "control" else None
         ready = () if giving is None else giving.ready
-        mine = torch.tensor([number, *encode(purpose, ready, 0 if giving is None else words_for(len(self.names)))])
+        mine = torch.tensor(encode(purpose, ready, 0 if giving is None else words_for(len(self.names))))
         every = torch.empty(self.size, len(mine), dtype=mine.dtype)
         group = self._agreeing[lane]
         self._await(group._allgather_base(every.view(-1), mine), purpose, lane)
-        found, common = decode(every[:, 1:].tolist())
+        found, common = decode(every.tolist())
         if giving is not None and common:
             giving.reduce(common)
         return found

@@ -56,9 +56,8 @@ class Engine:
         reduction: Reduction | None = None,
         root: int = 0,
     ) -> None:
-        """`scopes`: see below; `root`: the id of the whole model."""
         self.reduction = reduction  # None with one rank
-        self._root = root
+        self._root = root  # the id of the whole model
         self.units = units
         self.keepers = keepers
         self.streamer = streamer
@@ -286,8 +285,8 @@ class Engine:
                 unit.holds += 1
                 unit.writable += modify
                 held.append(unit)
-            if self.reduction is not None:
-                self.reduction.meet("gathered")
+            if self.reduction is not None and any(unit.split for unit in held):
+                self.reduction.ranks.meet("gathered")  # even where all of it is here: another time it would not be
             yield
         finally:
             for unit in held:

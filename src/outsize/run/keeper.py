@@ -14,7 +14,7 @@ from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.local import like, local_gradient
-from outsize.run.reduction import Reduction, WholeGradients
+from outsize.run.reduction import Reduction, WholeGradients, collecting_sizes
 from outsize.run.unit import Unit
 
 
@@ -81,6 +81,14 @@ class GradKeeper:
     def _shard(self) -> GradShard | None:
         """Where the gradients of this backward come to rest."""
         return self._unit.shard.grads
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that the gradients of a backward take before they have come to rest; only with several ranks."""
+        if self._reduction is None or not any(param.requires_grad for param in self._unit.parameters.values()):
+            return 0
+        resting = 0 if self._shard is None or self._shard.store is None else self._shard.nbytes
+        return sum(collecting_sizes(self._unit.shard, self._reduction.dtype)) + resting
 
     def turn(self) -> None:
         """The gradients at rest are held back: the next backward uses the other shard."""

@@ -10,13 +10,10 @@ import torch
 
 from outsize.move.comm import Ranks, Reducing
 from outsize.move.generations import crc32c
-from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.memory import Ledger
 from outsize.move.shard import DTYPES, UnitShard
+from outsize.run.buffers import Buffers
 from outsize.run.grads import RestingGrad
-
-ACCOUNT = "device/whole gradients"
-KEPT_BUFFERS = 2
-"""Collecting buffers that are kept for the next unit: fresh memory is slow to come by."""
 
 
 class Collecting(Protocol):
@@ -43,6 +40,15 @@ class Collecting(Protocol):
         ...
 
 
+def collecting_sizes(shard: UnitShard, dtype: torch.dtype | None) -> list[int]:
+    """Bytes of the unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
+    return [segment.numel * _collecting_dtype(segment.dtype, dtype).itemsize for segment in shard.whole.segments]
+
+
+def _collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own != "float64" else DTYPES[own]
+
+
 @final
 class WholeGradients:
     """The whole gradients of one unit while they are collected on one rank, a flat buffer a segment."""
@@ -50,11 +56,8 @@ class WholeGradients:
     def __init__(self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None) -> None:
         self._shard = shard
         self._buffers = buffers
-        self._dtypes = {
-            segment.dtype: dtype if dtype is not None and segment.dtype != "float64" else DTYPES[segment.dtype]
-            for segment in shard.whole.segments
-        }
-        sizes = [segment.numel * self._dtypes[segment.dtype].itemsize for segment in shard.whole.segments]
+        self._dtypes = {segment.dtype: _collecting_dtype(segment.dtype, dtype) for segment in shard.whole.segments}
+        sizes = collecting_sizes(shard, dtype)
         self._memory = buffers.take(sum(sizes), shard.device)
         self._flat: dict[str, torch.Tensor] = {}
         first = 0
@@ -106,7 +109,8 @@ class WholeGradients:
     def result(self) -> Mapping[str, torch.Tensor]:
         """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
         shard = self._shard
-        found = {}
+        found: dict[str, torch.Tensor] = {}
+        spent: list[torch.Tensor] = []
         for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
             own = going.wait()
             if going.ranks.copies is not None:  # every copy of the model has seen other data
@@ -115,6 +119,8 @@ class WholeGradients:
                 if slot.dtype == segment.dtype and slot.name in self.names:
                     start = slot.offset - own_segment.start
                     found[slot.name] = own[start : start + slot.numel].to(DTYPES[slot.dtype])
+            spent += _around(self._flat[segment.dtype], own)
+        self._buffers.spend(self._memory, spent)
         return found
 
     def _zero_the_rest(self, dtype: str, flat: torch.Tensor) -> None:
@@ -133,30 +139,12 @@ class WholeGradients:
         self._buffers.give(self._memory)
 
 
-@final
-class Buffers:
-    """Memory for whole gradients, used again for the next unit."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._free: list[torch.Tensor] = []
-
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """uint8 [nbytes], contents undefined."""
-        self._ledger.add(ACCOUNT, nbytes)
-        if device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        found = next((index for index, memory in enumerate(self._free) if memory.numel() == nbytes), None)
-        memory = None if found is None else self._free.pop(found)
-        # Memory is shortest while the largest unit is collected: what is too small for it makes room.
-        self._free = [each for each in self._free if each.numel() >= nbytes]
-        return HostBuffer(nbytes).bytes if memory is None else memory
-
-    def give(self, memory: torch.Tensor) -> None:
-        self._ledger.remove(ACCOUNT, memory.numel())
-        if memory.device.type == "cpu":
-            self._free.append(memory)
-            del self._free[:-KEPT_BUFFERS]
+def _around(whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
+    """What lies before and after a part of a 1-D tensor; all of it, if the part lies elsewhere."""
+    first = (part.data_ptr() - whole.data_ptr()) // whole.itemsize
+    if not 0 <= first < max(whole.numel(), 1):
+        return [whole]
+    return [whole[:first], whole[first + part.numel() :]]
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import final
 
@@ -17,7 +18,9 @@ from outsize.move.transfer import again
 from outsize.plan.schedule import Schedule
 from outsize.plan.sizes import format_bytes
 from outsize.run.activations import in_backward
+from outsize.run.buffers import PASSING_UNITS
 from outsize.run.keeper import GradKeeper
+from outsize.run.reduction import Reduction
 from outsize.run.unit import Residency, Unit
 
 PREFETCH_UNITS = 8
@@ -40,8 +43,15 @@ class Streamer:
     # Note [The same on every rank]
     # Where units are split over ranks each fetch ends with a collective, so all must decide alike what is fetched, kept
     # and released. Then nothing is decided by what has arrived or been written by now: units count from the start
-    # of their fetch to their release, a victim's writes are waited for, and gradients on their way to disk have room of
-    # their own (`grad_room`), which empties without a say in what is gathered.
+    # of their fetch to their release, a victim's writes are waited for, and the gradients of the last two units that
+    # laid some down count as on their way to disk, whether they are or not. With the buffers in which gradients are
+    # collected they share the room of the units. Outside a backward both give way before any unit does.
+
+    # Note [Room to collect]
+    # Buffers for whole gradients are used again from unit to unit, so room for them is short only where units become
+    # larger: at a head, at an embedding, whose gradients take more than a layer does. A unit that would be released
+    # before its next use in any case makes room for them. A unit that would last is worth a read: then the backward
+    # waits until the gradients that are on their way have come to rest.
 
     # Note [Different on every rank]
     # Where ranks use different units by design (`wanting`), each decides for itself what it keeps. A unit that is to
@@ -57,7 +67,7 @@ class Streamer:
         slab_bytes: int,
         capacity: int,
         ledger: Ledger,
-        grad_room: int | None = None,
+        reduction: Reduction | None = None,
         wanting: Ranks | None = None,
     ) -> None:
         self.schedule = Schedule()
@@ -69,7 +79,8 @@ class Streamer:
         self._slab_bytes = slab_bytes
         self._capacity = capacity
         self._ledger = ledger
-        self._grad_room = grad_room  # None with one rank
+        self._reduction = reduction  # None with one rank
+        self._passing: deque[int] = deque(maxlen=PASSING_UNITS)  # bytes: see Note [The same on every rank]
         self._wanting = wanting  # see Note [Different on every rank]
         self._lock = threading.RLock()
         self.last: Unit | None = None
@@ -163,12 +174,34 @@ class Streamer:
     def make_room(self, nbytes: int) -> None:
         """Make room for `nbytes` of gradients, waiting for writes if need be."""
         with self._lock:
-            if self._grad_room is None:
+            if self._reduction is None:
                 self._make_room(nbytes, None)
                 return
+            self._passing.append(nbytes)
+            if self._in_use > self._capacity:
+                self._reduction.buffers.drop_free()
             self._drop_written_grads()
-            while self._grads_in_flight + nbytes > self._grad_room and self._flush_grads():
+            while self._grads_in_flight + nbytes > sum(self._passing) and self._flush_grads():
                 continue
+            self._make_room(0, None)
+
+    def make_room_to_collect(self, nbytes: int) -> None:
+        """Make room for a buffer in which gradients are collected. See Note [Room to collect]."""
+        assert self._reduction is not None
+        with self._lock:
+            while self._in_use + nbytes > self._capacity:
+                victim = self._victim(written=False)
+                if self._reduction.buffers.drop_free():
+                    continue
+                if victim is None or self._would_last(victim):
+                    break
+                self._await_written(victim)
+                victim.release()
+            else:
+                return
+            self._reduction.flush()
+            self._let_gradients_pass()
+            self._make_room(nbytes, None)
 
     def drop_idle(self) -> None:
         """Release every unit that nothing uses; for tests and for memory that is wanted elsewhere."""
@@ -232,7 +265,8 @@ class Streamer:
 
     def _expected(self, wanted: Unit) -> list[int]:
         """The units that the learnt order expects after this one, as far as there will be room for them."""
-        free = self._capacity - self._in_use - (wanted.nbytes if wanted.state is Residency.AT_REST else 0)
+        passing = 0 if in_backward() or self._reduction is None else self._reduction.buffers.free + sum(self._passing)
+        free = self._capacity - self._in_use + passing - (wanted.nbytes if wanted.state is Residency.AT_REST else 0)
         idle = [unit for unit in self._units if self._evictable(unit) and unit is not wanted]
         idle.sort(key=lambda unit: self.schedule.next_use(unit.index))
         found = []
@@ -280,7 +314,9 @@ class Streamer:
     @property
     def _in_use(self) -> int:
         resident = self._ledger.now.get("device/resident", 0)
-        return resident + (self._grads_in_flight if self._grad_room is None else 0)
+        if self._reduction is None:
+            return resident + self._grads_in_flight
+        return resident + self._reduction.buffers.held + sum(self._passing)
 
     @property
     def _grads_in_flight(self) -> int:
@@ -291,8 +327,11 @@ class Streamer:
         self._drop_written_grads()
         self._note_arrivals()
         when = self.schedule.next_use(unit.index)
-        while self._in_use + unit.nbytes > self._capacity:
-            victim = self._victim(written=self._grad_room is None)
+        needed = unit.nbytes + self._still_to_pass()
+        while self._in_use + needed > self._capacity:
+            if self._give_way():
+                continue
+            victim = self._victim(written=self._reduction is None)
             if victim is None or self.schedule.next_use(victim.index) <= when:
                 return False
             self._await_written(victim)
@@ -303,7 +342,9 @@ class Streamer:
         """Whether so many bytes are free, after releasing idle units whose values are all written."""
         self._drop_written_grads()
         while self._in_use + nbytes > self._capacity:
-            victim = self._victim(written=self._grad_room is None)
+            if self._give_way():
+                continue
+            victim = self._victim(written=self._reduction is None)
             if victim is None or victim.pending:
                 return False
             self._await_written(victim)
@@ -314,17 +355,50 @@ class Streamer:
         self._drop_written_grads()
         self._note_arrivals()
         while self._in_use + nbytes > self._capacity:
-            victim = (self._victim(written=True) if self._grad_room is None else None) or self._victim(written=False)
+            if self._give_way():
+                continue
+            victim = (self._victim(written=True) if self._reduction is None else None) or self._victim(written=False)
             if victim is not None and victim is not keep:
                 self._await_written(victim)
                 victim.release()
-            elif not (self._grad_room is None and self._flush_grads()) and not self._await_prefetch(keep):
+            elif not (self._reduction is None and self._flush_grads()) and not self._await_prefetch(keep):
                 self._warn(nbytes)
                 return
 
+    def _still_to_pass(self) -> int:
+        """What the running backward is going to take for the gradients of the unit in use and of the one before."""
+        if self._reduction is None or self.last is None or not in_backward():
+            return 0
+        coming = PASSING_UNITS * self._keepers[self.last.index].passing_bytes
+        return max(coming - self._reduction.buffers.held - sum(self._passing), 0)
+
+    def _would_last(self, unit: Unit) -> bool:
+        """Whether what is used before the unit's next use leaves room for it."""
+        room = self._capacity - unit.nbytes
+        for index in self.schedule.upcoming(len(self._units)):
+            if index == unit.index:
+                return True
+            room -= self._units[index].nbytes
+            if room < 0:
+                break
+        return False
+
+    def _give_way(self) -> bool:
+        """Outside a backward gradients keep nothing on their way; whether that has made room."""
+        return self._reduction is not None and not in_backward() and self._let_gradients_pass()
+
+    def _let_gradients_pass(self) -> bool:
+        """Give back what gradients have taken on their way; whether that was anything."""
+        assert self._reduction is not None
+        while self._flush_grads():
+            continue
+        passed = bool(self._passing)
+        self._passing.clear()
+        return self._reduction.buffers.drop_free() or passed
+
     def _note_arrivals(self) -> None:
         """What was updated in the backward may be released once it is done."""
-        if self._grad_room is not None:
+        if self._reduction is not None:
             return
         for unit in self._units:
             if unit.state is Residency.FETCHING and unit.fetched:

@@ -1,0 +1,95 @@
+"""Memory in which the whole gradients of a unit are collected before they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, give_back_pages
+from outsize.plan.layout import round_up
+
+TAKEN, KEPT = "device/whole gradients", "device/kept buffers"
+PASSING_UNITS = 2
+"""Units whose gradients are on their way at once: of one they are collected, of the one before reduced. So many
+buffers are kept for the next units, for fresh memory is slow to come by."""
+
+
+@final
+class Buffers:
+    """Memory for whole gradients, used again for the next unit."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.make_room: Callable[[int], None] = lambda nbytes: None
+        """Called before so many bytes are added to `held`."""
+        self._ledger = ledger
+        self._free: list[torch.Tensor] = []
+        self._spent: dict[int, list[torch.Tensor]] = {}  # by the address of what was taken
+        self._returned: dict[int, int] = {}  # bytes, likewise
+
+    @property
+    def held(self) -> int:
+        """Bytes, those of buffers that wait to be used again included."""
+        return self._ledger.now.get(TAKEN, 0) + self.free
+
+    @property
+    def free(self) -> int:
+        """Bytes of buffers that wait to be used again."""
+        return self._ledger.now.get(KEPT, 0)
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 [nbytes], contents undefined."""
+        found = next((index for index, memory in enumerate(self._free) if memory.numel() == nbytes), None)
+        memory = None if found is None else self._free.pop(found)
+        # Memory is shortest while the largest unit is collected: what is too small for it makes room.
+        self._keep([each for each in self._free if each.numel() >= nbytes])
+        if memory is not None:
+            self._ledger.remove(KEPT, nbytes)
+            self._ledger.add(TAKEN, nbytes)
+            return memory
+        self.make_room(nbytes)
+        self._ledger.add(TAKEN, nbytes)
+        on_host = device.type == "cpu"
+        return HostBuffer(nbytes).bytes if on_host else torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def spend(self, memory: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """These parts of what was taken hold nothing any more."""
+        if memory.device.type == "cpu":
+            self._spent[memory.data_ptr()] = parts
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Take back what was taken. On an accelerator torch keeps it."""
+        self._spent.pop(memory.data_ptr(), None)
+        returned = self._returned.pop(memory.data_ptr(), 0)
+        self._ledger.remove(TAKEN, memory.numel() - returned)
+        if not returned and memory.device.type == "cpu":
+            self._ledger.add(KEPT, memory.numel())
+            self._free.append(memory)
+            self._keep(self._free[-PASSING_UNITS:])
+
+    def drop_free(self) -> bool:
+        """Give back what waits to be used again and what is spent; whether there was anything."""
+        found = bool(self._free or self._spent)
+        self._keep([])
+        for taken, parts in self._spent.items():
+            returned = sum(_return_pages(part) for part in parts)
+            self._returned[taken] = returned
+            self._ledger.remove(TAKEN, returned)
+        self._spent.clear()
+        return found
+
+    def _keep(self, kept: list[torch.Tensor]) -> None:
+        gone = sum(each.numel() for each in self._free) - sum(each.numel() for each in kept)
+        self._free = kept
+        self._ledger.remove(KEPT, gone)
+
+
+def _return_pages(memory: torch.Tensor) -> int:
+    """Give back the whole pages inside; returns their bytes."""
+    first = round_up(memory.data_ptr(), PAGE_BYTES)
+    nbytes = (memory.data_ptr() + memory.numel() * memory.itemsize - first) // PAGE_BYTES * PAGE_BYTES
+    if nbytes <= 0:
+        return 0
+    give_back_pages(first, nbytes)
+    return nbytes
