@@ -1,5 +1,5 @@
-"""The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk astray
-agreement activations.
+"""The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk drives
+astray agreement activations.
 
 Ranks are processes of this machine that speak by gloo; ratios are taken within one run.
 """
@@ -12,12 +12,15 @@ from pathlib import Path
 
 from benchmarks import ranks_jobs
 from benchmarks.common import Row, run_rows
+from benchmarks.drives import can_limit
 from benchmarks.models import TOKENS
 from tests.ranks import activations, launching, test_astray
 from tests.ranks.launching import ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting
 
 LAYERS = 4
+DRIVE = 0.1e9
+"""Bytes a second of a rank's own drive: so slow that two ranks do not reach what one drive of a machine gives."""
 PAIRS = (("stage 0", "ddp"), ("stage 3", "fsdp2"))
 GB = 1e9
 
@@ -79,6 +82,28 @@ def disk(directory: str) -> list[Row]:
     ]
 
 
+def drives(directory: str) -> list[Row]:
+    """All on disk, where the disk is all that a step waits for, and each rank has one of its own."""
+    if not can_limit():
+        return [
+            Row(
+                "a step of 2 ranks with a drive each: needs root and the blkio controller", "-", "0.5 x, to 10 %", False
+            )
+        ]
+    folders = [str(Path(directory) / name) for name in ("one", "two")]
+    for folder in folders:
+        Path(folder).mkdir(exist_ok=True)
+    job = (ranks_jobs.on_own_drive, LAYERS, folders, DRIVE)
+    alone = run_on_ranks(1, *job, limit=900.0)[0]
+    two = run_on_ranks(2, *job, limit=900.0)
+    seconds = max(each["seconds"] for each in two)
+    what = f"a step of 2 ranks ({seconds:.2f} s) over one of 1 rank ({alone['seconds']:.2f} s)"
+    ratio = seconds / alone["seconds"]
+    return [
+        Row(f"{what}, each with a drive of {DRIVE / GB:.1f} GB/s", f"{ratio:.2f} x", "0.5 x, to 10 %", ratio <= 0.55)
+    ]
+
+
 def agreement(directory: str) -> list[Row]:
     """What it costs that ranks tell each other what they are about to do."""
     rows = []
@@ -129,8 +154,8 @@ def astray(directory: str) -> list[Row]:
     ]
 
 
-ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory, "disk": disk, "astray": astray}
-ROWS |= {"agreement": agreement, "activations": activation_bytes}
+ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory, "disk": disk, "drives": drives}
+ROWS |= {"astray": astray, "agreement": agreement, "activations": activation_bytes}
 
 
 def main() -> int:

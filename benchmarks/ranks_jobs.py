@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outsize
+from benchmarks.drives import limited
 from benchmarks.models import llama, tokens
 from outsize.api.assemble import prepared_of
 
@@ -171,3 +172,9 @@ def on_disk(layers: int, directories: list[str]) -> dict[str, float]:
         written.append(after.bytes_written - before.bytes_written)
     medians = {"seconds": seconds, "read": read, "written": written}
     return {name: statistics.median(values[1:]) for name, values in medians.items()}
+
+
+def on_own_drive(layers: int, directories: list[str], bytes_a_second: float) -> dict[str, float]:
+    """As `on_disk`, on a drive of this rank's own."""
+    with limited(directories[0], bytes_a_second):
+        return on_disk(layers, directories)
