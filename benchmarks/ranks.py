@@ -1,11 +1,12 @@
 """The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk drives
-astray agreement activations.
+weights astray agreement activations.
 
 Ranks are processes of this machine that speak by gloo; ratios are taken within one run.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from benchmarks import ranks_jobs
 from benchmarks.common import Row, run_rows
 from benchmarks.drives import can_limit
-from benchmarks.models import TOKENS
+from benchmarks.models import TOKENS, llama
 from tests.ranks import activations, launching, test_astray
 from tests.ranks.launching import ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting
@@ -104,6 +105,25 @@ def drives(directory: str) -> list[Row]:
     ]
 
 
+def weights(directory: str) -> list[Row]:
+    """Beginning with the weights of a folder on the drive, of which nothing is in the page cache."""
+    folder = Path(directory) / "weights"
+    llama(8).save_pretrained(folder, max_shard_size="200MB")  # type: ignore[operator]
+    files = list(folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    rows = []
+    for how in ("from_pretrained", "load"):
+        for file in files:
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = run_on_ranks(2, ranks_jobs.begin_from_weights, how, str(folder), directory, limit=300.0)
+        read, kept = (sum(each[name] for each in found) / size for name in ("read_bytes", "kept"))
+        what = f"{how} of {size / GB:.2f} GB on 2 ranks: read from the drive by both together (they keep {kept:.2f} x)"
+        rows.append(Row(what, f"{read:.2f} x", "1 x, to 10 %", read <= 1.1))
+    return rows
+
+
 def agreement(directory: str) -> list[Row]:
     """What it costs that ranks tell each other what they are about to do."""
     rows = []
@@ -155,7 +175,7 @@ def astray(directory: str) -> list[Row]:
 
 
 ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory, "disk": disk, "drives": drives}
-ROWS |= {"astray": astray, "agreement": agreement, "activations": activation_bytes}
+ROWS |= {"weights": weights, "astray": astray, "agreement": agreement, "activations": activation_bytes}
 
 
 def main() -> int:

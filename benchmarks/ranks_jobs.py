@@ -178,3 +178,31 @@ def on_own_drive(layers: int, directories: list[str], bytes_a_second: float) -> 
     """As `on_disk`, on a drive of this rank's own."""
     with limited(directories[0], bytes_a_second):
         return on_disk(layers, directories)
+
+
+def begin_from_weights(how: str, folder: str, directory: str) -> dict[str, float]:
+    """Begin training with the weights of a folder: bytes that this rank got from the drive and from files, and keeps.
+
+    `how`: "from_pretrained", or "load": into a model that was built without its weights.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dist.barrier()
+    before = _own_io()
+    with outsize.init(host_memory="8GiB", disk=directory):
+        if how == "load":
+            model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+        else:
+            model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    outsize.prepare(model, optimizer, host_memory="8GiB", disk=directory, stage=3, params="host")
+    if how == "load":
+        outsize.load(folder, model)
+    after = _own_io()
+    kept = outsize.memory(model).now["host/params"]
+    return {name: after[name] - before[name] for name in after} | {"kept": kept}
+
+
+def _own_io() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}

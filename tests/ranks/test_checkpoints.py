@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -321,3 +321,33 @@ def test_an_export_that_fails_leaves_all_ranks_training(tmp_path: Path) -> None:
     alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
     alone.load(tmp_path / "checkpoint")
     assert_equal(load_file(tmp_path / "model" / "model.safetensors"), alone.weights())
+
+
+def load_weights_of_others(folder: str) -> tuple[dict[str, Tensor], int]:
+    run = Run(Setting(3, "host"), folder, seed=1)
+    read = os.preadv
+    counts = []
+
+    def counted(fd: int, into: Any, offset: int) -> int:
+        counts.append(read(fd, into, offset))
+        return counts[-1]
+
+    os.preadv = counted
+    try:
+        outsize.load(Path(folder) / "weights", run.model)
+    finally:
+        os.preadv = read
+    return run.weights(), sum(counts)
+
+
+def test_each_rank_reads_its_slice_of_the_weights_of_others(tmp_path: Path) -> None:
+    model, _ = make(Setting(), seed=7)
+    expected = {name: value.detach() for name, value in model.named_parameters()}
+    (tmp_path / "weights").mkdir()
+    save_file(expected, tmp_path / "weights" / "model.safetensors")
+    size = sum(value.numel() * 4 for value in expected.values())
+    for ranks in (2, 3):
+        found = run_on_ranks(ranks, load_weights_of_others, str(tmp_path))
+        for weights, _ in found:
+            assert_equal(weights, expected)
+        assert sum(read for _, read in found) == size
