@@ -203,7 +203,7 @@ def _build(
         sync = config.unused == "sync"
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
     wanting = ranks if config.unused == "sync" and config.stage == 3 and plan.split[1] > 1 else None
-    streamer, keepers = _open_streamer(units, resources, updater, plan, reduction, wanting)
+    streamer, keepers = _open_streamer(units, resources, updater, plan, config, reduction, wanting)
     if wanting is not None and reduction is not None:
         wanting.giving = Giver(streamer, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
@@ -245,6 +245,7 @@ def _open_streamer(
     resources: Resources,
     updater: ChunkUpdater | None,
     plan: Survey,
+    config: Config,
     reduction: Reduction | None,
     wanting: Ranks | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
@@ -261,11 +262,14 @@ def _open_streamer(
         reduction,
         wanting,
     )
-    for unit in units:
-        keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction))
+    for unit, size in zip(units, plan.unit_bytes, strict=True):
+        of_a_step = size.grads // (2 if config.delayed_update else 1)
+        resting = of_a_step if unit.shard.tiers.grads == "disk" else 0
+        keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction, resting))
     if reduction is not None:
         reduction.keepers += keepers
         reduction.buffers.make_room = streamer.make_room_to_collect
+        reduction.make_room_to_rest = streamer.make_room_to_rest
     return streamer, keepers
 
 

@@ -73,8 +73,10 @@ class Buffers:
         found = bool(self._free or self._spent)
         self._keep([])
         for taken, parts in self._spent.items():
-            returned = sum(_return_pages(part) for part in parts)
+            returned = sum(part.numel() * part.itemsize for part in parts)  # the same on every rank
             self._returned[taken] = returned
+            for part in parts:
+                _return_pages(part)
             self._ledger.remove(TAKEN, returned)
         self._spent.clear()
         return found
@@ -85,11 +87,9 @@ class Buffers:
         self._ledger.remove(KEPT, gone)
 
 
-def _return_pages(memory: torch.Tensor) -> int:
-    """Give back the whole pages inside; returns their bytes."""
+def _return_pages(memory: torch.Tensor) -> None:
+    """Give back the whole pages inside."""
     first = round_up(memory.data_ptr(), PAGE_BYTES)
     nbytes = (memory.data_ptr() + memory.numel() * memory.itemsize - first) // PAGE_BYTES * PAGE_BYTES
-    if nbytes <= 0:
-        return 0
-    give_back_pages(first, nbytes)
-    return nbytes
+    if nbytes > 0:
+        give_back_pages(first, nbytes)

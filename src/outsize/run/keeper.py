@@ -37,8 +37,11 @@ class GradKeeper:
         make_room: Callable[[int], None],
         settle: Callable[[Unit], None],
         reduction: Reduction | None = None,
+        resting_bytes: int = 0,
     ) -> None:
+        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit."""
         self._settle = settle
+        self._resting_bytes = resting_bytes
         self._reduction = reduction  # None with one rank
         self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
         self._unit = unit
@@ -87,8 +90,7 @@ class GradKeeper:
         """Bytes that the gradients of a backward take before they have come to rest; only with several ranks."""
         if self._reduction is None or not any(param.requires_grad for param in self._unit.parameters.values()):
             return 0
-        resting = 0 if self._shard is None or self._shard.store is None else self._shard.nbytes
-        return sum(collecting_sizes(self._unit.shard, self._reduction.dtype)) + resting
+        return sum(collecting_sizes(self._unit.shard, self._reduction.dtype)) + self._resting_bytes
 
     def turn(self) -> None:
         """The gradients at rest are held back: the next backward uses the other shard."""
@@ -359,8 +361,11 @@ class GradKeeper:
     def _lay_down_reduced(
         self, whole: WholeGradients, expected: Mapping[str, RestingGrad], fresh: Collection[str]
     ) -> None:
+        assert self._reduction is not None
         try:
-            for name, own in whole.result().items():
+            reduced = whole.result()
+            self._reduction.make_room_to_rest(self._resting_bytes)
+            for name, own in reduced.items():
                 grad = expected[name]
                 if self._unit.parameters[name].grad is not grad:
                     continue  # thrown away meanwhile

@@ -172,6 +172,8 @@ class Reduction:
         self.dtype = dtype
         self.reducing = True
         self.keepers: list[Collecting] = []
+        self.make_room_to_rest: Callable[[int], None] = lambda nbytes: None
+        """Called before the gradients of a unit are laid to rest, with what they take there."""
         self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
         self._going: Callable[[], None] | None = None  # lays the reduction that is on its way to rest

@@ -44,8 +44,9 @@ class Streamer:
     # Where units are split over ranks each fetch ends with a collective, so all must decide alike what is fetched, kept
     # and released. Then nothing is decided by what has arrived or been written by now: units count from the start
     # of their fetch to their release, a victim's writes are waited for, and the gradients of the last two units that
-    # laid some down count as on their way to disk, whether they are or not. With the buffers in which gradients are
-    # collected they share the room of the units. Outside a backward both give way before any unit does.
+    # were reduced count as on their way to disk, whether they are or not, with what they take of the rank that has most
+    # of them. They share the room of the units with the buffers in which gradients are collected. Outside a backward
+    # both give way before any unit does.
 
     # Note [Room to collect]
     # Buffers for whole gradients are used again from unit to unit, so room for them is short only where units become
@@ -177,12 +178,17 @@ class Streamer:
             if self._reduction is None:
                 self._make_room(nbytes, None)
                 return
-            self._passing.append(nbytes)
-            if self._in_use > self._capacity:
-                self._reduction.buffers.drop_free()
             self._drop_written_grads()
             while self._grads_in_flight + nbytes > sum(self._passing) and self._flush_grads():
                 continue
+
+    def make_room_to_rest(self, nbytes: int) -> None:
+        """With several ranks: a unit's gradients are about to be laid to rest, which takes so much of any rank."""
+        assert self._reduction is not None
+        with self._lock:
+            self._passing.append(nbytes)
+            if self._in_use > self._capacity:
+                self._reduction.buffers.drop_free()
             self._make_room(0, None)
 
     def make_room_to_collect(self, nbytes: int) -> None:
