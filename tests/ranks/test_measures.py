@@ -183,6 +183,33 @@ def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tm
                 torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
 
 
+def accumulate(memory: str, disk: str) -> tuple[str, int, int]:
+    """What the plan says, the most whole gradients there were at once, and the elements sent for a reduction."""
+    model = wide_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
+    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], **every)
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None and prepared.engine.reduction is not None
+    for micro in range(3):
+        with contextlib.nullcontext() if micro == 2 else outsize.no_sync(model):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+    unit = max(each.nbytes for each in prepared.engine.units)
+    peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
+    sent = prepared.engine.reduction.ranks.counts.elements["reduce"] * 4 // unit
+    return str(outsize.plan(model)), peak, sent
+
+
+def test_without_room_for_whole_gradients_each_backward_reduces(tmp_path: Path) -> None:
+    units = 6
+    for said, peak, sent in run_on_ranks(2, accumulate, "64MiB", str(tmp_path)):
+        assert "inside no_sync each rank adds up whole gradients (576.0 KiB)" in said
+        assert (peak, sent) == (units, units)
+    for said, peak, sent in run_on_ranks(2, accumulate, "680KiB", str(tmp_path)):
+        assert "inside no_sync each backward reduces its gradients: whole ones (576.0 KiB) do not fit" in said
+        assert peak <= 2 and sent == 3 * units
+
+
 class Adapted(nn.Module):
     """A frozen layer and a low-rank addition to it, all of which lies in the slice of one rank."""
 

@@ -59,7 +59,11 @@ def test_ranks_train_what_torch_trains_on_the_whole_batch_on_every_tier(stage: i
         found = of_ranks[0][index]
         for other in of_ranks[1:]:
             assert_same_bits(found, other[index])
-        assert_same_bits(found, of_ranks[0][index // tiers * tiers])
+        if settings[index].no_sync and settings[index].tiers == "squeezed":  # there is no room for whole gradients
+            if "accumulated" in manners:
+                assert_same_bits(found, of_ranks[0][index - tiers])
+        else:
+            assert_same_bits(found, of_ranks[0][index // tiers * tiers])
         assert_as_plain(found, expected[name])
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.move.shard import MASTER, MASTER_BYTES, UnitShard
+from outsize.plan.placement import accumulates_whole
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
 
@@ -140,7 +141,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside the block add up gradients on their own rank; the next one outside reduces the sum over ranks.
 
     For gradient accumulation: all micro-batches but the last go inside. Memory: the whole gradients of the model on
-    each rank, in `reduce_dtype`. With one rank, and inside another such block, it changes nothing. Raises `ValueError`
+    each rank, in `reduce_dtype`; where the budget does not hold these, every backward reduces its own, as outside
+    (`outsize.plan` says which). With one rank, and inside another such block, it changes nothing. Raises `ValueError`
     for a model that is not prepared.
     """
     prepared = _common(list(model.parameters())) if isinstance(model, nn.Module) else None
@@ -148,7 +150,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         raise ValueError("no_sync takes a model that outsize.prepare prepared")
     if prepared.config.update == "backward":
         raise ValueError("no_sync adds gradients up, and update='backward' applies each at once; use update='fetch'")
-    if prepared.engine.reduction is None:
+    found = prepared.survey
+    if prepared.engine.reduction is None or not accumulates_whole(found.unit_bytes, found.tiers, found.budgets):
         yield
         return
     with prepared.engine.reduction.paused():

@@ -28,6 +28,7 @@ from outsize.plan.layout import (
 )
 from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
+from outsize.run.reduction import collecting_sizes
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7
@@ -212,8 +213,8 @@ def _bytes_of(
     states = sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
-    collected = whole.param_bytes if shared and trained else 0  # before they are reduced
-    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected)
+    collected = sum(collecting_sizes(whole, config.reduce_dtype)) if shared and trained else 0
+    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected)
 
 
 def find_budgets(config: Config, dry: bool = False) -> Budgets:

@@ -26,6 +26,8 @@ class UnitBytes:
     shared: int = 0
     """With several ranks, what the unit takes beside that while it is in use: its gathered parameters, where only a
     part rests here, and its gradients before they are reduced."""
+    collected: int = 0
+    """The latter alone."""
 
     @property
     def total(self) -> int:
@@ -103,6 +105,20 @@ def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets) -> None:
             f"but {name} is {format_bytes(given)}; raise {name} to at least {format_bytes(round_up(needed, 1 << 20))} "
             f"or cut the module smaller with units="
         )
+
+
+def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], budgets: Budgets) -> bool:
+    """Whether the whole gradients of all units fit into the computing memory, beside what rests there and a unit at
+    work: then ranks that do not synchronise add them up, each its own."""
+    memory = ("device", "host") if budgets.device is None else ("device",)
+    resting: int = sum(
+        getattr(unit, kind)
+        for unit, each in zip(units, tiers, strict=True)
+        for kind in KINDS
+        if getattr(each, kind) in memory
+    )
+    at_work = max(unit.working for unit in units)
+    return resting + at_work + sum(unit.collected for unit in units) <= budgets.computing[1]
 
 
 def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) -> tuple[UnitTiers, ...]:

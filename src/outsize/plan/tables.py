@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from outsize.plan.memory import BytesPerSecond, DiskTraffic, Stage, zero_bytes_per_device
-from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers
+from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, accumulates_whole
 from outsize.plan.sizes import format_bytes
 
 OWN_BYTES_A_PARAMETER = {0: (14.0, 0.0), 1: (2.0, 12.0), 2: (2.0, 12.0), 3: (0.0, 14.0)}
@@ -149,7 +149,21 @@ class Plan:
         if budgets.disk is not None:
             lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
         lines.append(f"a checkpoint is {format_bytes(self.checkpoint_bytes)}{self._sharing()}")
+        if any(unit.size.collected for unit in self.units):
+            lines.append(self._accumulation())
         return lines
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether gradients are added up whole on each rank inside `no_sync`; otherwise each backward reduces them."""
+        sizes, tiers = [unit.size for unit in self.units], [unit.tiers for unit in self.units]
+        return accumulates_whole(sizes, tiers, self.budgets)
+
+    def _accumulation(self) -> str:
+        collected = format_bytes(sum(unit.size.collected for unit in self.units))
+        if self.accumulates_whole:
+            return f"inside no_sync each rank adds up whole gradients ({collected})"
+        return f"inside no_sync each backward reduces its gradients: whole ones ({collected}) do not fit the memory"
 
     def _sharing(self) -> str:
         if not self.generation_bytes:

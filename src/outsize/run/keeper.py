@@ -90,7 +90,7 @@ class GradKeeper:
         """Bytes that the gradients of a backward take before they have come to rest; only with several ranks."""
         if self._reduction is None or not any(param.requires_grad for param in self._unit.parameters.values()):
             return 0
-        return sum(collecting_sizes(self._unit.shard, self._reduction.dtype)) + self._resting_bytes
+        return sum(collecting_sizes(self._unit.shard.whole, self._reduction.dtype)) + self._resting_bytes
 
     def turn(self) -> None:
         """The gradients at rest are held back: the next backward uses the other shard."""

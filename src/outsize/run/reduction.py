@@ -12,6 +12,7 @@ from outsize.move.comm import Ranks, Reducing
 from outsize.move.generations import crc32c
 from outsize.move.memory import Ledger
 from outsize.move.shard import DTYPES, UnitShard
+from outsize.plan.layout import UnitLayout
 from outsize.run.buffers import Buffers
 from outsize.run.grads import RestingGrad
 
@@ -40,9 +41,9 @@ class Collecting(Protocol):
         ...
 
 
-def collecting_sizes(shard: UnitShard, dtype: torch.dtype | None) -> list[int]:
-    """Bytes of the unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
-    return [segment.numel * _collecting_dtype(segment.dtype, dtype).itemsize for segment in shard.whole.segments]
+def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
+    """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
+    return [segment.numel * _collecting_dtype(segment.dtype, dtype).itemsize for segment in whole.segments]
 
 
 def _collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -57,7 +58,7 @@ class WholeGradients:
         self._shard = shard
         self._buffers = buffers
         self._dtypes = {segment.dtype: _collecting_dtype(segment.dtype, dtype) for segment in shard.whole.segments}
-        sizes = collecting_sizes(shard, dtype)
+        sizes = collecting_sizes(shard.whole, dtype)
         self._memory = buffers.take(sum(sizes), shard.device)
         self._flat: dict[str, torch.Tensor] = {}
         first = 0
