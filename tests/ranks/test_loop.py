@@ -351,3 +351,54 @@ def test_an_interrupted_backward_leaves_nothing_of_other_experts(stage: int, tmp
     for found in run_on_ranks(2, interrupt_a_backward, str(tmp_path), stage):
         for mine, theirs in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+class Offset(nn.Module):
+    """Added without broadcasting: its gradient is the very tensor that comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.values.view(4, 16)
+
+
+class Skip(nn.Module):
+    """The gradient of the offset waits for the skip connection while the layers beside that are reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.offset = nn.Linear(16, 16), Offset()
+        self.beside = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.offset(y + self.beside(y))
+
+
+def train_with_skip(stage: int | None, disk: str) -> list[Tensor]:
+    """On ranks with a stage, else plain torch on both parts of the batch."""
+    torch.manual_seed(0)
+    model = Skip()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if stage is not None:
+        outsize.prepare(model, optimizer, stage=stage, disk=disk, host_memory="64MiB", units=["Linear", "Offset"])
+    parts = (0, 1) if stage is None else (dist.get_rank(),)
+    for step in range(3):
+        for micro in range(2):
+            for part in parts:
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + 10 * micro + part))
+                (model(x).square().sum() / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with contextlib.nullcontext() if stage is None else outsize.gathered(model):
+        return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_autograd_still_needs_stays_as_it_is(stage: int, tmp_path: Path) -> None:
+    expected = train_with_skip(None, "")
+    for found in run_on_ranks(2, train_with_skip, stage, str(tmp_path)):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

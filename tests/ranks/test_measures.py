@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
@@ -208,6 +209,43 @@ def test_without_room_for_whole_gradients_each_backward_reduces(tmp_path: Path) 
     for said, peak, sent in run_on_ranks(2, accumulate, "680KiB", str(tmp_path)):
         assert "inside no_sync each backward reduces its gradients: whole ones (576.0 KiB) do not fit" in said
         assert peak <= 2 and sent == 3 * units
+
+
+def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]]:
+    """For several ways to train: the most bytes of units and gradients at once, the room for them, and whether outsize
+    has gone above it."""
+    found = []
+    copies = {"mesh": init_device_mesh("cpu", (2, 2))}
+    for fields in ({}, {"update": "backward"}, {"delayed_update": 1}, copies):
+        torch.manual_seed(0)
+        model = wide_model(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk") | fields
+        outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], **every)
+        prepared = prepared_of(next(model.parameters()))
+        assert prepared is not None
+        streamer, ledger, used = prepared.engine.streamer, prepared.resources.ledger, [0]
+        add = ledger.add
+
+        def counted(account: str, nbytes: int, *, add: Any = add, streamer: Any = streamer, used: Any = used) -> None:
+            add(account, nbytes)
+            used.append(streamer._in_use)
+
+        ledger.add = counted  # type: ignore[method-assign]
+        for step in range(4):
+            for _ in range(1 if "update" in fields else 2):
+                rows = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
+                model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((max(used), streamer._capacity, streamer._warned))
+    return found
+
+
+def test_units_and_gradients_stay_within_a_small_budget(tmp_path: Path) -> None:
+    for rank in run_on_ranks(4, train_in_little_memory, "640KiB", str(tmp_path)):
+        for most, room, warned in rank:
+            assert most <= room and not warned
 
 
 class Adapted(nn.Module):

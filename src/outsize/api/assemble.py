@@ -30,7 +30,7 @@ from outsize.move.shard import (
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.placement import slab_bytes
+from outsize.plan.placement import accumulates_whole, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
@@ -45,6 +45,7 @@ from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
 PIPELINE_DEPTH = 3
+UNBOUNDED = 1 << 62
 """Chunks in staging at once: one being read, one being updated, one being written."""
 
 
@@ -202,8 +203,12 @@ def _build(
             group.names = [unit.name or "model" for unit in units]
         sync = config.unused == "sync"
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
+        adds_up = torch.tensor([accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)], dtype=torch.int32)
+        for group in ranks.everyone():
+            group.combine(adds_up, "prepare", "min")
+        reduction.adds_up = bool(adds_up)
     wanting = ranks if config.unused == "sync" and config.stage == 3 and plan.split[1] > 1 else None
-    streamer, keepers = _open_streamer(units, resources, updater, plan, config, reduction, wanting)
+    streamer, keepers = _open_streamer(units, resources, updater, plan, reduction, wanting)
     if wanting is not None and reduction is not None:
         wanting.giving = Giver(streamer, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
@@ -245,7 +250,6 @@ def _open_streamer(
     resources: Resources,
     updater: ChunkUpdater | None,
     plan: Survey,
-    config: Config,
     reduction: Reduction | None,
     wanting: Ranks | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
@@ -262,9 +266,8 @@ def _open_streamer(
         reduction,
         wanting,
     )
-    for unit, size in zip(units, plan.unit_bytes, strict=True):
-        of_a_step = size.grads // (2 if config.delayed_update else 1)
-        resting = of_a_step if unit.shard.tiers.grads == "disk" else 0
+    for unit in units:
+        resting = unit.shard.layout.param_bytes if unit.shard.tiers.grads == "disk" else 0  # alike on every rank
         keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction, resting))
     if reduction is not None:
         reduction.keepers += keepers
@@ -276,6 +279,8 @@ def _open_streamer(
 def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
     """Bytes for gathered buffers and for gradients on their way to where they rest: the computing budget less what
     rests in that memory, and less the gradient that autograd is making."""
+    if all(unit.always_resident and unit.shard.tiers.grads != "disk" for unit in units):
+        return UNBOUNDED  # nothing moves; the plan has seen to it that all fits
     on_cpu = plan.budgets.device is None
     memory = ("device", "host") if on_cpu else ("device",)
     resting = 0

@@ -10,7 +10,6 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.move.shard import MASTER, MASTER_BYTES, UnitShard
-from outsize.plan.placement import accumulates_whole
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
 
@@ -27,9 +26,10 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         grads: `param.grad` shows the gradient's values ([param.shape], the parameter's dtype) instead of the gradient
             at rest; with `modify` changes of it are stored too.
 
-    A pending update of the parameters runs first, so the values are those after the last `optimizer.step()`. Memory:
-    the units of the target, above the budget if need be. Raises `ValueError` for parameters of a model that is not
-    prepared.
+    With several ranks that have parts of the parameters (stages 1 to 3) every rank enters the block, and `grads` needs
+    all of them at any stage. A pending update of the parameters runs first, so the values are those after the last
+    `optimizer.step()`. Memory: the units of the target, above the budget if need be. Raises `ValueError` for parameters
+    of a model that is not prepared.
     """
     params = list(_parameters(target))
     prepared = _common(params)
@@ -141,17 +141,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside the block add up gradients on their own rank; the next one outside reduces the sum over ranks.
 
     For gradient accumulation: all micro-batches but the last go inside. Memory: the whole gradients of the model on
-    each rank, in `reduce_dtype`; where the budget does not hold these, every backward reduces its own, as outside
-    (`outsize.plan` says which). With one rank, and inside another such block, it changes nothing. Raises `ValueError`
-    for a model that is not prepared.
+    each rank, in `reduce_dtype`. Where the budget does not hold these, every backward reduces its own, as outside, and
+    sums are rounded accordingly: `outsize.plan` says which. With one rank, and inside another such block, it changes
+    nothing. Raises `ValueError` for a model that is not prepared.
     """
     prepared = _common(list(model.parameters())) if isinstance(model, nn.Module) else None
     if prepared is None:
         raise ValueError("no_sync takes a model that outsize.prepare prepared")
     if prepared.config.update == "backward":
         raise ValueError("no_sync adds gradients up, and update='backward' applies each at once; use update='fetch'")
-    found = prepared.survey
-    if prepared.engine.reduction is None or not accumulates_whole(found.unit_bytes, found.tiers, found.budgets):
+    if prepared.engine.reduction is None:
         yield
         return
     with prepared.engine.reduction.paused():

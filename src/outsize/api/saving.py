@@ -36,6 +36,7 @@ from outsize.checkpoint.writer import (
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
+from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
@@ -255,7 +256,7 @@ def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
 
     def taken(tiers: tuple[str, ...]) -> int:
         peak = prepared.resources.ledger.peak
-        return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers)
+        return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers and name != KEPT)
 
     copies, disk = budgets.host - taken(memory), (budgets.disk or 0) - taken(("disk",))
     return Room(max(copies, 0), max(disk, 0), going)

@@ -32,6 +32,7 @@ from outsize.optim.rules import Rule
 from outsize.plan.layout import ArrayLayout, UnitLayout, array_layout, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
+from outsize.run.buffers import KEPT
 
 
 def open_shard(
@@ -159,7 +160,10 @@ class LateArrays:
             tier = "device" if shard.tiers.params == "device" or self._resources.disk is None else "disk"
         name, tiers, room = self._budget(tier)
         now = self._resources.ledger.now
-        used = sum(nbytes for account, nbytes in now.items() if account.split("/")[0] in tiers)
+        passing = (KEPT, "host/grads in flight")  # gone or given back when that room is needed
+        used = sum(
+            nbytes for account, nbytes in now.items() if account.split("/")[0] in tiers and account not in passing
+        )
         if used + needed > room:
             raise ValueError(
                 f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "

@@ -111,7 +111,11 @@ def survey(
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config))  # alike, whatever part is here
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
-    sizes = tuple(_bytes_of(layout, infos, kept, config, size, shared) for layout in layouts)
+    graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
+    sizes = tuple(
+        _bytes_of(layout, infos, kept, config, size, shared and each)
+        for layout, each in zip(layouts, graded, strict=True)
+    )
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
@@ -203,9 +207,10 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
 
 
 def _bytes_of(
-    whole: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config, ranks: int = 1, shared: bool = False
+    whole: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config, ranks: int = 1, collects: bool = False
 ) -> UnitBytes:
-    """What rests on one rank. The first rank has most: trainable parameters lie first in each segment."""
+    """What rests on one rank. The first rank has most: trainable parameters lie first in each segment. `collects`:
+    gradients are reduced over ranks."""
     layout = slice_of(whole, 0, ranks)
     trained = [slot for slot in layout.slots if infos[slot.name].trainable]
     grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
@@ -213,7 +218,7 @@ def _bytes_of(
     states = sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
-    collected = sum(collecting_sizes(whole, config.reduce_dtype)) if shared and trained else 0
+    collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0
     return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected)
 
 

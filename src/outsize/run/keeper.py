@@ -12,6 +12,7 @@ from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
+from outsize.run.buffers import OwnCopies
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.local import like, local_gradient
 from outsize.run.reduction import Reduction, WholeGradients, collecting_sizes
@@ -44,6 +45,7 @@ class GradKeeper:
         self._resting_bytes = resting_bytes
         self._reduction = reduction  # None with one rank
         self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
+        self._own_copies = OwnCopies()
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
@@ -322,7 +324,7 @@ class GradKeeper:
             self._whole = WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype)
         if previous is None or previous is not self._expected.get(name):
             self._whole.forget(name)  # of a gradient that is not there any more
-        self._whole.add(name, grad, keep=self._shard is None and self._reduction.in_backward)
+        self._whole.add(name, grad)
         self._reduction.collected()
         if previous is None:
             previous = self._unfilled(name)
@@ -364,12 +366,19 @@ class GradKeeper:
         assert self._reduction is not None
         try:
             reduced = whole.result()
+        except BaseException:
+            whole.lose()
+            for name in fresh:
+                if self._unit.parameters[name].grad is expected[name]:
+                    self._unit.parameters[name].grad = None
+            raise
+        try:
             self._reduction.make_room_to_rest(self._resting_bytes)
             for name, own in reduced.items():
                 grad = expected[name]
                 if self._unit.parameters[name].grad is not grad:
                     continue  # thrown away meanwhile
-                own = whole.owned(name, own) if self._shard is None else own
+                own = self._own_copies.of(name, own) if self._shard is None else own
                 norm, loose = self._lay_down(name, own, None if name in fresh else grad)
                 self._become(grad, norm, loose)
         finally:

@@ -66,17 +66,14 @@ class WholeGradients:
             self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
             first += nbytes
         self.names: set[str] = set()
-        self._sources: dict[str, torch.Tensor] = {}  # autograd's own tensors, by parameter
         self._going: list[Reducing] = []
 
-    def add(self, name: str, grad: torch.Tensor, keep: bool = False) -> None:
-        """A contribution of this rank. With `keep` its memory is kept for the mean: fresh memory is slow to come by."""
+    def add(self, name: str, grad: torch.Tensor) -> None:
+        """A contribution of this rank."""
         slot = self._shard.whole_slots[name]
         start = slot.offset - self._shard.whole.segment_of(slot).start
         target = self._flat[slot.dtype][start : start + slot.numel]
         source = grad.detach().reshape(-1)
-        if keep and source.data_ptr() == grad.data_ptr() and source.dtype is DTYPES[slot.dtype]:
-            self._sources[name] = source
         if name in self.names:
             target.add_(source)
         else:
@@ -93,11 +90,6 @@ class WholeGradients:
     def forget(self, name: str) -> None:
         """The user has thrown the gradient away."""
         self.names.discard(name)
-
-    def owned(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """A copy of what rests here of the mean, 1-D, which stays."""
-        source = self._sources.pop(name, None)
-        return own.clone() if source is None or source.numel() != own.numel() else source.copy_(own)
 
     def start(self, ranks: Ranks) -> None:
         """Start to reduce; nothing is added any more."""
@@ -139,6 +131,11 @@ class WholeGradients:
         self._flat.clear()
         self._buffers.give(self._memory)
 
+    def lose(self) -> None:
+        """In place of `close`, after an error: a collective may still write to the memory."""
+        self._flat.clear()
+        self._buffers.lose(self._memory)
+
 
 def _around(whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
     """What lies before and after a part of a 1-D tensor; all of it, if the part lies elsewhere."""
@@ -172,6 +169,7 @@ class Reduction:
         self.buffers = Buffers(ledger)
         self.dtype = dtype
         self.reducing = True
+        self.adds_up = True  # whether the budget holds the whole gradients of the model
         self.keepers: list[Collecting] = []
         self.make_room_to_rest: Callable[[int], None] = lambda nbytes: None
         """Called before the gradients of a unit are laid to rest, with what they take there."""
@@ -181,8 +179,8 @@ class Reduction:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards in the block collect gradients and reduce nothing."""
-        before, self.reducing = self.reducing, False
+        """Backwards in the block collect gradients and reduce nothing, where the budget allows."""
+        before, self.reducing = self.reducing, self.reducing and not self.adds_up
         try:
             yield
         finally:
@@ -234,11 +232,6 @@ class Reduction:
         if self.ranks.giving is not None and self.reducing and self.ranks.copies is None:
             self.ranks.giving.ready.add(unit)
             self.ranks.offer()
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a unit is reduced as soon as it is complete."""
-        return self.reducing and not self.sync
 
     def changed(self) -> None:
         """A gradient at rest is another one now."""

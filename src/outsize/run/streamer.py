@@ -36,9 +36,9 @@ class Streamer:
     # Note [Room]
     # The gathered buffers and the gradients on their way to disk share one budget. A unit that must be there now takes
     # what it needs: first from gradients already written, then from the idle unit whose next use is furthest away
-    # (Belady's rule; the learnt order tells the future), then by waiting for writes. A prefetch takes only free room
-    # or the room of a unit that is needed later than itself. Units in use are never touched; if they alone exceed the
-    # budget (a `gathered` over everything, say), the budget is exceeded and that is logged once.
+    # (Belady's rule; the learnt order tells the future), then by waiting for what gradients have taken. A prefetch
+    # takes only free room or the room of a unit that is needed later than itself. Units in use are never touched; if
+    # they alone exceed the budget (a `gathered` over everything, say), it is exceeded and that is logged once.
 
     # Note [The same on every rank]
     # Where units are split over ranks each fetch ends with a collective, so all must decide alike what is fetched, kept
@@ -179,33 +179,34 @@ class Streamer:
                 self._make_room(nbytes, None)
                 return
             self._drop_written_grads()
-            while self._grads_in_flight + nbytes > sum(self._passing) and self._flush_grads():
+            room = max(sum(self._passing), PASSING_UNITS * nbytes)  # more where sums are wider than gradients
+            while self._grads_in_flight + nbytes > room and self._flush_grads():
                 continue
 
     def make_room_to_rest(self, nbytes: int) -> None:
         """With several ranks: a unit's gradients are about to be laid to rest, which takes so much of any rank."""
         assert self._reduction is not None
         with self._lock:
-            self._passing.append(nbytes)
-            if self._in_use > self._capacity:
+            if len(self._passing) == PASSING_UNITS:
+                self._passing.popleft()
+            if self._in_use + nbytes > self._capacity:
                 self._reduction.buffers.drop_free()
-            self._make_room(0, None)
+            self._make_room(nbytes, None)
+            self._passing.append(nbytes)
 
     def make_room_to_collect(self, nbytes: int) -> None:
         """Make room for a buffer in which gradients are collected. See Note [Room to collect]."""
         assert self._reduction is not None
         with self._lock:
             while self._in_use + nbytes > self._capacity:
-                victim = self._victim(written=False)
                 if self._reduction.buffers.drop_free():
                     continue
+                victim = self._victim()
                 if victim is None or self._would_last(victim):
                     break
-                self._await_written(victim)
-                victim.release()
+                self._release(victim)
             else:
                 return
-            self._reduction.flush()
             self._let_gradients_pass()
             self._make_room(nbytes, None)
 
@@ -337,11 +338,10 @@ class Streamer:
         while self._in_use + needed > self._capacity:
             if self._give_way():
                 continue
-            victim = self._victim(written=self._reduction is None)
+            victim = self._victim(written=True) if self._reduction is None else self._victim()
             if victim is None or self.schedule.next_use(victim.index) <= when:
                 return False
-            self._await_written(victim)
-            victim.release()
+            self._release(victim)
         return True
 
     def _free_room(self, nbytes: int) -> bool:
@@ -350,11 +350,10 @@ class Streamer:
         while self._in_use + nbytes > self._capacity:
             if self._give_way():
                 continue
-            victim = self._victim(written=self._reduction is None)
+            victim = self._victim(written=self._reduction is None, arrived=True)
             if victim is None or victim.pending:
                 return False
-            self._await_written(victim)
-            victim.release()
+            self._release(victim)
         return True
 
     def _make_room(self, nbytes: int, keep: Unit | None) -> None:
@@ -363,11 +362,10 @@ class Streamer:
         while self._in_use + nbytes > self._capacity:
             if self._give_way():
                 continue
-            victim = (self._victim(written=True) if self._reduction is None else None) or self._victim(written=False)
+            victim = (self._victim(written=True) if self._reduction is None else None) or self._victim()
             if victim is not None and victim is not keep:
-                self._await_written(victim)
-                victim.release()
-            elif not (self._reduction is None and self._flush_grads()) and not self._await_prefetch(keep):
+                self._release(victim)
+            elif not self._let_gradients_pass() and not self._await_prefetch(keep):
                 self._warn(nbytes)
                 return
 
@@ -394,13 +392,16 @@ class Streamer:
         return self._reduction is not None and not in_backward() and self._let_gradients_pass()
 
     def _let_gradients_pass(self) -> bool:
-        """Give back what gradients have taken on their way; whether that was anything."""
-        assert self._reduction is not None
+        """Wait until gradients on their way have come to rest, or those of one unit; whether that has made room."""
+        if self._reduction is None:
+            return self._flush_grads()
+        before = self._in_use
+        self._reduction.flush()
         while self._flush_grads():
             continue
-        passed = bool(self._passing)
         self._passing.clear()
-        return self._reduction.buffers.drop_free() or passed
+        self._reduction.buffers.drop_free()
+        return self._in_use < before
 
     def _note_arrivals(self) -> None:
         """What was updated in the backward may be released once it is done."""
@@ -418,6 +419,13 @@ class Streamer:
                 return True
         return False
 
+    def _release(self, unit: Unit) -> None:
+        """Give up the room of an idle unit, which may still be on its way."""
+        if unit.state is Residency.FETCHING:
+            self._arrive(unit)
+        self._await_written(unit)
+        unit.release()
+
     def _await_written(self, unit: Unit) -> None:
         began = time.perf_counter()
         try:
@@ -428,13 +436,22 @@ class Streamer:
         finally:
             self.wait_seconds += time.perf_counter() - began
 
-    def _victim(self, written: bool) -> Unit | None:
-        candidates = [unit for unit in self._units if self._evictable(unit) and (unit.written or not written)]
+    def _victim(self, written: bool = False, arrived: bool = False) -> Unit | None:
+        """The idle unit whose next use is furthest away. With several ranks it may be on its way: who decides alike may
+        not ask what has arrived, and a unit that is updated in the backward stays on its way until somebody asks."""
+        states = (
+            {Residency.RESIDENT} if self._reduction is None or arrived else {Residency.RESIDENT, Residency.FETCHING}
+        )
+        candidates = [
+            unit for unit in self._units if unit.state in states and self._idle(unit) and (unit.written or not written)
+        ]
         return max(candidates, key=lambda unit: self.schedule.next_use(unit.index), default=None)
 
     def _evictable(self, unit: Unit) -> bool:
-        idle = unit.state is Residency.RESIDENT and not unit.always_resident and not unit.holds
-        return idle and unit is not self.last and unit not in self.in_node
+        return unit.state is Residency.RESIDENT and self._idle(unit)
+
+    def _idle(self, unit: Unit) -> bool:
+        return not (unit.always_resident or unit.holds or unit is self.last or unit in self.in_node)
 
     def _drop_written_grads(self) -> None:
         for keeper in self._keepers:
