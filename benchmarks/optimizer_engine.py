@@ -68,7 +68,7 @@ def disk_update_child(disk: str, dtype: str, repeats: int = 7) -> dict[str, Any]
         model,
         optimizer,
         disk=disk,
-        host_memory="256MiB",
+        host_memory="512MiB",
         activations="recompute",
         compute_dtype=getattr(torch, dtype),
         **places,

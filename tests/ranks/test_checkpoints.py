@@ -346,8 +346,7 @@ def test_each_rank_reads_its_slice_of_the_weights_of_others(tmp_path: Path) -> N
     (tmp_path / "weights").mkdir()
     save_file(expected, tmp_path / "weights" / "model.safetensors")
     size = sum(value.numel() * 4 for value in expected.values())
-    for ranks in (2, 3):
-        found = run_on_ranks(ranks, load_weights_of_others, str(tmp_path))
-        for weights, _ in found:
-            assert_equal(weights, expected)
-        assert sum(read for _, read in found) == size
+    found = run_on_ranks(3, load_weights_of_others, str(tmp_path))
+    for weights, _ in found:
+        assert_equal(weights, expected)
+    assert sum(read for _, read in found) == size

@@ -30,7 +30,7 @@ from outsize.move.shard import (
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.placement import accumulates_whole, slab_bytes
+from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
@@ -44,7 +44,6 @@ from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
-PIPELINE_DEPTH = 3
 UNBOUNDED = 1 << 62
 """Chunks in staging at once: one being read, one being updated, one being written."""
 
@@ -118,10 +117,10 @@ def _assemble(
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
-    slab = slab_bytes(plan.budgets.staging_bytes if staged else 0, _element_bytes(plan), PIPELINE_DEPTH)
-    resources = Resources(
-        config.directories if on_disk else (), slab, PIPELINE_DEPTH, config.compute_device.type != "cpu"
-    )
+    staging = plan.budgets.staging_bytes if staged else 0
+    depth = pipeline_depth(staging)
+    slab = slab_bytes(staging, _element_bytes(plan), depth)
+    resources = Resources(config.directories if on_disk else (), slab, depth, config.compute_device.type != "cpu")
     try:
         return _build(model, optimizer, config, plan, rule, resources, clock, load, ranks)
     except BaseException:

@@ -20,7 +20,7 @@ import torch
 from outsize.move.staging import Staging
 from outsize.move.transfer import Promise, Transfer
 
-MAX_STARTED = 4
+MAX_STARTED = 6
 """Steps whose reads may be on their way at once; staging usually admits fewer."""
 
 

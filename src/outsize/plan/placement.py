@@ -13,6 +13,8 @@ KINDS = ("params", "grads", "states")
 
 MAX_STAGING_BYTES = 64 << 20
 MIN_STAGING_BYTES = 256 << 10
+MIN_SLAB_BYTES = 4 << 20
+MIN_DEPTH, MAX_DEPTH = 3, 8
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,12 @@ class _Ledger:
             return False
         self.left[tier] -= nbytes
         return True
+
+
+def pipeline_depth(staging_bytes: int) -> int:
+    """Slabs of the staging arena. At least one is read, one updated and one written; the more there are, the less of
+    the arena stands still while one is updated, as long as the pieces that go to disk are not small."""
+    return min(max(staging_bytes // MIN_SLAB_BYTES, MIN_DEPTH), MAX_DEPTH)
 
 
 def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = 3) -> int:
