@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 
-WIDTH, HIDDEN, DEPTH = 48, 100, 5
+WIDTH, HIDDEN, DEPTH = 48, 100, 4
 
 
 class Block(nn.Module):

@@ -16,30 +16,16 @@ PASSING_UNITS = 2
 buffers are kept for the next units, for fresh memory is slow to come by."""
 
 
+def unused(memory: torch.Tensor) -> bool:
+    """Whether nobody has a view of this memory but through this very tensor."""
+    return _uses(memory) == _ALONE
+
+
 def _uses(tensor: torch.Tensor) -> int:
-    """Who refers to the memory of a tensor, the tensor itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 _ALONE = _uses(torch.empty(1, device="cpu"))
-
-
-@final
-class OwnCopies:
-    """Memory for gradients that stay where they were made, by parameter. It is kept from step to step, as fresh memory
-    is slow to come by, and used again when nobody has a view of it any more."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def of(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A copy of a 1-D value."""
-        if value.device.type != "cpu":
-            return value.clone()
-        kept = self._kept.get(name)
-        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype or _uses(kept) != _ALONE:
-            kept = self._kept[name] = torch.empty_like(value)
-        return kept.view(-1).copy_(value)
 
 
 @final
@@ -95,7 +81,7 @@ class Buffers:
             self._keep(self._free[-PASSING_UNITS:])
 
     def lose(self, memory: torch.Tensor) -> None:
-        """What was taken is not used again, by anybody."""
+        """What was taken is somebody else's from now on."""
         self._spent.pop(memory.data_ptr(), None)
         self._ledger.remove(TAKEN, memory.numel() - self._returned.pop(memory.data_ptr(), 0))
 

@@ -12,7 +12,7 @@ from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
-from outsize.run.buffers import OwnCopies
+from outsize.run.buffers import unused
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.local import like, local_gradient
 from outsize.run.reduction import Reduction, WholeGradients, collecting_sizes
@@ -45,7 +45,7 @@ class GradKeeper:
         self._resting_bytes = resting_bytes
         self._reduction = reduction  # None with one rank
         self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
-        self._own_copies = OwnCopies()
+        self._home: torch.Tensor | None = None  # see Note [Where the mean was found]
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
@@ -321,7 +321,7 @@ class GradKeeper:
             )
         assert self._reduction is not None
         if self._whole is None:
-            self._whole = WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype)
+            self._whole = self._collecting()
         if previous is None or previous is not self._expected.get(name):
             self._whole.forget(name)  # of a gradient that is not there any more
         self._whole.add(name, grad)
@@ -331,6 +331,16 @@ class GradKeeper:
             self._fresh.add(name)
         self._expected[name] = previous
         return previous
+
+    # Note [Where the mean was found]
+    # Where gradients stay on the device and are not split, the mean is left where it was found, and the unit collects
+    # in that memory again once nobody has a view of it: fresh memory is slow to come by. Never in a tensor of
+    # autograd's, which may be what waits at the other end of a skip connection.
+
+    def _collecting(self) -> WholeGradients:
+        assert self._reduction is not None
+        home = self._home if self._home is not None and unused(self._home) else None
+        return WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype, home)
 
     def _unfilled(self, name: str) -> RestingGrad:
         """What will be the gradient at rest."""
@@ -367,22 +377,27 @@ class GradKeeper:
         try:
             reduced = whole.result()
         except BaseException:
-            whole.lose()
+            whole.keep()  # a collective may still write to it
             for name in fresh:
                 if self._unit.parameters[name].grad is expected[name]:
                     self._unit.parameters[name].grad = None
             raise
+        stays, kept = self._shard is None and not self._reduction.split, False
         try:
             self._reduction.make_room_to_rest(self._resting_bytes)
             for name, own in reduced.items():
                 grad = expected[name]
                 if self._unit.parameters[name].grad is not grad:
                     continue  # thrown away meanwhile
-                own = self._own_copies.of(name, own) if self._shard is None else own
+                own = own.clone() if self._shard is None and not stays else own
                 norm, loose = self._lay_down(name, own, None if name in fresh else grad)
                 self._become(grad, norm, loose)
+                kept = kept or (stays and loose is not None and loose.data_ptr() == own.data_ptr())
         finally:
-            whole.close()
+            if kept:
+                self._home = whole.keep()
+            else:
+                whole.close()
         if self.update_now is None:
             self.finish()
 
@@ -407,7 +422,7 @@ class GradKeeper:
         for (name, param), there, here in zip(self._unit.parameters.items(), present, own, strict=True):
             if there and not here:
                 if self._whole is None:
-                    self._whole = WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype)
+                    self._whole = self._collecting()
                 self._whole.add_nothing(name)
                 if not isinstance(param.grad, RestingGrad):
                     param.grad = self._unfilled(name)

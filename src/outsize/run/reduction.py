@@ -54,12 +54,16 @@ def _collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
 class WholeGradients:
     """The whole gradients of one unit while they are collected on one rank, a flat buffer a segment."""
 
-    def __init__(self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None, home: torch.Tensor | None = None
+    ) -> None:
+        """`home`: memory to collect them in, in place of a buffer."""
         self._shard = shard
         self._buffers = buffers
         self._dtypes = {segment.dtype: _collecting_dtype(segment.dtype, dtype) for segment in shard.whole.segments}
         sizes = collecting_sizes(shard.whole, dtype)
-        self._memory = buffers.take(sum(sizes), shard.device)
+        self._taken = home is None
+        self._memory = buffers.take(sum(sizes), shard.device) if home is None else home
         self._flat: dict[str, torch.Tensor] = {}
         first = 0
         for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
@@ -113,7 +117,8 @@ class WholeGradients:
                     start = slot.offset - own_segment.start
                     found[slot.name] = own[start : start + slot.numel].to(DTYPES[slot.dtype])
             spent += _around(self._flat[segment.dtype], own)
-        self._buffers.spend(self._memory, spent)
+        if self._taken:
+            self._buffers.spend(self._memory, spent)
         return found
 
     def _zero_the_rest(self, dtype: str, flat: torch.Tensor) -> None:
@@ -129,12 +134,15 @@ class WholeGradients:
 
     def close(self) -> None:
         self._flat.clear()
-        self._buffers.give(self._memory)
+        if self._taken:
+            self._buffers.give(self._memory)
 
-    def lose(self) -> None:
-        """In place of `close`, after an error: a collective may still write to the memory."""
+    def keep(self) -> torch.Tensor:
+        """In place of `close`: the memory stays in use, and is not the buffers' any more."""
         self._flat.clear()
-        self._buffers.lose(self._memory)
+        if self._taken:
+            self._buffers.lose(self._memory)
+        return self._memory
 
 
 def _around(whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
