@@ -402,3 +402,31 @@ def test_a_gradient_that_autograd_still_needs_stays_as_it_is(stage: int, tmp_pat
     for found in run_on_ranks(2, train_with_skip, stage, str(tmp_path)):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def where_means_stay(disk: str) -> list[list[int]]:
+    """Of steps in fp32 and in bf16 the addresses at which units keep memory for their gradients; 0 for none."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        outsize.prepare(model, optimizer, stage=0, disk=disk, host_memory="64MiB", units=["Linear"])
+        prepared = prepared_of(next(model.parameters()))
+        assert prepared is not None
+        held = []
+        for step in range(5):
+            model(torch.ones(2, 64, dtype=dtype)).sum().backward()
+            held.append(model[0].weight.grad if step == 2 else None)  # a gradient that the user keeps
+            optimizer.zero_grad()  # no step: an update that still runs has its gradients, too
+            homes = [keeper._home for keeper in prepared.engine.keepers]
+            found.append([0 if home is None else home.data_ptr() for home in homes])
+    return found
+
+
+def test_a_unit_collects_again_where_its_mean_was_found(tmp_path: Path) -> None:
+    for found in run_on_ranks(2, where_means_stay, str(tmp_path)):
+        first, second, third, fourth, fifth = found[:5]
+        assert first == second == third and all(first)
+        assert fourth[0] != third[0], "somebody still has the gradient that lies there"
+        assert fourth[1] == third[1] and fourth == fifth
+        assert not any(map(any, found[5:])), "what is summed in fp32 and rests in bf16 lies elsewhere"

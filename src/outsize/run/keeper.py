@@ -392,7 +392,7 @@ class GradKeeper:
                 own = own.clone() if self._shard is None and not stays else own
                 norm, loose = self._lay_down(name, own, None if name in fresh else grad)
                 self._become(grad, norm, loose)
-                kept = kept or (stays and loose is not None and loose.data_ptr() == own.data_ptr())
+                kept = kept or (loose is not None and whole.holds(loose))
         finally:
             if kept:
                 self._home = whole.keep()

@@ -137,6 +137,10 @@ class WholeGradients:
         if self._taken:
             self._buffers.give(self._memory)
 
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a value lies in this memory."""
+        return 0 <= value.data_ptr() - self._memory.data_ptr() < self._memory.numel()
+
     def keep(self) -> torch.Tensor:
         """In place of `close`: the memory stays in use, and is not the buffers' any more."""
         self._flat.clear()
