@@ -151,16 +151,16 @@ def _status(field: str) -> int:
     raise AssertionError(f"the kernel does not tell {field}")
 
 
-def on_disk(layers: int, directories: list[str]) -> dict[str, float]:
+def on_disk(layers: int, directories: list[str], memory: str = "512MiB") -> dict[str, float]:
     """Everything on disk: this rank's seconds and bytes of a step."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
-    with outsize.init(host_memory="512MiB", disk=directories[rank]):
+    with outsize.init(host_memory=memory, disk=directories[rank]):
         model = llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     places = dict.fromkeys(("params", "grads", "states"), "disk")
-    outsize.prepare(model, optimizer, host_memory="512MiB", disk=directories[rank], **places)
+    outsize.prepare(model, optimizer, host_memory=memory, disk=directories[rank], **places)
     step = _loss_step(model, optimizer)
     seconds, read, written = [], [], []
     for number in range(4):

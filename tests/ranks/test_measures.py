@@ -345,7 +345,7 @@ def bytes_of_runs(budgets: list[str], disk: str) -> list[tuple[int, int]]:
 
 def test_two_ranks_read_and_write_together_what_one_does(tmp_path: Path) -> None:
     """Of 12 units of memory some stay from the forward to the backward, and from there to the next forward."""
-    budgets = ["1152KiB", "1344KiB", "1792KiB"]
+    budgets = ["1024KiB", "1152KiB", "1216KiB", "1344KiB", "1536KiB", "1792KiB"]
     one = bytes_of_runs(budgets, str(tmp_path))
     two = [bytes for rank in run_on_ranks(2, bytes_of_runs, budgets, str(tmp_path)) for bytes in rank]
     assert sum(written for _, written in two) == sum(written for _, written in one)

@@ -45,7 +45,7 @@ from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
 UNBOUNDED = 1 << 62
-"""Chunks in staging at once: one being read, one being updated, one being written."""
+"""The room of a model of which nothing ever moves."""
 
 
 @dataclass(frozen=True)

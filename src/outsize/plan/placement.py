@@ -15,6 +15,7 @@ MAX_STAGING_BYTES = 64 << 20
 MIN_STAGING_BYTES = 256 << 10
 MIN_SLAB_BYTES = 4 << 20
 MIN_DEPTH, MAX_DEPTH = 3, 8
+"""Slabs of staging: one being read, one being updated, one being written; more of these where they are not small."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def pipeline_depth(staging_bytes: int) -> int:
     return min(max(staging_bytes // MIN_SLAB_BYTES, MIN_DEPTH), MAX_DEPTH)
 
 
-def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = 3) -> int:
+def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = MIN_DEPTH) -> int:
     """Bytes of one of `depth` slabs: a chunk's arrays lie in it side by side, at least one page of elements of each."""
     return max(staging_bytes // depth // PAGE_ELEMENTS, element_bytes) * PAGE_ELEMENTS
 
