@@ -269,7 +269,7 @@ def _open_streamer(
         resting = unit.shard.layout.param_bytes if unit.shard.tiers.grads == "disk" else 0  # alike on every rank
         keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction, resting))
     if reduction is not None:
-        reduction.keepers += keepers
+        reduction.collectors += [keeper.collector for keeper in keepers if keeper.collector is not None]
         reduction.buffers.make_room = streamer.make_room_to_collect
         reduction.make_room_to_rest = streamer.make_room_to_rest
     return streamer, keepers

@@ -19,7 +19,7 @@ from outsize.api.ranks import ExportPeers
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.joint import together
-from outsize.formats.pieces import NamedWeight, buffer_pieces, joined_pieces, parameter_pieces, tensor_pieces
+from outsize.formats.pieces import NamedWeight, TensorPiece, buffer_pieces, joined_pieces, parameter_pieces
 from outsize.formats.weights import DTYPE_NAMES, Asked, merged_folder, pass_on_shards, write_shards
 from outsize.move.comm import RanksError
 from outsize.move.shard import DTYPES
@@ -165,7 +165,7 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
         if slot.name in cuts:
             assert prepared.engine.reduction is not None and prepared.engine.reduction.ranks.tensor is not None
             join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
-            pieces = partial(tensor_pieces, pieces, local, tuple(param.shape), cuts[slot.name], out, join)
+            pieces = partial(iter, [TensorPiece(pieces, local, tuple(param.shape), cuts[slot.name], out, join)])
         found.append(NamedWeight(name, tuple(param.shape), out, pieces))
     for name, (value, persistent) in buffers_of(model).items():
         if persistent:

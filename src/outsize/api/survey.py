@@ -27,8 +27,8 @@ from outsize.plan.layout import (
     slice_of,
 )
 from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
+from outsize.run.collecting import collecting_sizes
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
-from outsize.run.reduction import collecting_sizes
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7

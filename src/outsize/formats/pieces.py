@@ -175,48 +175,34 @@ def _fill(out: torch.Tensor, at: int, runs: Iterator[torch.Tensor]) -> int:
     return at
 
 
-def tensor_pieces(
-    pieces: Callable[[], Iterator[Piece]],
-    local: tuple[int, ...],
-    whole: tuple[int, ...],
-    cut: Cut,
-    dtype: torch.dtype,
-    join: Join,
-) -> Iterator[Piece]:
-    """A parameter that tensor parallelism has split, in one piece. `pieces` are those of this rank's part, [local]."""
-    yield _TensorPiece(pieces, local, whole, cut, dtype, join)
-
-
 @final
-class _TensorPiece(Piece):
-    """Memory: the whole parameter, and this rank's part of it."""
+@dataclass
+class TensorPiece(Piece):
+    """A parameter that tensor parallelism has split, in one piece. Memory: all of it, and this rank's part again."""
 
-    def __init__(
-        self,
-        pieces: Callable[[], Iterator[Piece]],
-        local: tuple[int, ...],
-        whole: tuple[int, ...],
-        cut: Cut,
-        dtype: torch.dtype,
-        join: Join,
-    ) -> None:
-        self._pieces, self._local, self._whole, self._cut = pieces, local, whole, cut
-        self._dtype, self._join = dtype, join
+    pieces: Callable[[], Iterator[Piece]]
+    """Those of this rank's part."""
+    local: tuple[int, ...]
+    """The shape of that part."""
+    whole: tuple[int, ...]
+    cut: Cut
+    dtype: torch.dtype
+    join: Join
 
     def begin(self, slab: torch.Tensor) -> None:
         self._slab = slab
 
     def values(self) -> Iterator[torch.Tensor]:
-        own, at = torch.empty(prod(self._local), dtype=self._dtype), 0
-        for piece in self._pieces():
+        own, at = torch.empty(prod(self.local), dtype=self.dtype), 0
+        for piece in self.pieces():
             piece.begin(self._slab)
             try:
                 at = _fill(own, at, piece.values())
             finally:
                 piece.drain()
-        whole = torch.zeros(self._whole, dtype=self._dtype)
-        whole.narrow(self._cut.dim, self._cut.first, self._cut.count).copy_(own.view(self._local))
-        yield self._join(whole.view(-1).view(torch.uint8)).view(self._dtype)
+        whole = torch.zeros(self.whole, dtype=self.dtype)
+        whole.narrow(self.cut.dim, self.cut.first, self.cut.count).copy_(own.view(self.local))
+        yield self.join(whole.view(-1).view(torch.uint8)).view(self.dtype)
 
     def drain(self) -> None:
         return

@@ -34,4 +34,4 @@ class Giver:
         assert reduction is not None, "it outlives whoever waits"
         self.ready.difference_update(units)
         for unit in units:
-            reduction.keepers[unit].reduce()
+            reduction.collectors[unit].reduce()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import final
 
@@ -12,10 +12,10 @@ from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
-from outsize.run.buffers import unused
+from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad, vector_norm
-from outsize.run.local import like, local_gradient
-from outsize.run.reduction import Reduction, WholeGradients, collecting_sizes
+from outsize.run.local import expect_dense, like, local_gradient
+from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
 
 
@@ -42,10 +42,8 @@ class GradKeeper:
     ) -> None:
         """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit."""
         self._settle = settle
-        self._resting_bytes = resting_bytes
         self._reduction = reduction  # None with one rank
-        self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
-        self._home: torch.Tensor | None = None  # see Note [Where the mean was found]
+        self.collector = None if reduction is None else Collector(unit, reduction, self, resting_bytes)
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
@@ -56,8 +54,6 @@ class GradKeeper:
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, the one before] by parameter
-        self._expected: dict[str, RestingGrad] = {}  # what `param.grad` is, where something was collected for it
-        self._fresh: set[str] = set()  # those of them that nothing was laid to rest for yet
 
     # Note [Gradients of two steps]
     # Under the delayed update the gradients of one step are held back until the next. A unit then has two gradient
@@ -90,9 +86,7 @@ class GradKeeper:
     @property
     def passing_bytes(self) -> int:
         """Bytes that the gradients of a backward take before they have come to rest; only with several ranks."""
-        if self._reduction is None or not any(param.requires_grad for param in self._unit.parameters.values()):
-            return 0
-        return sum(collecting_sizes(self._unit.shard.whole, self._reduction.dtype)) + self._resting_bytes
+        return 0 if self.collector is None else self.collector.passing_bytes
 
     def turn(self) -> None:
         """The gradients at rest are held back: the next backward uses the other shard."""
@@ -120,7 +114,8 @@ class GradKeeper:
         grad = param.grad
         if grad is not None and not isinstance(grad, RestingGrad):
             grad = local_gradient(param, grad)
-            param.grad = self._collect(name, grad, None) if self._reduction is not None else self._rest(name, grad)
+            collector = self.collector
+            param.grad = self._rest(name, grad) if collector is None else collector.collect(name, grad, None)
         self._arrived.add(name)
         if complete and self.update_now is not None and self._frozen:
             self.deferred = True  # the frozen parameters may be needed until the backward is over
@@ -138,13 +133,13 @@ class GradKeeper:
         """The unit's gradients of this backward are complete, or as many as an interrupted one has left."""
         self.deferred = False
         self._arrived.clear()
-        if self._reduction is not None:
+        if self._reduction is not None and self.collector is not None:
             if not complete:
-                self.abandon()
+                self.collector.abandon()
             elif self._reduction.sync:
                 return  # see Note [Units that some ranks do not use]
             elif self._reduction.reducing:
-                self.reduce()
+                self.collector.reduce()
                 if self.update_now is None:
                     return  # the rest follows when it is reduced
                 self._reduction.flush()
@@ -189,12 +184,12 @@ class GradKeeper:
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
         more = local_gradient(self._unit.parameters[grad.label], more)
-        if grad is not self._expected.get(grad.label):
+        if self.collector is None or not self.collector.expects(grad):
             self.check_current(grad)
         if not grad.ops.zero:
             grad.expect_unspent("added to")
-        if self._reduction is not None:
-            self._collect(grad.label, more, grad)
+        if self.collector is not None:
+            self.collector.collect(grad.label, more, grad)
             return
         if grad.shard is not self._shard:  # its bytes belong to an update that is held back
             more = self.exact(grad).view(more.shape).add_(more.to("cpu"))
@@ -309,41 +304,8 @@ class GradKeeper:
 
     # -- several ranks -----------------------------------------------------------------------------------------------
 
-    # Note [Collected and reduced]
-    # With several ranks a backward's gradients are collected whole. What `param.grad` shows meanwhile is the gradient
-    # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
-    # when somebody asks. A gradient that the user throws away takes what was collected for it along.
-
-    def _collect(self, name: str, grad: torch.Tensor, previous: RestingGrad | None) -> RestingGrad:
-        if grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients (Embedding(sparse=False))"
-            )
-        assert self._reduction is not None
-        if self._whole is None:
-            self._whole = self._collecting()
-        if previous is None or previous is not self._expected.get(name):
-            self._whole.forget(name)  # of a gradient that is not there any more
-        self._whole.add(name, grad)
-        self._reduction.collected()
-        if previous is None:
-            previous = self._unfilled(name)
-            self._fresh.add(name)
-        self._expected[name] = previous
-        return previous
-
-    # Note [Where the mean was found]
-    # Where gradients stay on the device and are not split, the mean is left where it was found, and the unit collects
-    # in that memory again once nobody has a view of it: fresh memory is slow to come by. Never in a tensor of
-    # autograd's, which may be what waits at the other end of a skip connection.
-
-    def _collecting(self) -> WholeGradients:
-        assert self._reduction is not None
-        home = self._home if self._home is not None and unused(self._home) else None
-        return WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype, home)
-
-    def _unfilled(self, name: str) -> RestingGrad:
-        """What will be the gradient at rest."""
+    def unfilled(self, name: str) -> RestingGrad:
+        """What will be the gradient at rest, when it has been reduced."""
         resting = self._resting.get(name)
         if resting is None:
             param = self._unit.parameters[name]
@@ -353,86 +315,15 @@ class GradKeeper:
         resting[0].become(torch.zeros(()), None, None)
         return resting[0]
 
-    def reduce(self) -> None:
-        """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there."""
-        if self._whole is None:
-            return
-        assert self._reduction is not None
-        whole, self._whole = self._whole, None
-        expected, self._expected = self._expected, {}
-        fresh, self._fresh = self._fresh, set()
-        for name, grad in expected.items():
-            if self._unit.parameters[name].grad is not grad:
-                whole.forget(name)
-        if not whole.names:  # all were thrown away, as on every rank
-            whole.close()
-            return
-        whole.start(self._reduction.ranks)
-        self._reduction.launched(lambda: self._lay_down_reduced(whole, expected, fresh))
+    def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
+        """Lay what is this rank's of a reduced gradient to rest as `grad`, added to what rests as `previous`."""
+        norm, loose = self._lay_down(name, own, previous)
+        self._become(grad, norm, loose)
 
-    def _lay_down_reduced(
-        self, whole: WholeGradients, expected: Mapping[str, RestingGrad], fresh: Collection[str]
-    ) -> None:
-        assert self._reduction is not None
-        try:
-            reduced = whole.result()
-        except BaseException:
-            whole.keep()  # a collective may still write to it
-            for name in fresh:
-                if self._unit.parameters[name].grad is expected[name]:
-                    self._unit.parameters[name].grad = None
-            raise
-        stays, kept = self._shard is None and not self._reduction.split, False
-        try:
-            self._reduction.make_room_to_rest(self._resting_bytes)
-            for name, own in reduced.items():
-                grad = expected[name]
-                if self._unit.parameters[name].grad is not grad:
-                    continue  # thrown away meanwhile
-                own = own.clone() if self._shard is None and not stays else own
-                norm, loose = self._lay_down(name, own, None if name in fresh else grad)
-                self._become(grad, norm, loose)
-                kept = kept or (loose is not None and whole.holds(loose))
-        finally:
-            if kept:
-                self._home = whole.keep()
-            else:
-                whole.close()
+    def all_at_rest(self) -> None:
+        """What was reduced is laid to rest."""
         if self.update_now is None:
             self.finish()
-
-    def abandon(self) -> None:
-        """An interrupted backward: what it has collected is worth nothing, for other ranks may have more or less."""
-        whole, self._whole = self._whole, None
-        fresh, self._fresh, expected, self._expected = self._fresh, set(), self._expected, {}
-        for name in fresh:
-            param = self._unit.parameters[name]
-            if param.grad is expected[name]:
-                param.grad = None
-        if whole is not None:
-            whole.close()
-
-    def collected(self) -> list[bool]:
-        grads = ((name, param.grad) for name, param in self._unit.parameters.items())
-        return [grad is not None and grad is self._expected.get(name) for name, grad in grads]
-
-    def collect_absent(self, present: list[bool]) -> None:
-        assert self._reduction is not None
-        own = self.collected()
-        for (name, param), there, here in zip(self._unit.parameters.items(), present, own, strict=True):
-            if there and not here:
-                if self._whole is None:
-                    self._whole = self._collecting()
-                self._whole.add_nothing(name)
-                if not isinstance(param.grad, RestingGrad):
-                    param.grad = self._unfilled(name)
-                    self._fresh.add(name)
-                self._expected[name] = param.grad
-
-    def at_rest(self) -> Iterator[RestingGrad]:
-        for param in self._unit.parameters.values():
-            if isinstance(param.grad, RestingGrad):
-                yield param.grad
 
     def complete(self) -> None:
         if self._reduction is not None:
@@ -452,10 +343,7 @@ class GradKeeper:
         self, name: str, grad: torch.Tensor, previous: RestingGrad | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store a contribution; returns the norm of the sum, and the sum itself where it stays on the device."""
-        if grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients (Embedding(sparse=False))"
-            )
+        expect_dense(name, grad)
         self._settle(self._unit)  # see Note [An owed update owns its gradients]
         grad = grad.detach()
         ops = None if previous is None or previous.ops.zero else previous.ops

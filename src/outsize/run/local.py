@@ -51,6 +51,14 @@ def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return own
 
 
+def expect_dense(name: str, grad: torch.Tensor) -> None:
+    """Raise if the gradient of the parameter `name` is sparse."""
+    if grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients (Embedding(sparse=False))"
+        )
+
+
 def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value`, which is of this rank's part, as the user sees the parameter: a DTensor where that is one."""
     if not is_distributed(param):

@@ -1,4 +1,4 @@
-"""The gradients of several ranks become one: collected whole, reduced unit by unit, each rank keeping its slice."""
+"""When the gradients of several ranks are reduced, and what is known of them over all slices."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Protocol, final
 
 import torch
 
-from outsize.move.comm import Ranks, Reducing
+from outsize.move.comm import Ranks
 from outsize.move.generations import crc32c
 from outsize.move.memory import Ledger
-from outsize.move.shard import DTYPES, UnitShard
-from outsize.plan.layout import UnitLayout
+from outsize.move.shard import UnitShard
 from outsize.run.buffers import Buffers
 from outsize.run.grads import RestingGrad
 
 
 class Collecting(Protocol):
-    """The keeper of one unit's gradients."""
+    """What is collected of one unit's gradients."""
 
     def reduce(self) -> None:
         """Start to reduce what was collected."""
@@ -39,122 +38,6 @@ class Collecting(Protocol):
     def at_rest(self) -> Iterator[RestingGrad]:
         """The gradients at rest, in the order of the unit."""
         ...
-
-
-def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
-    """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
-    return [segment.numel * _collecting_dtype(segment.dtype, dtype).itemsize for segment in whole.segments]
-
-
-def _collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and own != "float64" else DTYPES[own]
-
-
-@final
-class WholeGradients:
-    """The whole gradients of one unit while they are collected on one rank, a flat buffer a segment."""
-
-    def __init__(
-        self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None, home: torch.Tensor | None = None
-    ) -> None:
-        """`home`: memory to collect them in, in place of a buffer."""
-        self._shard = shard
-        self._buffers = buffers
-        self._dtypes = {segment.dtype: _collecting_dtype(segment.dtype, dtype) for segment in shard.whole.segments}
-        sizes = collecting_sizes(shard.whole, dtype)
-        self._taken = home is None
-        self._memory = buffers.take(sum(sizes), shard.device) if home is None else home
-        self._flat: dict[str, torch.Tensor] = {}
-        first = 0
-        for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
-            self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
-            first += nbytes
-        self.names: set[str] = set()
-        self._going: list[Reducing] = []
-
-    def add(self, name: str, grad: torch.Tensor) -> None:
-        """A contribution of this rank."""
-        slot = self._shard.whole_slots[name]
-        start = slot.offset - self._shard.whole.segment_of(slot).start
-        target = self._flat[slot.dtype][start : start + slot.numel]
-        source = grad.detach().reshape(-1)
-        if name in self.names:
-            target.add_(source)
-        else:
-            target.copy_(source)
-            self.names.add(name)
-
-    def add_nothing(self, name: str) -> None:
-        """Zeros, for a parameter of which another rank has a gradient."""
-        slot = self._shard.whole_slots[name]
-        start = slot.offset - self._shard.whole.segment_of(slot).start
-        self._flat[slot.dtype][start : start + slot.numel].zero_()
-        self.names.add(name)
-
-    def forget(self, name: str) -> None:
-        """The user has thrown the gradient away."""
-        self.names.discard(name)
-
-    def start(self, ranks: Ranks) -> None:
-        """Start to reduce; nothing is added any more."""
-        reduce = ranks.reduce_scatter if self._shard.ranks > 1 else ranks.all_reduce
-        for segment in self._shard.whole.segments:
-            flat = self._flat[segment.dtype]
-            self._zero_the_rest(segment.dtype, flat)
-            self._going.append(reduce(flat, self._shard.layout.index))
-
-    def result(self) -> Mapping[str, torch.Tensor]:
-        """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
-        shard = self._shard
-        found: dict[str, torch.Tensor] = {}
-        spent: list[torch.Tensor] = []
-        for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
-            own = going.wait()
-            if going.ranks.copies is not None:  # every copy of the model has seen other data
-                own = going.ranks.copies.all_reduce(own, shard.layout.index).wait()
-            for slot in shard.layout.slots:
-                if slot.dtype == segment.dtype and slot.name in self.names:
-                    start = slot.offset - own_segment.start
-                    found[slot.name] = own[start : start + slot.numel].to(DTYPES[slot.dtype])
-            spent += _around(self._flat[segment.dtype], own)
-        if self._taken:
-            self._buffers.spend(self._memory, spent)
-        return found
-
-    def _zero_the_rest(self, dtype: str, flat: torch.Tensor) -> None:
-        """Gaps between parameters, and parameters without a gradient, hold what was there before."""
-        segment = next(each for each in self._shard.whole.segments if each.dtype == dtype)
-        end = 0
-        for slot in self._shard.whole.slots:
-            if slot.dtype == dtype and slot.name in self.names:
-                start = slot.offset - segment.start
-                flat[end:start].zero_()
-                end = start + slot.numel
-        flat[end:].zero_()
-
-    def close(self) -> None:
-        self._flat.clear()
-        if self._taken:
-            self._buffers.give(self._memory)
-
-    def holds(self, value: torch.Tensor) -> bool:
-        """Whether a value lies in this memory."""
-        return 0 <= value.data_ptr() - self._memory.data_ptr() < self._memory.numel()
-
-    def keep(self) -> torch.Tensor:
-        """In place of `close`: the memory stays in use, and is not the buffers' any more."""
-        self._flat.clear()
-        if self._taken:
-            self._buffers.lose(self._memory)
-        return self._memory
-
-
-def _around(whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
-    """What lies before and after a part of a 1-D tensor; all of it, if the part lies elsewhere."""
-    first = (part.data_ptr() - whole.data_ptr()) // whole.itemsize
-    if not 0 <= first < max(whole.numel(), 1):
-        return [whole]
-    return [whole[:first], whole[first + part.numel() :]]
 
 
 @final
@@ -182,7 +65,7 @@ class Reduction:
         self.dtype = dtype
         self.reducing = True
         self.adds_up = True  # whether the budget holds the whole gradients of the model
-        self.keepers: list[Collecting] = []
+        self.collectors: list[Collecting] = []
         self.make_room_to_rest: Callable[[int], None] = lambda nbytes: None
         """Called before the gradients of a unit are laid to rest, with what they take there."""
         self._due = False  # whether something may have been collected since all was reduced
@@ -210,7 +93,7 @@ class Reduction:
             going()
 
     def collected(self) -> None:
-        """A keeper has something to reduce."""
+        """A unit has something to reduce."""
         self._due = self._due or not self.sync  # there the end of the backward says so, on every rank
 
     def end_of_backward(self) -> None:
@@ -234,8 +117,8 @@ class Reduction:
             return
         if self.ranks.giving is not None:
             self.ranks.giving.ready.clear()
-        for keeper in self.keepers:
-            keeper.abandon()
+        for collector in self.collectors:
+            collector.abandon()
 
     def unit_complete(self, unit: int) -> None:
         """This rank has all gradients of the unit; see Note [Units that some ranks do not use].
@@ -257,15 +140,15 @@ class Reduction:
                 self.ranks.giving.ready.clear()
             if self.sync:
                 self._agree_on_presence()
-            for keeper in self.keepers:
-                keeper.reduce()
+            for collector in self.collectors:
+                collector.reduce()
         self.flush()
         if not self._stale:
             return
         self._stale = False
         if not self.split and self.ranks.tensor is None:
             return
-        grads = [grad for keeper in self.keepers for grad in keeper.at_rest()]
+        grads = [grad for collector in self.collectors for grad in collector.at_rest()]
         for grad in grads:
             if grad.own_norm is None:
                 grad.own_norm = grad.norms[2.0].detach().to("cpu", torch.float64, copy=True)
@@ -278,13 +161,13 @@ class Reduction:
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
 
     def _agree_on_presence(self) -> None:
-        collected = [keeper.collected() for keeper in self.keepers]
+        collected = [collector.collected() for collector in self.collectors]
         present = torch.tensor([each for unit in collected for each in unit], dtype=torch.int32)
         for group in self.ranks.everyone():
             present = group.combine(present, "gradients", "max")
         flags = iter(present.tolist())
-        for keeper, unit in zip(self.keepers, collected, strict=True):
-            keeper.collect_absent([bool(next(flags)) for _ in unit])
+        for collector, unit in zip(self.collectors, collected, strict=True):
+            collector.collect_absent([bool(next(flags)) for _ in unit])
 
     def check_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""

@@ -1,0 +1,285 @@
+"""The gradients of one unit with several ranks: collected whole, and reduced, so that each rank keeps its slice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol, final
+
+import torch
+
+from outsize.move.comm import Ranks, Reducing
+from outsize.move.shard import DTYPES, UnitShard
+from outsize.plan.layout import UnitLayout
+from outsize.run.buffers import Buffers, unused
+from outsize.run.grads import RestingGrad
+from outsize.run.local import expect_dense
+from outsize.run.reduction import Reduction
+from outsize.run.unit import Unit
+
+
+class Rest(Protocol):
+    """Where what was reduced comes to rest: the keeper of the unit's gradients."""
+
+    def unfilled(self, name: str) -> RestingGrad:
+        """What will be the gradient at rest."""
+        ...
+
+    def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
+        """Lay this rank's part to rest as `grad`, added to what rests there already as `previous`."""
+        ...
+
+    def all_at_rest(self) -> None:
+        """What was reduced is laid to rest."""
+        ...
+
+
+def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
+    """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
+    return [segment.numel * _collecting_dtype(segment.dtype, dtype).itemsize for segment in whole.segments]
+
+
+def _collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own != "float64" else DTYPES[own]
+
+
+@final
+class WholeGradients:
+    """The whole gradients of one unit while they are collected on one rank, a flat buffer a segment."""
+
+    def __init__(
+        self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None, home: torch.Tensor | None = None
+    ) -> None:
+        """`home`: memory to collect them in, in place of a buffer."""
+        self._shard = shard
+        self._buffers = buffers
+        self._dtypes = {segment.dtype: _collecting_dtype(segment.dtype, dtype) for segment in shard.whole.segments}
+        sizes = collecting_sizes(shard.whole, dtype)
+        self._taken = home is None
+        self._memory = buffers.take(sum(sizes), shard.device) if home is None else home
+        self._flat: dict[str, torch.Tensor] = {}
+        first = 0
+        for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
+            self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
+            first += nbytes
+        self.names: set[str] = set()
+        self._going: list[Reducing] = []
+
+    def add(self, name: str, grad: torch.Tensor) -> None:
+        """A contribution of this rank."""
+        slot = self._shard.whole_slots[name]
+        start = slot.offset - self._shard.whole.segment_of(slot).start
+        target = self._flat[slot.dtype][start : start + slot.numel]
+        source = grad.detach().reshape(-1)
+        if name in self.names:
+            target.add_(source)
+        else:
+            target.copy_(source)
+            self.names.add(name)
+
+    def add_nothing(self, name: str) -> None:
+        """Zeros, for a parameter of which another rank has a gradient."""
+        slot = self._shard.whole_slots[name]
+        start = slot.offset - self._shard.whole.segment_of(slot).start
+        self._flat[slot.dtype][start : start + slot.numel].zero_()
+        self.names.add(name)
+
+    def forget(self, name: str) -> None:
+        """The user has thrown the gradient away."""
+        self.names.discard(name)
+
+    def start(self, ranks: Ranks) -> None:
+        """Start to reduce; nothing is added any more."""
+        reduce = ranks.reduce_scatter if self._shard.ranks > 1 else ranks.all_reduce
+        for segment in self._shard.whole.segments:
+            flat = self._flat[segment.dtype]
+            self._zero_the_rest(segment.dtype, flat)
+            self._going.append(reduce(flat, self._shard.layout.index))
+
+    def result(self) -> Mapping[str, torch.Tensor]:
+        """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
+        shard = self._shard
+        found: dict[str, torch.Tensor] = {}
+        spent: list[torch.Tensor] = []
+        for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
+            own = going.wait()
+            if going.ranks.copies is not None:  # every copy of the model has seen other data
+                own = going.ranks.copies.all_reduce(own, shard.layout.index).wait()
+            for slot in shard.layout.slots:
+                if slot.dtype == segment.dtype and slot.name in self.names:
+                    start = slot.offset - own_segment.start
+                    found[slot.name] = own[start : start + slot.numel].to(DTYPES[slot.dtype])
+            spent += _around(self._flat[segment.dtype], own)
+        if self._taken:
+            self._buffers.spend(self._memory, spent)
+        return found
+
+    def _zero_the_rest(self, dtype: str, flat: torch.Tensor) -> None:
+        """Gaps between parameters, and parameters without a gradient, hold what was there before."""
+        segment = next(each for each in self._shard.whole.segments if each.dtype == dtype)
+        end = 0
+        for slot in self._shard.whole.slots:
+            if slot.dtype == dtype and slot.name in self.names:
+                start = slot.offset - segment.start
+                flat[end:start].zero_()
+                end = start + slot.numel
+        flat[end:].zero_()
+
+    def close(self) -> None:
+        self._flat.clear()
+        if self._taken:
+            self._buffers.give(self._memory)
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a value lies in this memory."""
+        return 0 <= value.data_ptr() - self._memory.data_ptr() < self._memory.numel()
+
+    def keep(self) -> torch.Tensor:
+        """In place of `close`: the memory stays in use, and is not the buffers' any more."""
+        self._flat.clear()
+        if self._taken:
+            self._buffers.lose(self._memory)
+        return self._memory
+
+
+def _around(whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
+    """What lies before and after a part of a 1-D tensor; all of it, if the part lies elsewhere."""
+    first = (part.data_ptr() - whole.data_ptr()) // whole.itemsize
+    if not 0 <= first < max(whole.numel(), 1):
+        return [whole]
+    return [whole[:first], whole[first + part.numel() :]]
+
+
+@final
+class Collector:
+    """Collects the gradients of one unit on one rank, until all ranks have reduced them."""
+
+    # Note [Collected and reduced]
+    # With several ranks a backward's gradients are collected whole. What `param.grad` shows meanwhile is the gradient
+    # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
+    # when somebody asks. A gradient that the user throws away takes what was collected for it along.
+
+    def __init__(self, unit: Unit, reduction: Reduction, rest: Rest, resting_bytes: int) -> None:
+        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit."""
+        self._unit = unit
+        self._reduction = reduction
+        self._rest = rest
+        self._resting_bytes = resting_bytes
+        self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
+        self._home: torch.Tensor | None = None  # see Note [Where the mean was found]
+        self._expected: dict[str, RestingGrad] = {}  # what `param.grad` is, where something was collected for it
+        self._fresh: set[str] = set()  # those of them that nothing was laid to rest for yet
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that the gradients of a backward take before they have come to rest."""
+        if not any(param.requires_grad for param in self._unit.parameters.values()):
+            return 0
+        return sum(collecting_sizes(self._unit.shard.whole, self._reduction.dtype)) + self._resting_bytes
+
+    def expects(self, grad: RestingGrad) -> bool:
+        """Whether something was collected that will be added to this gradient."""
+        return grad is self._expected.get(grad.label)
+
+    def collect(self, name: str, grad: torch.Tensor, previous: RestingGrad | None) -> RestingGrad:
+        """A contribution of this rank; returns what `param.grad` shows, which is `previous` where there is one."""
+        expect_dense(name, grad)
+        if self._whole is None:
+            self._whole = self._begin()
+        if previous is None or not self.expects(previous):
+            self._whole.forget(name)  # of a gradient that is not there any more
+        self._whole.add(name, grad)
+        self._reduction.collected()
+        if previous is None:
+            previous = self._rest.unfilled(name)
+            self._fresh.add(name)
+        self._expected[name] = previous
+        return previous
+
+    # Note [Where the mean was found]
+    # Where gradients stay on the device and are not split, the mean is left where it was found, and the unit collects
+    # in that memory again once nobody has a view of it: fresh memory is slow to come by. Never in a tensor of
+    # autograd's, which may be what waits at the other end of a skip connection.
+
+    def _begin(self) -> WholeGradients:
+        home = self._home if self._home is not None and unused(self._home) else None
+        return WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype, home)
+
+    def reduce(self) -> None:
+        """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there."""
+        if self._whole is None:
+            return
+        whole, self._whole = self._whole, None
+        expected, self._expected = self._expected, {}
+        fresh, self._fresh = self._fresh, set()
+        for name, grad in expected.items():
+            if self._unit.parameters[name].grad is not grad:
+                whole.forget(name)
+        if not whole.names:  # all were thrown away, as on every rank
+            whole.close()
+            return
+        whole.start(self._reduction.ranks)
+        self._reduction.launched(lambda: self._lay_to_rest(whole, expected, fresh))
+
+    def _lay_to_rest(self, whole: WholeGradients, expected: Mapping[str, RestingGrad], fresh: Collection[str]) -> None:
+        try:
+            reduced = whole.result()
+        except BaseException:
+            whole.keep()  # a collective may still write to it
+            self._withdraw(expected, fresh)
+            raise
+        on_device = self._unit.shard.grads is None
+        kept = False
+        try:
+            self._reduction.make_room_to_rest(self._resting_bytes)
+            for name, own in reduced.items():
+                grad = expected[name]
+                if self._unit.parameters[name].grad is not grad:
+                    continue  # thrown away meanwhile
+                own = own.clone() if on_device and self._reduction.split else own
+                self._rest.rest_reduced(name, own, None if name in fresh else grad, grad)
+                kept = kept or (grad.loose is not None and whole.holds(grad.loose))
+        finally:
+            if kept:
+                self._home = whole.keep()
+            else:
+                whole.close()
+        self._rest.all_at_rest()
+
+    def abandon(self) -> None:
+        """An interrupted backward: what it has collected is worth nothing, for other ranks may have more or less."""
+        whole, self._whole = self._whole, None
+        fresh, self._fresh, expected, self._expected = self._fresh, set(), self._expected, {}
+        self._withdraw(expected, fresh)
+        if whole is not None:
+            whole.close()
+
+    def _withdraw(self, expected: Mapping[str, RestingGrad], fresh: Collection[str]) -> None:
+        """Take back the gradients that were shown before there was anything in them."""
+        for name in fresh:
+            param = self._unit.parameters[name]
+            if param.grad is expected[name]:
+                param.grad = None
+
+    def collected(self) -> list[bool]:
+        """Of each parameter of the unit whether something was collected for it."""
+        grads = (param.grad for param in self._unit.parameters.values())
+        return [isinstance(grad, RestingGrad) and self.expects(grad) for grad in grads]
+
+    def collect_absent(self, present: list[bool]) -> None:
+        """Collect nothing, zeros, for those of which another rank has something."""
+        own = self.collected()
+        for (name, param), there, here in zip(self._unit.parameters.items(), present, own, strict=True):
+            if there and not here:
+                if self._whole is None:
+                    self._whole = self._begin()
+                self._whole.add_nothing(name)
+                if not isinstance(param.grad, RestingGrad):
+                    param.grad = self._rest.unfilled(name)
+                    self._fresh.add(name)
+                self._expected[name] = param.grad
+
+    def at_rest(self) -> Iterator[RestingGrad]:
+        """The gradients at rest, in the order of the unit."""
+        for param in self._unit.parameters.values():
+            if isinstance(param.grad, RestingGrad):
+                yield param.grad
