@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tests.ranks.training import Setting
 LAYERS = 4
 DRIVES = (0.1e9, 0.2e9)
 """Bytes a second of a rank's own drive: so slow that two ranks do not reach what one drive of a machine gives."""
+ROUNDS = 3
+PARTS = {"seconds": "a step", "forward": "the forward of a step, in which all is read and updated,"}
 PAIRS = (("stage 0", "ddp"), ("stage 3", "fsdp2"))
 GB = 1e9
 
@@ -91,13 +94,17 @@ def drives(directory: str) -> list[Row]:
         Path(folder).mkdir(exist_ok=True)
     rows = []
     for rate in DRIVES:
-        job = (ranks_jobs.on_own_drive, LAYERS, folders, rate)
-        alone = run_on_ranks(1, *job, limit=900.0)[0]
-        seconds = max(each["seconds"] for each in run_on_ranks(2, *job, limit=900.0))
-        what = f"a step of 2 ranks ({seconds:.2f} s) over one of 1 rank ({alone['seconds']:.2f} s)"
-        ratio = seconds / alone["seconds"]
-        what = f"{what}, each with a drive of {rate / GB:.1f} GB/s"
-        rows.append(Row(what, f"{ratio:.2f} x", "0.5 x, to 10 %", ratio <= 0.55))
+        found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+        for _ in range(ROUNDS):
+            for ranks, each in found.items():
+                ends = run_on_ranks(ranks, ranks_jobs.on_own_drive, LAYERS, folders, rate, limit=900.0)
+                each.append(max(ends, key=lambda end: end["seconds"]))
+        for part in ("seconds", "forward"):
+            alone, two = (statistics.median(each[part] for each in found[ranks]) for ranks in (1, 2))
+            ratio = two / alone
+            what = f"{PARTS[part]} of 2 ranks ({two:.2f} s) over that of 1 rank ({alone:.2f} s)"
+            what = f"{what}, each with a drive of {rate / GB:.1f} GB/s, {ROUNDS} rounds"
+            rows.append(Row(what, f"{ratio:.2f} x", "0.5 x, to 10 %", ratio <= 0.55))
     return rows
 
 

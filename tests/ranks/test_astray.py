@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,3 +257,46 @@ def slow(disk: str) -> str:
 
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     assert [end.value for end in ends_on_ranks(2, slow, str(tmp_path))] == ["went right"] * 2
+
+
+class HeldUp:
+    """A collective that is over on this rank only when the others have waited for it for some time."""
+
+    def __init__(self, work: Any, store: Any) -> None:
+        self._work, self._store = work, store
+
+    def is_completed(self) -> bool:
+        return bool(self._store.check(["waited"]) and self._work.is_completed())
+
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        self._store.wait(["waited"], timeout or timedelta(seconds=DETECTED_SECONDS))
+        return self._work.wait()
+
+
+def slow_in_a_collective(disk: str) -> str:
+    """In its third step rank 1 is at a gathering for so long that rank 0 has looked ten times what holds it up."""
+    run = Run(HOST, disk)
+    store = dist.distributed_c10d._get_default_store()
+    reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
+    ranks: Any = reduction.ranks  # type: ignore[union-attr]
+    compare, group, looked = ranks._watch._compare, ranks._groups["gather"], []
+
+    def look() -> None:
+        looked.extend([1] if ranks._stuck() is not None else [])
+        if len(looked) == 10:
+            store.set("waited", "1")
+        compare()
+
+    ranks._watch._compare = look if run.rank == 0 else compare
+    for number in range(3):
+        if number == 2 and run.rank == 1:
+            ranks._groups["gather"] = SimpleNamespace(
+                _allgather_base=lambda *given: HeldUp(group._allgather_base(*given), store)
+            )
+        run.step(number)
+    return "went right"
+
+
+def test_a_rank_that_is_slow_at_what_was_agreed_on_is_waited_for(tmp_path: Path) -> None:
+    ends = ends_on_ranks(2, slow_in_a_collective, str(tmp_path))
+    assert [end.value for end in ends] == ["went right"] * 2, [end.error for end in ends]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outsize.move.comm import STUCK_SECONDS, Ranks
 from outsize.move.purpose import AHEAD, KINDS, OFFER, WANT, WANT_BACK, Purpose, Turn, decode, encode, turn_of, words_for
+from outsize.move.watch import Standstill
 
 
 def want(unit: int, *ahead: int) -> Purpose:
@@ -57,5 +58,7 @@ def test_who_still_fetches_what_was_agreed_on_is_slow_and_not_stuck(busy: bool) 
     ranks: Any = Ranks.__new__(Ranks)
     ranks.names, ranks._number, ranks._blocked = ["an expert"], 0, 0
     ranks._waiting = {"control": (time.monotonic() - STUCK_SECONDS - 1, want(0))}
+    ranks._come = {"control": 7}
     ranks.giving = SimpleNamespace(busy=lambda: busy)
-    assert ranks._stuck_here() == ("" if busy else "want of unit 'an expert' in step 3 (0 elements) of model 0")
+    words = "want of unit 'an expert' in step 3 (0 elements) of model 0"
+    assert ranks._stuck_here({}) == (None if busy else Standstill(words, "0/control", 7, {}))

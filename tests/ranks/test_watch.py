@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from outsize.move import watch
-from outsize.move.watch import Watch
+from outsize.move.watch import Standstill, Watch, apart
 
 
 class Store:
@@ -56,7 +56,7 @@ def store() -> Store:
 
 @pytest.fixture
 def ranks(clock: Clock, store: Store) -> Iterator[list[Watch]]:
-    made = [Watch(store, rank, 3, lambda: "") for rank in range(3)]
+    made = [Watch(store, rank, 3, lambda: None) for rank in range(3)]
     yield made
     for each in made:
         each.close()
@@ -106,3 +106,43 @@ def test_without_a_store_nobody_is_accused(ranks: list[Watch], store: Store) -> 
     ranks[2].tell("whatever")  # there is nobody to tell, and that is no error
     assert ranks[1].find_gone() == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
     store.broken = False
+
+
+def waits(lane: str, turn: int, **come: int) -> Standstill:
+    return Standstill(f"{lane} {turn}", lane, turn, come)
+
+
+@pytest.mark.parametrize(
+    ("every", "never"),
+    [
+        ([waits("gather", 5, gather=5, control=2), waits("control", 3, gather=4, control=3)], True),
+        (
+            [waits("gather", 5, gather=5, control=2), waits("gather", 6, gather=6, control=2)],
+            False,
+        ),  # the first is slow
+        ([waits("control", 3, control=3, gather=5), waits("gather", 6, control=3, gather=6)], False),
+        ([waits("gather", 5, gather=5), waits("gather", 5, gather=5)], False),
+        ([waits("gather", 5, gather=5), waits("control", 1, control=1)], True),  # of a model that the other has not
+        ([waits("a", 1, a=1, b=0, c=0), waits("b", 1, a=0, b=1, c=0), waits("c", 1, a=0, b=0, c=1)], True),
+        ([waits("a", 1, a=1, b=0), waits("a", 1, a=1, b=0), waits("b", 1, a=1, b=1)], False),
+    ],
+)
+def test_ranks_are_apart_if_each_waits_for_one_that_waits_elsewhere(every: list[Standstill], never: bool) -> None:
+    assert apart(every) is never
+
+
+def test_what_a_rank_tells_is_what_the_others_hear() -> None:
+    told = waits("gather", 5, gather=5, control=2)
+    assert Standstill.from_text(told.to_text()) == told
+
+
+def test_ranks_that_are_apart_for_two_looks_say_what_each_waits_for(clock: Clock, store: Store) -> None:
+    lanes = ["gather", "control"]
+    every = [Watch(store, rank, 2, lambda rank=rank: waits(lanes[rank], 1, **{lanes[rank]: 1})) for rank in range(2)]
+    for count in range(1, 4):
+        assert not every[0].apart
+        for each in every:
+            beat(each, count)
+    assert every[0].apart == every[1].apart == ["gather 1", "control 1"]
+    for each in every:
+        each.close()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from outsize.move.purpose import AHEAD, OFFER, WANT, Purpose, Turn, decode, encode, turn_of, words_for
-from outsize.move.watch import Watch
+from outsize.move.watch import Standstill, Watch
 
 # Note [Lanes]
 # Collectives of one group must start in the same order on every rank. Those of the conveyor's thread, those of the
@@ -31,8 +31,9 @@ from outsize.move.watch import Watch
 # A rank waits by asking again and again, never inside the library. Meanwhile a thread looks after the others: each rank
 # counts in the store twice a second, and looks whether its neighbour counts; the word of a rank that has failed, ended
 # or stopped counting is left for all, and ends the waiting of all others, with its number in the error. One that is
-# slow but alive is waited for. Where every rank waits, and not all for the same, nobody will ever come: each says what
-# it waits for, and all end.
+# slow but alive is waited for. Where every rank waits for others to agree, and each for one that is waiting elsewhere,
+# nobody will ever come: each says what it waits for, and all end. What was agreed on is never a reason to end: all have
+# begun it, and who is still at it may be short of time or memory.
 
 LANES = ("gather", "reduce", "control", "save")
 STUCK_SECONDS = 3.0
@@ -95,7 +96,7 @@ class Reducing:
 
     def wait(self) -> torch.Tensor:
         """The mean, as far as this rank keeps it. Blocks."""
-        self.ranks._await(self._work, self._purpose, "reduce")
+        self.ranks._await(self._work, self._purpose)
         return self._own.div_(self.ranks.size)
 
 
@@ -129,7 +130,8 @@ class Ranks:
         self._groups = dict(self._agreeing)
         if backend != "gloo":
             self._groups |= {lane: self._open_nccl(lane, store) for lane in LANES[:2]}
-        self._waiting: dict[str, tuple[float, Purpose]] = {}  # by lane: since when, and what for
+        self._waiting: dict[str, tuple[float, Purpose]] = {}  # to agree, by lane: since when, and on what
+        self._come = dict.fromkeys(LANES, 0)  # how often this rank has come to agree
         self._blocked = 0
         self._watch = Watch(_own_store(number, self.members, apart=True), self.rank, self.size, self._stuck)
         self._number = number
@@ -164,7 +166,7 @@ class Ranks:
         share = flat.numel() // self.size
         own = flat[self.rank * share : (self.rank + 1) * share]
         self._agree("gather", purpose)
-        self._await(self._groups["gather"]._allgather_base(flat, own), purpose, "gather")
+        self._await(self._groups["gather"]._allgather_base(flat, own), purpose)
         self.counts.add("gather", flat.numel())
 
     def reduce_scatter(self, flat: torch.Tensor, unit: int) -> Reducing:
@@ -196,21 +198,27 @@ class Ranks:
         finally:
             self._blocked -= 1
 
-    def _stuck(self) -> str:
-        """What the user's loop has been waiting for, for some time, from these ranks, of whatever model; empty while it
+    def _stuck(self) -> Standstill | None:
+        """What the user's loop has been waiting for, for some time, from these ranks, of whatever model; None while it
         goes on."""
-        found = (each._stuck_here() for each in list(_open) if each.members == self.members)
-        return next((each for each in found if each), "")
+        models = [each for each in list(_open) if each.members == self.members]
+        come = {each._name_of(lane): count for each in models for lane, count in each._come.items()}
+        found = (each._stuck_here(come) for each in models)
+        return next((each for each in found if each is not None), None)
 
-    def _stuck_here(self) -> str:
+    def _stuck_here(self, come: Mapping[str, int]) -> Standstill | None:
         if self.giving is not None and self.giving.busy():
-            return ""  # slow at most: who waits for it waits for what was agreed on
+            return None  # slow at most: who waits for it waits for what was agreed on
         lanes = ("control", "reduce", "gather") if self._blocked else ("control", "reduce")
         for lane in lanes:
             since, purpose = self._waiting.get(lane, (0.0, None))
             if purpose is not None and time.monotonic() - since > STUCK_SECONDS:
-                return f"{purpose.words(self.names)} of model {self._number}"
-        return ""
+                words = f"{purpose.words(self.names)} of model {self._number}"
+                return Standstill(words, self._name_of(lane), self._come[lane], come)
+        return None
+
+    def _name_of(self, lane: str) -> str:
+        return f"{self._number}/{lane}"
 
     # -- what is agreed on -------------------------------------------------------------------------------------------
 
@@ -219,7 +227,7 @@ class Ranks:
         ops: Any = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         purpose = Purpose(kind, -1, self.step, values.numel())
         self._agree("control", purpose)
-        self._await(_all_reduce(self._groups["control"], values, ops[op]), purpose, "control")
+        self._await(_all_reduce(self._groups["control"], values, ops[op]), purpose)
         return values
 
     def collect(self, value: object, kind: str, lane: str = "control", step: int | None = None) -> list[Any]:
@@ -229,11 +237,11 @@ class Ranks:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64)
         group = self._groups[lane]
-        self._await(group._allgather_base(sizes, torch.tensor([content.numel()])), purpose, lane)
+        self._await(group._allgather_base(sizes, torch.tensor([content.numel()])), purpose)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: content.numel()] = content
         every = torch.empty(self.size, padded.numel(), dtype=torch.uint8)
-        self._await(group._allgather_base(every.view(-1), padded), purpose, lane)
+        self._await(group._allgather_base(every.view(-1), padded), purpose)
         # What comes in was written by this very program on another rank of the job.
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes.tolist(), strict=True)]
 
@@ -299,8 +307,13 @@ class Ranks:
         ready = () if giving is None else giving.ready
         mine = torch.tensor(encode(purpose, ready, 0 if giving is None else words_for(len(self.names))))
         every = torch.empty(self.size, len(mine), dtype=mine.dtype)
-        group = self._agreeing[lane]
-        self._await(group._allgather_base(every.view(-1), mine), purpose, lane)
+        work = self._agreeing[lane]._allgather_base(every.view(-1), mine)
+        self._come[lane] += 1
+        self._waiting[lane] = time.monotonic(), purpose
+        try:
+            self._await(work, purpose)
+        finally:
+            del self._waiting[lane]
         found, common = decode(every.tolist())
         if giving is not None and common:
             giving.reduce(common)
@@ -315,18 +328,14 @@ class Ranks:
         self.fail(error)
         return error
 
-    def _await(self, work: Any, purpose: Purpose, lane: str) -> None:
-        self._waiting[lane] = time.monotonic(), purpose
-        try:
-            while not work.is_completed():
-                try:
-                    work.wait(LOOK)
-                except RuntimeError:  # the time is over, or it went wrong
-                    if not work.is_completed():
-                        self._check_others(purpose)
-            self._guard(work.wait, purpose)
-        finally:
-            del self._waiting[lane]
+    def _await(self, work: Any, purpose: Purpose) -> None:
+        while not work.is_completed():
+            try:
+                work.wait(LOOK)
+            except RuntimeError:  # the time is over, or it went wrong
+                if not work.is_completed():
+                    self._check_others(purpose)
+        self._guard(work.wait, purpose)
 
     def _guard(self, action: Any, purpose: Purpose) -> None:
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 BEAT_SECONDS = 0.5
@@ -14,11 +16,39 @@ SILENT_SECONDS = 6.0
 """A rank whose count stands still for so long is gone: its process ended, was killed or lost the network."""
 
 
+@dataclass(frozen=True)
+class Standstill:
+    """What a rank waits for: the others, to agree with it for the `turn`-th time on `lane`."""
+
+    words: str
+    """For errors."""
+    lane: str
+    turn: int
+    come: Mapping[str, int]
+    """By lane, how often this rank has come to agree."""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Standstill:
+        return cls(**json.loads(text))
+
+
+def apart(every: Sequence[Standstill]) -> bool:
+    """Whether each rank waits for one that will not come, since it waits itself, elsewhere.
+
+    A rank to which all others have come already is merely slow, however far they have gone meanwhile.
+    """
+    return all(any(other.come.get(each.lane, 0) < each.turn for other in every) for each in every)
+
+
 @final
 class Watch:
     """Counts in the store that all ranks share, and looks whether the others count."""
 
-    def __init__(self, store: Any, rank: int, size: int, stuck: Callable[[], str]) -> None:
+    def __init__(self, store: Any, rank: int, size: int, stuck: Callable[[], Standstill | None]) -> None:
+        """`stuck`: what this rank has been waiting for, for some time; None while it goes on."""
         self._stuck, self._told_stuck = stuck, ""
         self._all_stuck: list[str] = []
         self.apart: list[str] = []  # what each rank waits for, where all wait and not for the same
@@ -115,7 +145,8 @@ class Watch:
 
     def _compare(self) -> None:
         """Look whether every rank waits, and what for, where this one does."""
-        stuck = self._stuck()
+        own = self._stuck()
+        stuck = "" if own is None else own.to_text()
         if stuck != self._told_stuck:
             self._told_stuck = stuck
             self._store.set(f"stuck/{self._rank}", stuck or "-")  # a store keeps no empty values
@@ -126,8 +157,10 @@ class Watch:
         every = [self._store.get(key).decode() for key in keys]
         if "-" in every:
             every = []
-        if every and every == self._all_stuck and len(set(every)) > 1:
-            self.apart = every
+        if every and every == self._all_stuck:
+            found = [Standstill.from_text(each) for each in every]
+            if apart(found):
+                self.apart = [each.words for each in found]
         self._all_stuck = every
 
     def _beats(self) -> dict[int, int]:
