@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/ranks.py DIRECTORY [STEPS]
 
 The directory is shared by all ranks. Kill a worker (`kill -9`): the others end with an error that names it, torchrun
-starts all of them again, and training goes on as if nothing had been. Start it with another `--nproc-per-node`: it goes
-on from the same checkpoints. `KILL_AT=30` makes the last rank kill itself once before that step, to see it happen.
+starts all of them again, and training goes on as if nothing had been. Start it with another `--nproc-per-node` that
+divides the 16 rows of a batch: it goes on from the same checkpoints. `KILL_AT=30` makes the last rank kill itself once
+before that step, to see it happen.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def main(directory: Path, steps: int) -> float:
     disk = directory / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     outsize.prepare(model, optimizer, device="cpu", disk=disk, **outsize.presets["zero-infinity-nvme"])
-    rank, ranks = dist.get_rank(), dist.get_world_size()  # prepare has joined the job
+    several = dist.is_initialized()  # prepare has joined the job, if it has more than one process
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
 
     step, loss = 0, torch.zeros(())
     if any((directory / "ckpts").glob("step-*")):
         step = outsize.load(directory / "ckpts", model, optimizer)["step"]
     while step < steps:
-        _maybe_die(directory, step)
+        _maybe_die(directory, step, last=rank == ranks - 1)
         # Every rank takes its own rows of the batch of this step.
         rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
         loss = (model(rows) - rows).square().mean()
@@ -45,21 +47,23 @@ def main(directory: Path, steps: int) -> float:
         step += 1
         if step % 10 == 0 or step == steps:
             outsize.save(directory / "ckpts" / f"step-{step}", model, optimizer, {"step": step}, keep=2)
-    loss = loss.detach()
-    dist.all_reduce(loss, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+    loss = loss.detach() / ranks
+    if several:
+        dist.all_reduce(loss)
+        dist.destroy_process_group()
     if rank == 0:
-        print(f"after {step} steps on {ranks} ranks: loss {loss.item() / ranks!r}", flush=True)
-    dist.destroy_process_group()
+        print(f"after {step} steps on {ranks} ranks: loss {loss.item()!r}", flush=True)
     return loss.item()
 
 
-def _maybe_die(directory: Path, step: int) -> None:
+def _maybe_die(directory: Path, step: int, last: bool) -> None:
     died = directory / "died"
-    last = dist.get_rank() == dist.get_world_size() - 1
     if last and step == int(os.environ.get("KILL_AT", "-1")) and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 100)

@@ -2,7 +2,8 @@
 
     python examples/resume.py DIRECTORY [STEPS]
 
-Run it twice with the same directory, or kill it in between. Needs torchdata (`pip install torchdata`).
+Kill it in between and run it again, or run it with 50 steps and then with 100. (Once all steps are done it has nothing
+to do and prints 0.0.) Needs torchdata and safetensors (`pip install torchdata safetensors`).
 """
 
 from __future__ import annotations
@@ -56,4 +57,6 @@ def main(directory: Path, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     print(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 100))

@@ -108,7 +108,7 @@ class Config:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r} but torch sees no CUDA device; use device='cpu'")
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cuda", _own_accelerator())
         object.__setattr__(self, "device", device)
 
     def _refuse_what_is_not_built(self) -> None:
@@ -152,13 +152,19 @@ def make_config(config: Config | None, given: dict[str, Any]) -> Config:
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise TypeError(f"unknown field {name!r}{hint} The fields are: {', '.join(known)}")
     if config is None:
         return Config(**given)
     if not isinstance(config, Config):
         raise TypeError(f"config must be an outsize.Config, not {type(config).__name__}")
     return replace(config, **given)
+
+
+def _own_accelerator() -> int:
+    """The one that the script has chosen, else that of this process among those of its machine."""
+    current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    return int(local) % torch.cuda.device_count() if current == 0 and local.isdigit() else current
 
 
 def _is_int(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import struct
@@ -231,6 +232,30 @@ def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: tor
     export(tmp_path / "after", target, dtype=torch.float32)
     before, after = (safetensors.load_file(tmp_path / when / "model.safetensors") for when in ("before", "after"))
     assert equal(after, {**tensors, **{name: before[name] for name in missing}})
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_without_strict_what_only_one_side_has_is_passed_over_and_listed(
+    tier: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {name: value.clone() for name, value in Small(1).state_dict().items() if name != "head.weight"}
+    missing = {name: tensors.pop(name) for name in ("norm.running_mean", "wide.bias")}
+    safetensors.save_file({**tensors, "gate": torch.ones(3)}, tmp_path / "model.safetensors")
+    target = prepared(Small(2), tmp_path, tier)
+    before = values(target)
+    with pytest.raises(
+        ValueError, match=r"2 missing weights: norm.running_mean, wide.bias; 1 unexpected weights: gate\..*strict=False"
+    ):
+        outsize.load(tmp_path, target)
+    assert equal(values(target), before)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        outsize.load(tmp_path, target, strict=False)
+    assert "2 missing weights, passed over: norm.running_mean, wide.bias" in caplog.text
+    assert "1 unexpected weights, passed over: gate" in caplog.text
+    assert equal(values(target), {**before, **tensors, **{name: before[name] for name in missing}})
+    safetensors.save_file({**tensors, "wide.bias": torch.ones(7)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"wide\.bias is 7 there and"):
+        outsize.load(tmp_path, target, strict=False)
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -95,7 +95,7 @@ def test_missing_extra_names_the_pip_command(
 
     monkeypatch.setattr(builtins, "__import__", without_transformers)
     assert main(["plan", "--shape", "7b"]) == 2
-    assert "pip install 'outsize[train]'" in one_line_error(capsys)
+    assert "needs transformers: pip install transformers" in one_line_error(capsys)
 
 
 @pytest.mark.slow

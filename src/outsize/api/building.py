@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from outsize.api.ranks import know_place
 from outsize.api.survey import find_budgets
 from outsize.config import Config, make_config
 from outsize.move.disk import DiskDirectoryError
@@ -41,6 +42,7 @@ class init:
     _active: ClassVar[init | None] = None
 
     def __init__(self, config: Config | None = None, **fields: Any) -> None:
+        know_place()
         self.config = make_config(config, fields)
         budgets = find_budgets(self.config)
         for directory in self.config.directories:

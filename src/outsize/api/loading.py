@@ -67,7 +67,7 @@ def load(
             f"parallelize_module, or load a checkpoint of outsize.save"
         )
     if is_safetensors(source):
-        return _load_safetensors(prepared, source, model, optimizer)
+        return _load_safetensors(prepared, source, model, optimizer, strict)
     if is_dcp(source):
         return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
     checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, os.fspath(path), strict))
@@ -177,7 +177,11 @@ def _stopping_on_errors(prepared: Prepared, but: tuple[type[Exception], ...] = (
 
 
 def _load_safetensors(
-    prepared: Prepared, source: Path, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    prepared: Prepared,
+    source: Path,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
 ) -> None:
     """A folder in the Hugging Face layout: weights and buffers."""
     if model is None or optimizer is not None:
@@ -187,7 +191,7 @@ def _load_safetensors(
     settle(prepared)
     shards = [unit.shard for unit in prepared.engine.units]
     with _stopping_on_errors(prepared, but=(ValueError, FileNotFoundError)), _gathered_anew(prepared):
-        load_safetensors(source, shards, buffers, MASTERS, tied_names(model), optional)
+        _tell(load_safetensors(source, shards, buffers, MASTERS, tied_names(model), optional, strict), source)
     for unit in prepared.engine.units:
         if unit.shard.buffer.resident:
             unit.shard.buffer.await_filled()

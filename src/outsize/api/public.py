@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, assemble, prepared_of
+from outsize.api.ranks import know_place, take_accelerator
 from outsize.api.views import MemoryReport, memory_of
 from outsize.config import Config, make_config
 from outsize.run.paging import page_in
@@ -28,11 +29,13 @@ def prepare(
     parameters, parameters that cannot be trained, budgets that do not hold the model, a model that is already prepared.
     Raises `OSError` with the path for a disk directory that cannot be used.
     """
+    know_place()
     made = make_config(config, fields)
     check_arguments(model, optimizer)
     for name, param in model.named_parameters():
         if prepared_of(param) is not None:
             raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
+    take_accelerator(made.compute_device)
     assemble(model, optimizer, made, page_in)
     return model, optimizer
 

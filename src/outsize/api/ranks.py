@@ -25,13 +25,8 @@ LAUNCHERS = (
 """Where mpirun (Open MPI; MPICH and Intel MPI) and srun say who a process is, in place of torchrun's variables."""
 
 
-def join() -> None:
-    """Join the job that a launcher has started this process for, unless that is done or there is none.
-
-    Knows torchrun's variables, and those of `LAUNCHERS` where `MASTER_ADDR` and `MASTER_PORT` are set too.
-    """
-    if not dist.is_available() or dist.is_initialized():
-        return
+def know_place() -> None:
+    """Make torchrun's variables of those of `LAUNCHERS`, where `MASTER_ADDR` and `MASTER_PORT` are set too."""
     environment = os.environ
     if "RANK" not in environment and "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
         for rank, size, local, local_size in LAUNCHERS:
@@ -41,6 +36,20 @@ def join() -> None:
                 if environment.get(local_size, "").isdigit():
                     environment.setdefault("LOCAL_WORLD_SIZE", environment[local_size])
                 break
+
+
+def take_accelerator(device: torch.device) -> None:
+    """Make the accelerator of this process torch's current one, unless the script has chosen: `.cuda()` means it."""
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(device)
+
+
+def join() -> None:
+    """Join the job that a launcher has started this process for, unless that is done or there is none."""
+    if not dist.is_available() or dist.is_initialized():
+        return
+    know_place()
+    environment = os.environ
     if int(environment.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in environment and "MASTER_ADDR" in environment:
         # After a restart the launcher's store may still hold what the last try wrote, addresses among it.
         store, rank, size = next(iter(rendezvous("env://")))
@@ -51,6 +60,7 @@ def join() -> None:
 
 def local_ranks() -> int:
     """Ranks on this machine, which share its cores, memory and drives."""
+    know_place()
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(int(text), 1) if text.isdigit() else 1
 

@@ -15,9 +15,7 @@ def require_safetensors(what: str) -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(
-            f"{what} needs the safetensors library; install it with: pip install outsize[export]"
-        ) from error
+        raise ImportError(f"{what} needs the safetensors library; install it with: pip install safetensors") from error
     return safetensors.torch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from outsize.cli import checkpoints, planning, probe, train
 
-_EXTRA = {"transformers", "tokenizers", "safetensors", "rich", "matplotlib"}  # optional dependency -> outsize[train]
+_EXTRA = {"transformers", "tokenizers", "safetensors", "rich", "matplotlib"}  # what the extra `train` brings
 _ROOMS = {"train": train, "plan": planning, "probe": probe, "checkpoint": checkpoints}
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
-        return _fail(f"outsize {args.command} needs {package}: pip install 'outsize[train]'")
+        return _fail(f"outsize {args.command} needs {package}: pip install {package}")
     except (ValueError, TypeError, OSError) as error:
         logging.getLogger("outsize").debug("outsize %s failed", args.command, exc_info=True)
         return _fail(str(error) or type(error).__name__)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("path", type=Path, help="a checkpoint")
     export.add_argument("out", type=Path, help="the folder for the safetensors files")
     export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: their own)")
-    export.add_argument("--max-shard-size", default="5GB", help="bytes of one file")
+    export.add_argument("--max-shard-size", default="5GB", help="bytes of one file, such as 500MB (default: 5GB)")
     prune = actions.add_parser("prune", help="remove all but the newest checkpoints of a directory")
     prune.add_argument("path", type=Path, help="a directory of checkpoints")
     prune.add_argument("--keep", type=int, required=True, help="how many complete checkpoints stay")

@@ -103,7 +103,7 @@ class Job:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Job()
     _add_task(parser, default)
-    add_memory_arguments(parser, default)
+    add_memory_arguments(parser, default, "folders on fast drives (default: one inside the run's folder)")
     _add_recipe(parser, default)
     files = parser.add_argument_group("files")
     files.add_argument("--name", help="the run's folder in --out (default: 'default', or 'default-2' ... when taken)")
@@ -115,7 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="go on from this checkpoint, or from the latest of the run named by --name",
     )
-    files.add_argument("--save-every", type=int, default=default.save_every, help="steps; 0: at the end only")
+    files.add_argument(
+        "--save-every",
+        type=int,
+        default=default.save_every,
+        help="steps between checkpoints, of which the two newest stay; 0: at the end only",
+    )
     files.add_argument("--eval-every", type=int, default=default.eval_every, help="steps; 0: before and after only")
 
 
@@ -139,7 +144,7 @@ def _add_task(parser: argparse.ArgumentParser, default: Job) -> None:
     )
 
 
-def add_memory_arguments(parser: argparse.ArgumentParser, default: Job) -> None:
+def add_memory_arguments(parser: argparse.ArgumentParser, default: Job, disk_help: str) -> None:
     """Budgets and tiers; shared by `outsize train` and `outsize plan`."""
     memory = parser.add_argument_group("memory")
     memory.add_argument("--device", default=default.device, help="cpu or cuda (default: the accelerator, else cpu)")
@@ -152,7 +157,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser, default: Job) -> None:
         action=_Tuple,
         default=default.disk,
         metavar="DIR",
-        help="folders on fast drives (default: one inside the run's folder)",
+        help=disk_help,
     )
     memory.add_argument("--disk-space", default=default.disk_space, help="budget on disk")
     memory.add_argument(

@@ -15,7 +15,8 @@ from outsize.plan.tables import zero_table
 
 SUMMARY = "say what would go where, without allocating anything"
 DESCRIPTION = (
-    "Build a model on the meta device and print the plan: tiers, budgets, bytes moved a step. 70 B in seconds."
+    "Build a model on the meta device and print the plan: tiers, budgets, bytes moved a step. 70 B in seconds: "
+    "outsize plan --shape 70b --disk-space 2TB"
 )
 
 
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters", type=_count, help="so many parameters, such as 7.5e9: only what the stages take of a rank"
     )
     parser.add_argument("--ranks", type=_ranks, default=1, help="data-parallel ranks; budgets are those of one rank")
-    add_memory_arguments(parser, _DEFAULTS)
+    disk = "folders on fast drives (default: none; --disk-space alone plans for a drive of that size)"
+    add_memory_arguments(parser, _DEFAULTS, disk)
 
 
 def _count(text: str) -> float:

@@ -58,7 +58,8 @@ def load_safetensors(
     masters: Masters,
     aliases: Mapping[str, str],
     optional: Collection[str] = (),
-) -> None:
+    strict: bool = True,
+) -> dict[str, list[str]]:
     """Place the weights of a safetensors folder into units and the model's buffers.
 
     Args:
@@ -66,6 +67,9 @@ def load_safetensors(
         buffers: those that must be in the folder, by name.
         aliases: for each further name of a tied parameter the name that its unit knows it by.
         optional: names that the folder may lack, which then keep their values.
+        strict: with False, what only one side has is passed over.
+
+    Returns the names that were passed over, by what they are: missing or unexpected.
 
     Floating-point weights are cast to the live dtype; a 16-bit parameter with an fp32 master takes the stored values as
     its master, exactly. Every check comes before any change: `FileNotFoundError` where there are no weights,
@@ -76,7 +80,12 @@ def load_safetensors(
     slots = {slot.name: slot for shard in shards for slot in shard.whole.slots}
     chosen = {name: _alias(name, aliases, stored) for name in (*slots, *buffers)}
     names = {name for name in chosen if chosen[name] in stored}
-    _check_names(folder, stored, {*chosen, *aliases}, {name for name in chosen if name not in names} - {*optional})
+    one_sided = {
+        "missing weights": sorted({*chosen} - names - {*optional}),
+        "unexpected weights": sorted({*stored} - {*chosen, *aliases}),
+    }
+    if strict:
+        _check_names(folder, one_sided)
     weights = {name: stored[chosen[name]] for name in names}
     _check_weights(folder, weights, slots, buffers)
     with _Source(weights, masters) as source:
@@ -85,6 +94,7 @@ def load_safetensors(
         for name in buffers:
             if name in weights:
                 source.fill(name, buffers[name])
+    return {what: found for what, found in one_sided.items() if found}
 
 
 def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> str:
@@ -93,15 +103,13 @@ def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> st
     return name if name in stored else next(others, name)
 
 
-def _check_names(folder: Path, stored: Collection[str], known: Collection[str], missing: Collection[str]) -> None:
-    unexpected = [name for name in stored if name not in known]
-    problems = [
-        f"{len(found)} {what} weights: {_listed(sorted(found))}"
-        for what, found in (("missing", missing), ("unexpected", unexpected))
-        if found
-    ]
+def _check_names(folder: Path, one_sided: Mapping[str, Sequence[str]]) -> None:
+    problems = [f"{len(found)} {what}: {_listed(found)}" for what, found in one_sided.items() if found]
     if problems:
-        raise ValueError(f"{folder} is of another model: {'; '.join(problems)}. Nothing was changed")
+        raise ValueError(
+            f"{folder} is of another model: {'; '.join(problems)}. Load it into the model that was saved or pass "
+            f"strict=False. Nothing was changed"
+        )
 
 
 def _check_weights(
