@@ -89,6 +89,7 @@ def _run(
     port, rank, ranks, quick = place
     if quick:
         watch.BEAT_SECONDS, watch.SILENT_SECONDS, comm.STUCK_SECONDS = 0.1, 2.0, 0.5  # tests have no slow networks
+        watch.STILL_SECONDS = 2.0
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     dist.barrier()  # so that a rank that is quick to end does not end before the others have met it

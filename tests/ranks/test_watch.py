@@ -75,12 +75,21 @@ def test_all_that_count_have_nothing_to_say(ranks: list[Watch], clock: Clock) ->
 
 
 def test_the_neighbour_of_a_rank_that_stands_still_tells_all(ranks: list[Watch], clock: Clock) -> None:
-    for count in range(1, 10):
+    for count in range(1, int(watch.STILL_SECONDS) + 4):
+        assert ranks[0].said is None, count
         clock.now += 1.0
         for rank in (0, 2):
             beat(ranks[rank], count)
     assert ranks[0].said is not None and ranks[2].said is not None
     assert ranks[2].said[0] == 1 and "is gone" in ranks[2].said[1]
+
+
+def test_a_rank_that_stood_still_itself_accuses_nobody(ranks: list[Watch], clock: Clock) -> None:
+    for count in range(1, 10):  # each time all stand still for longer than a dead one may, and wake one after the other
+        clock.now += watch.STILL_SECONDS + 10.0
+        for each in ranks:
+            beat(each, count)
+    assert [each.said for each in ranks] == [None] * 3
 
 
 def test_the_first_word_stays(ranks: list[Watch]) -> None:

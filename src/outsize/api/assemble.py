@@ -239,6 +239,8 @@ def _build(
         kind.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
+    if reduction is not None and existing:
+        reduction.complete()
     hooks.install(engine, model, framed, recompute)
     weakref.finalize(engine, resources.close)
     return prepared

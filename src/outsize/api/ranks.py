@@ -210,13 +210,15 @@ def description(
 
 
 class SavePeers:
-    """The ranks as a checkpoint sees them. Behind the training they speak on a lane of their own."""
+    """The ranks as a checkpoint sees them."""
 
     def __init__(self, ranks: Ranks) -> None:
         place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
         self.rank = place * ranks.size + ranks.rank
         self.size = self.tensor * ranks.size
         self.name = dist.get_rank()
+        self.behind = False
+        """Whether what follows is written behind the training, on a thread and a lane of its own."""
         self._ranks = ranks
         self._step = ranks.step  # the loop goes on meanwhile
 
@@ -226,11 +228,7 @@ class SavePeers:
         return self._ranks.rank == 0
 
     def exchange(self, value: object) -> list[Any]:
-        return self._exchange(value, "save", "save")
-
-    def meet(self, value: object) -> list[Any]:
-        """As `exchange`, on the user's thread."""
-        return self._exchange(value, "save")
+        return self._exchange(value, "save", "save" if self.behind else "control")
 
     def _exchange(self, value: object, kind: str, lane: str = "control") -> list[Any]:
         every = self._ranks.collect(value, kind, lane, self._step)

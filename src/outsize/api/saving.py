@@ -22,7 +22,14 @@ from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng
-from outsize.checkpoint.shelf import given_back, next_saved_at, no_longer_kept, remove_all, set_all_aside
+from outsize.checkpoint.shelf import (
+    check_in_series,
+    given_back,
+    next_saved_at,
+    no_longer_kept,
+    remove_all,
+    set_all_aside,
+)
 from outsize.checkpoint.values import encode, inline
 from outsize.checkpoint.writer import (
     AT_ONCE_BYTES,
@@ -79,14 +86,15 @@ def save(
     stored = Extra(extra)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
+    if keep is not None:
+        check_in_series(target, keep)
     saver = prepared.resources.saver
     saver.settle()
     _check_place(prepared, target)
     peers = _peers(prepared, target)
     first = peers is None or peers.rank == 0
     copy = prepared.engine.reduction.ranks.copies if prepared.engine.reduction is not None else None
-    check_replaceable(target)
-    outdated = no_longer_kept(target, keep) if first else []
+    outdated, saved_at = _look_at(target, keep, peers)
     buffers = buffers_of(model)
     check_buffers(buffers)
     record = optimizer_record(prepared, optimizer, encoded=True)
@@ -103,7 +111,7 @@ def save(
         optimizer=record,
         rng=capture_rng(prepared.config.compute_device),
         extra=stored,
-        saved_at=next_saved_at(target.parent),
+        saved_at=saved_at,
         peers=peers,
         shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
         cuts=cuts_of(prepared),
@@ -132,6 +140,8 @@ def save(
             raise
     saving = saver.begin(target)
     if pending:
+        if peers is not None:
+            peers.behind = True
         saving.run_behind(partial(_finish_behind, [prepared.engine], unfinished, outdated))
         return saving
     going: list[Path] = []
@@ -158,11 +168,22 @@ def _peers(prepared: Prepared, target: Path) -> SavePeers | None:
     if reduction is None:
         return None
     peers = SavePeers(reduction.ranks)
-    named = peers.meet(target.name)
+    named = peers.exchange(target.name)
     if len(set(named)) > 1:
         raise ValueError(f"the ranks save to different places: {', '.join(map(str, named))}; name one shared folder")
     reduction.complete()
     return peers
+
+
+def _look_at(target: Path, keep: int | None, peers: SavePeers | None) -> tuple[list[Path], str]:
+    """(the checkpoints that go once this one is complete, the time that it bears). Where a rank fails, all raise."""
+
+    def look() -> tuple[list[Path], str]:
+        check_replaceable(target)
+        outdated = no_longer_kept(target, keep) if peers is None or peers.rank == 0 else []
+        return outdated, next_saved_at(target.parent)
+
+    return look() if peers is None else together(peers, look, "outsize.save")[peers.rank]
 
 
 def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> tuple[UnfinishedCheckpoint, bool]:
@@ -313,7 +334,7 @@ def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
             elif grad is not None:
                 if grad.layout is not torch.strided:
                     raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); it cannot be saved")
-                found[name] = GradAtRest(content=local_gradient(param, grad))
+                found[name] = GradAtRest(content=unit.shard.part_of(name, local_gradient(param, grad)))
     return found
 
 

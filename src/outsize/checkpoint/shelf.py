@@ -54,20 +54,24 @@ def incomplete_in(parent: Path) -> list[Path]:
     )
 
 
+def check_in_series(target: Path, keep: int) -> None:
+    """Raise `ValueError` for a name that is of no series."""
+    if _SERIES.fullmatch(target.name) is None:
+        raise ValueError(
+            f"keep={keep} needs a name that ends in a number, such as 'step-100'; {target.name!r} does not, and only "
+            f"checkpoints of one series are removed"
+        )
+
+
 def no_longer_kept(target: Path, keep: int | None) -> list[Path]:
     """What goes once `target` is complete: the oldest of its series beyond `keep`, itself included.
 
     A series are the folders of one directory whose names differ in their last digits only: step-100, step-200.
     """
-    series = _SERIES.fullmatch(target.name)
     if keep is None:
         return []
-    if series is None:
-        raise ValueError(
-            f"keep={keep} needs a name that ends in a number, such as 'step-100'; {target.name!r} does not, and only "
-            f"checkpoints of one series are removed"
-        )
-    same = [each for each in checkpoints_in(target.parent) if _stem(each.path.name) == series[1]]
+    check_in_series(target, keep)
+    same = [each for each in checkpoints_in(target.parent) if _stem(each.path.name) == _stem(target.name)]
     return without_foreign([each.path for each in same if each.path != target][keep - 1 :])
 
 

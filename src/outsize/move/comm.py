@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,8 @@ from outsize.move.watch import Standstill, Watch
 # slow but alive is waited for. Where every rank waits for others to agree, and each for one that is waiting elsewhere,
 # nobody will ever come: each says what it waits for, and all end. What was agreed on is never a reason to end: all have
 # begun it, and who is still at it may be short of time or memory.
+# Who gives up leaves collectives behind that a rank which is alive, and does not answer, keeps from ending. Closing
+# their groups would wait for them: they stay open until the process ends.
 
 LANES = ("gather", "reduce", "control", "save")
 STUCK_SECONDS = 3.0
@@ -44,6 +48,9 @@ GRACE_SECONDS = 1.0
 
 LOOK = timedelta(seconds=0.25)
 """How often one who waits looks whether the others are still there."""
+
+POLL_SECONDS = 0.0002
+"""How often one who waits for an accelerator asks: its library takes the end of a wait for the end of the work."""
 
 MEETING = timedelta(minutes=10)
 """How far apart ranks may come to `prepare`."""
@@ -96,7 +103,7 @@ class Reducing:
 
     def wait(self) -> torch.Tensor:
         """The mean, as far as this rank keeps it. Blocks."""
-        self.ranks._await(self._work, self._purpose)
+        self.ranks._await(self._work, self._purpose, moves=True)
         return self._own.div_(self.ranks.size)
 
 
@@ -132,10 +139,13 @@ class Ranks:
             self._groups |= {lane: self._open_nccl(lane, store) for lane in LANES[:2]}
         self._waiting: dict[str, tuple[float, Purpose]] = {}  # to agree, by lane: since when, and on what
         self._come = dict.fromkeys(LANES, 0)  # how often this rank has come to agree
+        self._promised = dict.fromkeys(LANES, 0)  # how often its conveyor will have, once it has run what is queued
+        self._gave_up = False
         self._blocked = 0
         self._watch = Watch(_own_store(number, self.members, apart=True), self.rank, self.size, self._stuck)
         self._number = number
-        _open.add(self)
+        with _open_lock:
+            _open.add(self)
 
     def _open(self, lane: str, store: Any) -> Any:
         own = distributed_c10d.PrefixStore(lane, store)
@@ -166,7 +176,7 @@ class Ranks:
         share = flat.numel() // self.size
         own = flat[self.rank * share : (self.rank + 1) * share]
         self._agree("gather", purpose)
-        self._await(self._groups["gather"]._allgather_base(flat, own), purpose)
+        self._await(self._groups["gather"]._allgather_base(flat, own), purpose, moves=True)
         self.counts.add("gather", flat.numel())
 
     def reduce_scatter(self, flat: torch.Tensor, unit: int) -> Reducing:
@@ -201,8 +211,13 @@ class Ranks:
     def _stuck(self) -> Standstill | None:
         """What the user's loop has been waiting for, for some time, from these ranks, of whatever model; None while it
         goes on."""
-        models = [each for each in list(_open) if each.members == self.members]
-        come = {each._name_of(lane): count for each in models for lane, count in each._come.items()}
+        with _open_lock:
+            models = [each for each in _open if each.members == self.members]
+        come = {
+            each._name_of(lane): max(count, each._promised[lane])
+            for each in models
+            for lane, count in each._come.items()
+        }
         found = (each._stuck_here(come) for each in models)
         return next((each for each in found if each is not None), None)
 
@@ -216,6 +231,10 @@ class Ranks:
                 words = f"{purpose.words(self.names)} of model {self._number}"
                 return Standstill(words, self._name_of(lane), self._come[lane], come)
         return None
+
+    def promise(self, lane: str, times: int) -> None:
+        """The conveyor will come to agree so many times more, after what it was asked for before."""
+        self._promised[lane] += times
 
     def _name_of(self, lane: str) -> str:
         return f"{self._number}/{lane}"
@@ -328,14 +347,42 @@ class Ranks:
         self.fail(error)
         return error
 
-    def _await(self, work: Any, purpose: Purpose) -> None:
-        while not work.is_completed():
-            try:
-                work.wait(LOOK)
-            except RuntimeError:  # the time is over, or it went wrong
-                if not work.is_completed():
+    def _await(self, work: Any, purpose: Purpose, moves: bool = False) -> None:
+        """`moves`: it is of a group that may be an accelerator's."""
+        pause = self._pause_asking if moves and self._groups["gather"] is not self._agreeing["gather"] else self._pause
+        try:
+            while not work.is_completed():
+                if not pause(work):
                     self._check_others(purpose)
+        except BaseException:
+            self._leave_open()
+            raise
         self._guard(work.wait, purpose)
+
+    def _pause(self, work: Any) -> bool:
+        """Wait for some time; whether the work may be over."""
+        try:
+            work.wait(LOOK)
+        except RuntimeError:  # the time is over, or it went wrong
+            return bool(work.is_completed())
+        return True
+
+    def _pause_asking(self, work: Any) -> bool:
+        """As `_pause`, without a wait that has an end: NCCL gives the communicator up then."""
+        until = time.monotonic() + LOOK.total_seconds()
+        while time.monotonic() < until:
+            if work.is_completed():
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _leave_open(self) -> None:
+        """See Note [Nobody hangs]."""
+        if self._gave_up:
+            return
+        self._gave_up = True
+        for group in {*self._groups.values(), *self._agreeing.values()}:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # never to be closed
 
     def _guard(self, action: Any, purpose: Purpose) -> None:
         try:
@@ -409,10 +456,13 @@ def _own_store(number: int, members: Sequence[int], apart: bool = False) -> Any:
 
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_open_lock = threading.Lock()  # the watches look at all
 
 
 def _close_all() -> None:
-    for ranks in list(_open):
+    with _open_lock:
+        every = list(_open)
+    for ranks in every:
         ranks.close()
 
 

@@ -252,6 +252,10 @@ class UnitShard:
         slot = self.slots[name]
         return value.reshape(-1)[slot.first : slot.first + slot.numel]
 
+    def part_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient in the shape of the parameter; where the parameter is split, what of it rests here, 1-D."""
+        return grad if self.ranks == 1 else self.own(name, grad)
+
     def param_piece(self, slot: Slot, low: int, high: int) -> torch.Tensor:
         """Elements [low, high) of what rests here, which belong to `slot`, as a 1-D view of the gathered buffer."""
         return self.param_bytes(low, high).view(DTYPES[slot.dtype])
@@ -427,6 +431,7 @@ class GatherStep(Step):
         self._shard = shard
         self._ranks = ranks
         self._step = ranks.step
+        ranks.promise("gather", len(shard.whole.segments))
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         return ()

@@ -13,7 +13,11 @@ from typing import Any, final
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0
-"""A rank whose count stands still for so long is gone: its process ended, was killed or lost the network."""
+"""Once a connection broke, a rank whose count stands still for half as long is the one that is gone."""
+
+STILL_SECONDS = 60.0
+"""A rank whose count stands still for so long is gone though no connection broke: stopped, or cut off. Less would be
+taken for it by one that reads gigabytes of pickles, in which no other thread of Python runs."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Watch:
         self._rank, self._size = rank, size
         self._beat = 0
         self._seen = (b"", 0.0)  # the neighbour's last count, and since when
+        self._looked = 0.0  # when this rank looked last
         self._said: tuple[int | None, str] | None = None
         self.since = 0.0
         self._told = False
@@ -138,9 +143,10 @@ class Watch:
         neighbour = (self._rank + 1) % self._size
         key, now = f"beat/{neighbour}", time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""
-        if beat != self._seen[0]:
+        slept, self._looked = now - self._looked > SILENT_SECONDS, now
+        if beat != self._seen[0] or slept:  # who has not looked has seen nothing
             self._seen = (beat, now)
-        elif beat and now - self._seen[1] > SILENT_SECONDS and not self._store.check(["ended"]):
+        elif beat and now - self._seen[1] > STILL_SECONDS and not self._store.check(["ended"]):
             self._leave_word(neighbour, "is gone (killed or unreachable)")
 
     def _compare(self) -> None:

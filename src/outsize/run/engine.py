@@ -305,10 +305,11 @@ class Engine:
         unit = self._home[name]
         param = unit.parameters[name]
         grad = local_gradient(param, grad)
-        if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
-            param.grad = grad.to(device=param.device, dtype=param.dtype)
-            return
-        self.keepers[unit.index].adopt(name, grad.to(device=param.device, dtype=param.dtype))
+        grad = grad.to(device=param.device, dtype=param.dtype)
+        if unit.shard.on_device and self.reduction is None and param.dtype in (torch.float32, torch.float64):
+            param.grad = grad
+        else:
+            self.keepers[unit.index].take_over(name, grad)
 
     def class_for(self, unit: Unit, param: torch.Tensor) -> type:
         if is_distributed(param):

@@ -175,11 +175,15 @@ class GradKeeper:
         if self._dirty:
             self._dirty = False
             self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
-        if self._writing is not None:
-            self._writing.written.wait()
-            self._writing = None
+        self._await_writing()
         shard.drop()
         return True
+
+    def _await_writing(self) -> None:
+        if self._writing is not None:
+            with self._unit.waiting():
+                self._writing.written.wait()
+            self._writing = None
 
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """A further contribution to a gradient at rest."""
@@ -260,6 +264,13 @@ class GradKeeper:
             value = self._unit.shard.own(name, value).clone()
         self._unit.parameters[name].grad = self._rest(name, value)
         self.finish()
+
+    def take_over(self, name: str, grad: torch.Tensor) -> None:
+        """A gradient from before `prepare`; with several ranks each has that of its own batch."""
+        if self.collector is None:
+            self.adopt(name, grad)
+        else:
+            self._unit.parameters[name].grad = self.collector.collect(name, grad, None)
 
     def restore(self, name: str, content: torch.Tensor, ops: GradOps, norms: Mapping[float, float]) -> None:
         """Lay a gradient to rest as a checkpoint holds it: bytes as they rested, operations not yet applied, norms.
@@ -364,9 +375,7 @@ class GradKeeper:
         shard = self._shard
         assert shard is not None
         if shard.in_memory:
-            if self._writing is not None:  # what is being written must not change under the write
-                self._writing.written.wait()
-                self._writing = None
+            self._await_writing()  # what is being written must not change under the write
             if shard.wide:
                 shard.open(self._live())  # fp32 sums that nobody wants any more make room for plain gradients
             return

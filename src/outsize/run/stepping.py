@@ -473,7 +473,7 @@ def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], f
         if not grad.ops.zero:
             grad.expect_unspent("applied again")
     else:
-        grad = local_gradient(unit.parameters[name], grad)
+        grad = unit.shard.part_of(name, local_gradient(unit.parameters[name], grad))
     if factor != 1.0:
         grad.mul_(factor)
     if isinstance(grad, RestingGrad):

@@ -129,7 +129,8 @@ class Unit:
     def await_written(self) -> None:
         """Block until all that was on its way to the stores has arrived there."""
         if self._job is not None:
-            self._job.written.wait()
+            with self.waiting():
+                self._job.written.wait()
 
     def release(self) -> None:
         """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""

@@ -1,0 +1,93 @@
+"""Gradients that no backward of a prepared model has made: set by the script, or there before `prepare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+from tests.ranks.launching import run_on_ranks
+from tests.ranks.training import Setting, fields_of
+
+RANKS = 2
+LR = 0.25
+
+
+def build() -> nn.Sequential:
+    """Of sizes that no rank's slice ends with."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 5, bias=False))
+
+
+def gradient(param: Tensor, number: int) -> Tensor:
+    return torch.arange(param.numel(), dtype=torch.float32).view(param.shape) + 1000.0 * number
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    with outsize.gathered(model):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def prepared(stage: int, tier: str, disk: str, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outsize.prepare(model, optimizer, units=["Linear"], **fields_of(Setting(stage, tier), disk))
+    return optimizer
+
+
+def train_with_set_gradients(stage: int, tier: str, disk: str) -> tuple[list[Tensor], list[Tensor]]:
+    """(weights, after steps with gradients that the script has set; gradients that a checkpoint holds)."""
+    model = build()
+    optimizer = prepared(stage, tier, disk, model)
+    for number, param in enumerate(model.parameters()):
+        param.grad = gradient(param, number)
+    outsize.save(f"{disk}/ckpt", model, optimizer).wait()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 7)).sum().backward()
+    with outsize.gathered(model, grads=True, modify=True):
+        for number, param in enumerate(model.parameters()):
+            param.grad = gradient(param, number)  # another tensor, of the same values on every rank
+    optimizer.step()
+    found = weights(model)
+    outsize.load(f"{disk}/ckpt", model, optimizer)
+    with outsize.gathered(model, grads=True):
+        return found, [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+PLACES = [(0, "device"), (0, "host"), (1, "host"), (2, "disk"), (3, "device"), (3, "host"), (3, "disk")]
+
+
+@pytest.mark.parametrize(("stage", "tier"), PLACES)
+def test_a_gradient_that_the_script_sets_is_used_on_every_rank(stage: int, tier: str, tmp_path: Path) -> None:
+    plain = [param.detach() for param in build().parameters()]
+    given = [gradient(param, number) for number, param in enumerate(plain)]
+    for found, restored in run_on_ranks(RANKS, train_with_set_gradients, stage, tier, str(tmp_path)):
+        for param, grad, each, again in zip(plain, given, found, restored, strict=True):
+            assert torch.allclose(each, param - LR * grad - LR * grad, rtol=1e-6)
+            assert torch.equal(again, grad)
+
+
+def train_with_earlier_gradients(stage: int, tier: str, disk: str) -> list[Tensor]:
+    model = build()
+    rank = dist.get_rank()
+    for number, param in enumerate(model.parameters()):
+        if number != 1:  # one has none, on every rank
+            param.grad = gradient(param, number) * (1 + 2 * rank)
+    optimizer = prepared(stage, tier, disk, model)
+    optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize(("stage", "tier"), PLACES)
+def test_of_gradients_from_before_prepare_the_mean_is_used(stage: int, tier: str, tmp_path: Path) -> None:
+    plain = [param.detach() for param in build().parameters()]
+    expected: list[Any] = [
+        param - LR * 2 * gradient(param, number) if number != 1 else param for number, param in enumerate(plain)
+    ]
+    for found in run_on_ranks(RANKS, train_with_earlier_gradients, stage, tier, str(tmp_path)):
+        assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(found, expected, strict=True))
