@@ -48,6 +48,14 @@ def train_on_ranks(ranks: int, directory: Path, steps: int, **environment: str) 
     return done.stdout.splitlines()[-1]
 
 
+def test_the_example_of_several_ranks_runs_on_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = example("ranks")
+    whole = ranks.main(tmp_path / "one", 15)
+    ranks.main(tmp_path / "two", 10)
+    assert ranks.main(tmp_path / "two", 15) == whole
+    assert capsys.readouterr().out.splitlines()[-1].startswith("after 15 steps on 1 ranks: loss 0.")
+
+
 @pytest.mark.slow
 def test_a_job_that_loses_a_rank_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as both:  # two jobs on one machine at once

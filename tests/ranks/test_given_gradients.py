@@ -19,13 +19,13 @@ LR = 0.25
 
 
 def build() -> nn.Sequential:
-    """Of sizes that no rank's slice ends with."""
+    """The slice of rank 0 ends within a weight, and no slice with one."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 5, bias=False))
+    return nn.Sequential(nn.Linear(70, 330), nn.Linear(330, 50, bias=False))
 
 
 def gradient(param: Tensor, number: int) -> Tensor:
-    return torch.arange(param.numel(), dtype=torch.float32).view(param.shape) + 1000.0 * number
+    return torch.arange(param.numel(), dtype=torch.float32).view(param.shape) / 1024 + number
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -48,7 +48,7 @@ def train_with_set_gradients(stage: int, tier: str, disk: str) -> tuple[list[Ten
     outsize.save(f"{disk}/ckpt", model, optimizer).wait()
     optimizer.step()
     optimizer.zero_grad()
-    model(torch.ones(2, 7)).sum().backward()
+    model(torch.ones(2, 70)).sum().backward()
     with outsize.gathered(model, grads=True, modify=True):
         for number, param in enumerate(model.parameters()):
             param.grad = gradient(param, number)  # another tensor, of the same values on every rank

@@ -1,0 +1,153 @@
+"""How a rank waits: for an accelerator, for a rank that does not answer, for what its conveyor will do."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import outsize
+from outsize.api.assemble import prepared_of
+from outsize.move import comm
+from outsize.move.comm import LANES, STUCK_SECONDS, Ranks, RanksError
+from outsize.move.purpose import Purpose
+from tests.ranks.launching import Ended, ends_on_ranks
+from tests.ranks.training import Setting, batch, fields_of, make
+
+HOST = Setting(3, "host")
+
+
+class OnAccelerator:
+    """A collective of NCCL: whoever waits for it for a limited time, and too short a one, has ended it."""
+
+    def __init__(self, asked: int, fails: bool = False) -> None:
+        self._left, self._fails = asked, fails
+        self.ended = False
+
+    def is_completed(self) -> bool:
+        self._left -= 1
+        return self._left < 0 or self.ended
+
+    def wait(self, timeout: object = None) -> bool:
+        self.ended = self.ended or timeout is not None
+        if self.ended or self._fails:
+            raise RuntimeError("the communicator was aborted")
+        return True
+
+
+def alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The ranks of a job without a job."""
+    monkeypatch.setattr(comm, "POLL_SECONDS", 0.0)
+    ranks: Any = Ranks.__new__(Ranks)
+    ranks._agreeing = {lane: SimpleNamespace() for lane in LANES}
+    ranks._groups = dict(ranks._agreeing) | ({"gather": SimpleNamespace()} if backend == "nccl" else {})
+    ranks._gave_up, ranks.looked = False, 0
+    ranks._watch = SimpleNamespace(find_gone=lambda: (1, "is gone"), close=lambda: None)
+    ranks.members, ranks.names, ranks.rank, ranks._of = [0, 1], ["a layer"], 0, None
+    ranks.copies = ranks.tensor = None
+
+    def look(purpose: Purpose) -> None:
+        ranks.looked += 1
+
+    ranks._check_others = look
+    return ranks
+
+
+def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = alone("nccl", monkeypatch)
+    monkeypatch.setattr(comm, "LOOK", comm.LOOK * 0)  # each time it asks it also looks after the others
+    work = OnAccelerator(asked=40)
+    ranks._await(work, Purpose("gather", 0), moves=True)
+    assert not work.ended and ranks.looked > 10
+
+
+def test_what_went_wrong_on_an_accelerator_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = alone("nccl", monkeypatch)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    ranks._watch.tell = lambda message: None
+    with pytest.raises(RanksError, match=r"rank 1 of 2 is gone while rank 0 was in gather of unit 'a layer'"):
+        ranks._await(OnAccelerator(asked=3, fails=True), Purpose("gather", 0), moves=True)
+
+
+def test_what_its_conveyor_will_do_counts_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = alone("gloo", monkeypatch)
+    ranks._number, ranks._blocked, ranks.giving = 0, 0, None
+    ranks._come, ranks._promised = dict.fromkeys(LANES, 3), dict.fromkeys(LANES, 0)
+    ranks._waiting = {"control": (time.monotonic() - STUCK_SECONDS - 1, Purpose("step"))}
+    monkeypatch.setattr(comm, "_open", [ranks])
+    assert ranks._stuck().come["0/gather"] == 3
+    ranks._promised["gather"] = 5
+    found = ranks._stuck()
+    assert (found.come["0/gather"], found.come["0/control"], found.lane, found.turn) == (5, 3, "0/control", 3)
+
+
+def gives_up(disk: str) -> float:
+    """Rank 1 lives and does not answer; rank 0 gives it up, and ends its run before rank 1 goes on."""
+    model, optimizer = make(HOST)
+    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    store = dist.distributed_c10d._get_default_store()
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None and prepared.engine.reduction is not None
+    ranks = prepared.engine.reduction.ranks
+    if dist.get_rank() == 1:
+        store.wait(["closed"])
+        return 0.0
+    ranks._watch.said = (1, "is gone (killed or unreachable)")
+    began = time.monotonic()
+    try:
+        model(batch(0)[0])
+    except RanksError:
+        prepared.resources.close()
+        ranks.close()
+        del model, optimizer, prepared, ranks
+        gc.collect()
+        store.set("closed", "1")
+        return time.monotonic() - began
+    raise AssertionError("nobody was given up")
+
+
+def test_who_gives_a_rank_up_does_not_wait_for_it_at_the_end(tmp_path: Path) -> None:
+    first, second = ends_on_ranks(2, gives_up, str(tmp_path))
+    assert first.error is None, first.trace
+    assert second.error is None or second.kind == "RanksError"
+    assert first.value < 10.0
+
+
+def cannot_begin(what: str, disk: str) -> str:
+    """A save that cannot begin, on the first rank alone where it may; then the run goes on."""
+    model, optimizer = make(HOST)
+    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    rank, name = dist.get_rank(), "latest" if what == "name" else "step-1"
+    if what == "listing" and rank == 0:
+        from outsize.api import saving
+
+        def broken(*_: object) -> list[Path]:
+            raise OSError(5, "Input/output error", "the folder")
+
+        saving.no_longer_kept = broken  # of this process alone
+    try:
+        outsize.save(f"{disk}/ckpts/{name}", model, optimizer, keep=3)
+    except (ValueError, OSError) as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        return "was saved"
+    for step in range(2):
+        x, y = batch(step, rank)
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+def test_a_save_that_cannot_begin_on_one_rank_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    ends: list[Ended] = ends_on_ranks(2, cannot_begin, "name", str(tmp_path))
+    assert all(str(end.value).startswith("ValueError: keep=3 needs a name that ends in a number") for end in ends), ends
+    first, second = ends_on_ranks(2, cannot_begin, "listing", str(tmp_path))
+    assert "OSError: [Errno 5] Input/output error: 'the folder'" in first.value, first.trace
+    assert "outsize.save: rank 0 failed" in second.value and "Input/output error" in second.value, second.trace
