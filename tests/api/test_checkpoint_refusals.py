@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,62 @@ def test_an_array_outside_its_file_is_damage(saved: tuple[Run, Path]) -> None:
     run, path = saved
     edit(path, lambda content: content["parameters"]["embed.weight"]["weight"].update(offset=1 << 40))
     refused(run, path, ValueError, "lies outside of")
+
+
+def coded(region: dict[str, Any]) -> dict[str, Any]:
+    """8-bit codes of an array, and their scales, that lie within its file."""
+    place = {"file": region["file"], "offset": region["offset"]}
+    scales = {**place, "dtype": "float32", "shape": [-(-math.prod(region["shape"]) // 64)]}
+    return {"codec": "signed", "codes": {**place, "dtype": "int8", "shape": region["shape"]}, "scales": scales}
+
+
+def joined(region: dict[str, Any]) -> dict[str, Any]:
+    """The same array as tensor-parallel ranks write it, in one part."""
+    array = region.get("codes", region)
+    dtype = "float32" if "codec" in region else array["dtype"]
+    return {"dim": 0, "parts": [region], "dtype": dtype, "shape": array["shape"]}
+
+
+def kept_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What a gradient has beside its array."""
+    return {name: record[name] for name in ("ops", "norms") if name in record}
+
+
+@pytest.mark.parametrize("form", [coded, lambda region: joined(coded(region))], ids=["whole", "joined"])
+@pytest.mark.parametrize("key", ["weight", "master", "grad", "held"])
+def test_codes_of_anything_but_optimizer_state_are_damage(key: str, form: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path, ("disk", "host", "disk"), compute_dtype=torch.float16 if key == "master" else torch.float32)
+    run.train(1)
+    run.backward()
+    run.save(tmp_path / "checkpoint")
+
+    def change(content: Any) -> None:
+        record = content["parameters"]["embed.weight"]
+        found = record["grad" if key == "held" else key]
+        record[key] = {**form(found), **kept_of(found)}
+
+    edit(tmp_path / "checkpoint", change)
+    refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*8-bit codes")
+
+
+def test_joined_arrays_are_loaded_and_so_are_codes_of_optimizer_state(tmp_path: Path) -> None:
+    run = Run(tmp_path, ("disk", "host", "disk"), compute_dtype=torch.float16, state_format="compact")
+    run.train(1)
+    run.backward()
+    run.save(tmp_path / "checkpoint")
+    expected = run.result()
+
+    def change(content: Any) -> None:
+        record = content["parameters"]["embed.weight"]
+        for key in ("weight", "master", "grad"):
+            record[key] = {**joined(record[key]), **kept_of(record[key])}
+        assert all("codec" in region for region in record["state"].values())
+        record["state"] = {name: joined(region) for name, region in record["state"].items()}
+
+    edit(tmp_path / "checkpoint", change)
+    run.train(1)
+    run.load(tmp_path / "checkpoint")
+    assert_same(expected, run.result())
 
 
 def test_a_newer_version_is_named(saved: tuple[Run, Path]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
-from pathlib import Path
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from outsize.checkpoint import files
+from outsize.formats.dcp_folder import DcpFolder
 from tests.api.dcp_runs import (
     adamw,
     assert_same,
@@ -77,6 +82,121 @@ def test_damaged_metadata_is_refused(content: bytes, target: Target, tmp_path: P
     saved_run(tmp_path / "folder")
     (tmp_path / "folder" / ".metadata").write_bytes(content)
     target.refuses(tmp_path / "folder", r"\.metadata is")
+
+
+METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+SMALL_BUFFER = 1 << 20
+
+
+@contextmanager
+def peak_at_most(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The buffer for the file, of `SMALL_BUFFER` here instead of the most that one may have, counts too."""
+    monkeypatch.setattr(files, "MAX_MANIFEST_BYTES", SMALL_BUFFER)
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak <= nbytes
+
+
+def refused(folder: Path, pickled: bytes, match: str) -> None:
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickled)
+    with pytest.raises(ValueError, match=rf"{folder}/\.metadata {match}"):
+        DcpFolder(folder)
+
+
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_metadata_of_every_protocol_of_python_3_is_read(protocol: int, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    expected: Metadata = pickle.loads((tmp_path / "folder" / ".metadata").read_bytes())
+    expected.planner_data["x"] = {frozenset([1, 2]): {3}}
+    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(expected, protocol))
+    found = DcpFolder(tmp_path / "folder")._metadata
+    assert expected.storage_meta is not None
+    expected.storage_meta.checkpoint_id = None  # a path, which is forgotten
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x05" + pickle.BYTEARRAY8 + struct.pack("<Q", 2 << 30) + b".",
+        b"\x80\x05N" + pickle.READONLY_BUFFER + b".",
+        b"\x80\x05" + pickle.NEXT_BUFFER + b".",
+        b"\x80\x05NQ.",
+        b"Px\n.",
+        b"\x82\x01.",
+        b"(" + b"itorch.distributed.checkpoint.metadata\nMetadataIndex\n.",
+        b"(" + METADATA + b"MetadataIndex\nX\x01\0\0\0xo.",
+    ],
+    ids=["BYTEARRAY8", "READONLY_BUFFER", "NEXT_BUFFER", "BINPERSID", "PERSID", "EXT1", "INST", "OBJ"],
+)
+def test_what_metadata_never_holds_is_refused_before_it_takes_memory(
+    pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with peak_at_most(SMALL_BUFFER + (1 << 20), monkeypatch):
+        refused(tmp_path / "folder", pickled, "asks for buffers, extensions")
+
+
+NUMBERS = b"(" + b"".join(b"M" + struct.pack("<H", at) for at in range(10_000)) + b"t"
+FIELDS = b"(" + b"".join(b"X\x04\0\0\0%04dN" % at for at in range(10_000)) + b"d"
+
+
+@pytest.mark.parametrize(
+    ("start", "again"),
+    [
+        (b"ctorch\nSize\nq\0" + NUMBERS + b"\x85q\1", b"h\0h\1R"),
+        (b"cbuiltins\nset\nq\0" + NUMBERS + b"\x85q\1", b"h\0h\1R"),
+        (b"cbuiltins\nfrozenset\nq\0" + NUMBERS + b"\x85q\1", b"h\0h\1R"),
+        (METADATA + b"MetadataIndex\nq\0X\x01\0\0\0x" + NUMBERS + b"\x86q\1", b"h\0h\1R"),
+        (METADATA + b"Metadata\nq\0" + FIELDS + b"q\1", b"h\0)\x81h\1b"),
+    ],
+    ids=["Size", "set", "frozenset", "MetadataIndex", "fields"],
+)
+def test_elements_that_are_named_again_and_again_are_not_copied(
+    start: bytes, again: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = b"\x80\x04" + start + 300 * again + b"."
+    with peak_at_most(SMALL_BUFFER + 160 * len(pickled), monkeypatch):
+        refused(tmp_path / "folder", pickled, "asks for (more elements than it has bytes|a call of the class Meta)")
+
+
+@pytest.mark.parametrize("state", [b"}X\x08\0\0\0poisonedNs", b"N}X\x08\0\0\0poisonedNs\x86"], ids=["dict", "slots"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"cpathlib\nPosixPath\n",
+        b"cpathlib\nPath\n(X\x01\0\0\0xtR",
+        b"ctorch\nSize\n",
+        METADATA + b"Metadata\n",
+        METADATA + b"_MEM_FORMAT_ENCODING\n",
+        METADATA + b"_MEM_FORMAT_ENCODING\nK\0\x85R",
+    ],
+    ids=["path class", "path", "size", "record class", "enum class", "enum member"],
+)
+def test_metadata_changes_no_class(target: bytes, state: bytes, tmp_path: Path) -> None:
+    refused(tmp_path / "folder", b"\x80\x04" + target + state + b"b.", "asks for a change of")
+    assert not hasattr(PurePosixPath, "poisoned")
+    assert not hasattr(Metadata, "poisoned")
+    assert Path("x").name == "x"
+
+
+@pytest.mark.parametrize("state", [b"N}X\x01\0\0\0xNs\x86", b"}NNs", b"K\1"], ids=["slots", "unnamed", "number"])
+def test_a_record_takes_named_fields_only(state: bytes, tmp_path: Path) -> None:
+    pickled = b"\x80\x04" + METADATA + b"StorageMeta\n)\x81" + state + b"b."
+    refused(tmp_path / "folder", pickled, "asks for a StorageMeta with .* of unknown fields")
+
+
+def test_an_error_does_not_print_what_is_long_only_in_print(tmp_path: Path) -> None:
+    nested = b"](K\0K\0eq\x000" + 18 * b"](h\0h\0eq\x000"
+    for name, call in ((b"_MEM_FORMAT_ENCODING", b"h\0\x85R."), (b"TensorProperties", b")\x81(NNNh\0Ntb.")):
+        pickled = b"\x80\x04" + nested + METADATA + name + b"\n" + call
+        refused(tmp_path / name.decode(), pickled, r"(is damaged|asks for)[^\[]{0,200}$")
 
 
 def changed(folder: Path, change: Callable[[Metadata], None]) -> None:

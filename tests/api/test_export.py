@@ -7,6 +7,9 @@ import errno
 import json
 import os
 import resource
+import shutil
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +235,135 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return set(found) == set(expected) and all(
         found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items()
     )
+
+
+class Killed(BaseException):
+    """As if the process had ended: nothing that it would still do is done."""
+
+
+class Interrupted:
+    """Lets the steps that change the names of a folder fail, from the `first` on: all, or that one alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, error: BaseException) -> None:
+        self.first, self.error, self.count = first, error, 0
+        for name in ("rename", "replace", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+        monkeypatch.setattr(weights, "sync", self._failing(weights.sync))
+
+    def _failing(self, call: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.first or (self.count > self.first and isinstance(self.error, Killed)):
+                raise self.error
+            return call(*args, **kwargs)
+
+        return step
+
+
+class Replaced:
+    """A folder with one model, into which an export of another is interrupted at each step in turn."""
+
+    def __init__(self, tmp: Path, sizes: tuple[str, str]) -> None:
+        self.folder, self.sizes = tmp / "weights", sizes
+        self.models = [self._model(tmp, fill) for fill in (1.0, 2.0)]
+        self.reader = self._model(tmp, 0.0)
+
+    def _model(self, tmp: Path, fill: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+        for param in model.parameters():
+            nn.init.constant_(param, fill)
+        prepared(model, tmp, "host")
+        return model
+
+    def interruptions(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Iterator[list[str]]:
+        """What the folder held before each one."""
+        for first in count(1):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            export(self.folder, self.models[0], max_shard_size=self.sizes[0])
+            (self.folder / "tokenizer.json").write_text("{}")
+            before = sorted(os.listdir(self.folder))
+            try:
+                with monkeypatch.context() as patch:
+                    Interrupted(patch, first, error)
+                    export(self.folder, self.models[1], max_shard_size=self.sizes[1])
+            except type(error):
+                yield before
+            else:
+                assert first > 5
+                return
+
+    def loaded(self) -> set[float]:
+        """The values of the model that the folder holds."""
+        outsize.load(self.folder, self.reader)
+        with outsize.gathered(self.reader):
+            return {value for param in self.reader.parameters() for value in param.unique().tolist()}
+
+
+SIZES = [(old, new) for old in ("1KiB", "1MiB") for new in ("1KiB", "1MiB")]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids="-".join)
+def test_a_folder_never_holds_a_mixture_whenever_an_export_is_killed(
+    sizes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Replaced(tmp_path, sizes)
+    for _ in run.interruptions(monkeypatch, Killed()):
+        found = {name for name in os.listdir(run.folder) if name in (weights.SINGLE_NAME, weights.INDEX_NAME)}
+        assert len(found) <= 1
+        if found:
+            assert run.loaded() in ({1.0}, {2.0})
+        else:
+            with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
+                run.loaded()
+        assert (run.folder / "tokenizer.json").read_text() == "{}"
+    assert run.loaded() == {2.0}
+    assert not [name for name in os.listdir(run.folder) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids="-".join)
+def test_an_export_that_fails_leaves_the_earlier_one_or_is_complete(
+    sizes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Replaced(tmp_path, sizes)
+    for before in run.interruptions(monkeypatch, OSError(errno.EIO, "Input/output error")):
+        whole = run.loaded()
+        assert whole in ({1.0}, {2.0})
+        found = sorted(name for name in os.listdir(run.folder) if not name.startswith("."))
+        assert whole == {2.0} or found == before
+
+
+def test_the_index_is_away_on_the_disk_too_while_shards_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Replaced(tmp_path, ("1KiB", "1KiB"))
+    export(run.folder, run.models[0], max_shard_size="1KiB")
+    steps: list[str] = []
+    real, real_sync = os.rename, weights.sync
+
+    def rename(source: Path, place: Path) -> None:
+        steps.append("index" if source.name == weights.INDEX_NAME else "shard")
+        real(source, place)
+
+    def sync(path: Path) -> None:
+        steps.extend(["sync"] if path == run.folder else [])
+        real_sync(path)
+
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(weights, "sync", sync)
+    export(run.folder, run.models[1], max_shard_size="1KiB")
+    files = len(list(run.folder.glob("*.safetensors")))
+    assert files > 1
+    assert steps == ["index", "sync", *["shard"] * 2 * files, "sync", "index", "sync"]
+
+
+def test_a_folder_in_the_way_is_named_before_anything_is_replaced(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    prepared(model, tmp_path)
+    export(tmp_path / "weights", model)
+    (tmp_path / "weights" / "model-00002-of-00002.safetensors").mkdir()
+    (tmp_path / "weights" / "model-00002-of-00002.safetensors" / "notes.txt").write_text("precious")
+    with pytest.raises(IsADirectoryError, match=r"in the way of the export.*model-00002-of-00002"):
+        export(tmp_path / "weights", model, max_shard_size="1100")
+    assert len(safetensors.load_file(tmp_path / "weights" / "model.safetensors")) == 4
+    assert (tmp_path / "weights" / "model-00002-of-00002.safetensors" / "notes.txt").read_text() == "precious"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,9 +19,7 @@ from torch import nn
 import outsize
 from outsize.api.building import init
 from outsize.api.exporting import export
-from outsize.api.saving import MASTERS, buffers_of, settle, tied_names, whole
 from outsize.formats import hugging
-from outsize.formats.hugging import load_safetensors
 from outsize.run import paging
 from outsize.run.paging import MappedFiles, page_in
 
@@ -142,16 +140,6 @@ def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
     return model
 
 
-def import_into(model: nn.Module, folder: Path, optional: tuple[str, ...] = ()) -> None:
-    if not optional:
-        outsize.load(folder, model)
-        return
-    settle(whole(model, None, "load"))
-    shards = [unit.shard for unit in whole(model, None, "load").engine.units]
-    buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
-    load_safetensors(folder, shards, buffers, MASTERS, tied_names(model), optional)
-
-
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     with outsize.gathered(model):
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -170,7 +158,7 @@ def test_an_export_comes_back_bit_for_bit(tier: str, tmp_path: Path) -> None:
     export(tmp_path / "weights", source, max_shard_size="100KB")
     target = prepared(Small(2), tmp_path, tier)
     before = values(target)
-    import_into(target, tmp_path / "weights")
+    outsize.load(tmp_path / "weights", target)
     assert equal(values(target), values(source) | {"scratch": before["scratch"]})
 
 
@@ -181,7 +169,7 @@ def test_fp32_weights_become_the_masters_of_16_bit_ones(dtype: torch.dtype, tier
     expected = {name: value.clone() for name, value in plain.state_dict().items() if name != "head.weight"}
     safetensors.save_file(expected, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path, tier, compute_dtype=dtype)
-    import_into(target, tmp_path)
+    outsize.load(tmp_path, target)
     export(tmp_path / "again", target, dtype=torch.float32)
     found = safetensors.load_file(tmp_path / "again" / "model.safetensors")
     params = [name for name, _ in plain.named_parameters()]
@@ -197,7 +185,7 @@ def test_floating_point_weights_are_cast(stored: torch.dtype, live: torch.dtype,
     (tmp_path / "disk").mkdir()
     model = nn.Linear(70, 9, bias=False).requires_grad_(False)  # no master
     outsize.prepare(model, None, device="cpu", host_memory="64MiB", compute_dtype=live, disk=tmp_path / "disk")
-    import_into(model, tmp_path)
+    outsize.load(tmp_path, model)
     assert torch.equal(values(model)["weight"], weight.to(live))
 
 
@@ -206,7 +194,7 @@ def test_weights_that_transformers_saved_give_its_logits(pretrained: Path, tmp_p
     with init(host_memory=BUDGET, disk=tmp_path, device="cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     prepared(model, tmp_path)
-    import_into(model, pretrained)
+    outsize.load(pretrained, model)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(pretrained).eval()
     tokens = torch.randint(0, 2000, (1, 8))
     with torch.no_grad():
@@ -217,7 +205,7 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
     tensors = {name: value for name, value in Small(1).state_dict().items() if name != "embed.weight"}
     safetensors.save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path)
-    import_into(target, tmp_path)
+    outsize.load(tmp_path, target)
     assert torch.equal(values(target)["embed.weight"], tensors["head.weight"])
 
 
@@ -228,7 +216,9 @@ def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: tor
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path, compute_dtype=compute_dtype)
     export(tmp_path / "before", target, dtype=torch.float32)
-    import_into(target, tmp_path, tuple(missing))
+    target._keys_to_ignore_on_save = tuple(missing)
+    outsize.load(tmp_path, target)
+    target._keys_to_ignore_on_save = ()
     export(tmp_path / "after", target, dtype=torch.float32)
     before, after = (safetensors.load_file(tmp_path / when / "model.safetensors") for when in ("before", "after"))
     assert equal(after, {**tensors, **{name: before[name] for name in missing}})
@@ -277,6 +267,11 @@ def indexed(files: dict[str, Any]) -> Callable[[Path], None]:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
     return make
+
+
+def huge_index(folder: Path) -> None:
+    indexed({"weight": "a.safetensors"})(folder)
+    os.truncate(folder / "model.safetensors.index.json", (256 << 20) + 1)
 
 
 def single(header: Any, data: bytes = bytes(32)) -> Callable[[Path], None]:
@@ -329,6 +324,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "the folder itself": (indexed({"weight": ".."}), "not a plain file name|leads out of the folder"),
     "a list of files": (indexed({"weight": ["a.safetensors"]}), "weight_map"),
     "a weight that is nowhere": (indexed({"weight": "a.safetensors", "bias": "a.safetensors"}), "files lack: bias"),
+    "an index of any size": (huge_index, "index.json is larger than 256.0 MiB"),
     "a link out": (linked, "leads out of the folder"),
 }
 
@@ -343,7 +339,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, tmp_path: P
     model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
     before = values(model)
     with pytest.raises(ValueError, match=message):
-        import_into(model, folder)
+        outsize.load(folder, model)
     assert equal(values(model), before)
 
 
@@ -354,14 +350,14 @@ def test_missing_files_are_named(missing: str, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").touch()
         indexed({"weight": "b.safetensors"})(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors|not a complete checkpoint"):
-        import_into(model, tmp_path)
+        outsize.load(tmp_path, model)
 
 
 def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
     safetensors.save_file({"weight": torch.ones(2, 4)}, tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
     model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
-    import_into(model, tmp_path)
+    outsize.load(tmp_path, model)
     assert torch.equal(values(model)["weight"], torch.ones(2, 4))
 
 
@@ -373,7 +369,7 @@ def test_short_reads_are_resumed_and_failing_ones_name_the_file(
     model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
     preadv = os.preadv
     monkeypatch.setattr(hugging.os, "preadv", lambda fd, data, at: preadv(fd, [data[0][:5]], at))
-    import_into(model, tmp_path)
+    outsize.load(tmp_path, model)
     assert torch.equal(values(model)["weight"], expected)
 
     def failing(*_: Any) -> int:
@@ -381,4 +377,41 @@ def test_short_reads_are_resumed_and_failing_ones_name_the_file(
 
     monkeypatch.setattr(hugging.os, "preadv", failing)
     with pytest.raises(OSError, match=r"reading weights at \d+.*model\.safetensors"):
-        import_into(model, tmp_path)
+        outsize.load(tmp_path, model)
+
+
+HALVES = ("0.weight", "0.bias"), ("1.weight", "1.bias")
+
+
+def remove(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model-00002-of-00002.safetensors", 100)
+
+
+@pytest.mark.parametrize(("damage", "error"), [(remove, FileNotFoundError), (truncate, ValueError)])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_files_that_change_while_they_are_loaded_stop_the_run(
+    tier: str, damage: Callable[[Path], None], error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    first, second = ({name: source.state_dict()[name] for name in names} for names in HALVES)
+    safetensors.save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    safetensors.save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    files = {name: f"model-0000{1 + (name in second)}-of-00002.safetensors" for name in source.state_dict()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    model = prepared(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path, tier)
+    preadv = os.preadv
+
+    def damaging(fd: int, data: Any, at: int) -> int:
+        if (tmp_path / files["1.weight"]).exists():
+            damage(tmp_path)
+        return preadv(fd, data, at)
+
+    monkeypatch.setattr(hugging.os, "preadv", damaging)
+    with pytest.raises(error, match="model-00002"):
+        outsize.load(tmp_path, model)
+    with pytest.raises(RuntimeError, match="stopped"):
+        outsize.save(tmp_path / "after", model)

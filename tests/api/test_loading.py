@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outsize
+from outsize.checkpoint import files
 from outsize.checkpoint.files import file_record
 from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import open_manifest
@@ -326,3 +327,77 @@ def test_joined_and_narrowed_arrays_read_as_torch_does(shape: list[int], data: s
         low = data.draw(st.integers(0, wanted.numel()))
         high = data.draw(st.integers(low, wanted.numel()))
         assert torch.equal(read(found, low, high), wanted.reshape(-1)[low:high])
+
+
+def written_by(format: str, path: Path, run: Run) -> None:
+    if format == "outsize":
+        outsize.save(path, run.model).wait()
+    else:
+        pytest.importorskip("safetensors")
+        outsize.export(path, run.model, format=format)
+
+
+class Expanded(Net):
+    """Expanded views among its buffers, one of them before what it views."""
+
+    def __init__(self, value: float, replaced: bool = False) -> None:
+        super().__init__()
+        base = torch.full((1,), float(value))
+        self.register_buffer("early", base.expand(8))
+        self.register_buffer("base", base)
+        self.register_buffer("late", torch.full((1, 3), -0.0 if replaced else 0.0).expand(2, 3))
+        if replaced:  # as a moving average that is assigned anew
+            self.early = torch.arange(8.0)
+
+
+@pytest.mark.parametrize("format", ["outsize", "safetensors", "dcp"])
+def test_an_expanded_buffer_still_views_what_it_viewed_where_that_has_the_stored_values(
+    format: str, tmp_path: Path
+) -> None:
+    written_by(format, tmp_path / "saved", Run(tmp_path, net=Expanded(1)))
+    run = Run(tmp_path, seed=1, net=Expanded(2))
+    outsize.load(tmp_path / "saved", run.model)
+    assert torch.equal(run.model.early, torch.ones(8))
+    run.model.base += 1
+    assert torch.equal(run.model.early, torch.full((8,), 2.0))
+    run.train()
+
+
+@pytest.mark.parametrize("format", ["outsize", "safetensors", "dcp"])
+def test_an_expanded_buffer_takes_stored_values_that_differ_bit_for_bit(format: str, tmp_path: Path) -> None:
+    saved = Run(tmp_path, net=Expanded(1, replaced=True))
+    written_by(format, tmp_path / "saved", saved)
+    run = Run(tmp_path, seed=1, net=Expanded(2))
+    outsize.load(tmp_path / "saved", run.model)
+    for name in ("early", "base", "late"):
+        found, expected = (getattr(each.model, name).clone().view(torch.int32) for each in (run, saved))
+        assert torch.equal(found, expected), name
+    run.model.early += 1
+    assert torch.equal(run.model.base, torch.ones(1))
+    run.train()
+
+
+def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path: Path) -> None:
+    def turned(numel: int, angle: float) -> torch.Tensor:
+        return torch.polar(torch.ones(numel), torch.arange(numel) + angle).conj()
+
+    def net(angle: float) -> Net:
+        made = Net()
+        made.register_buffer("turned", turned(6, angle))
+        made.register_buffer("negated", turned(1, angle).imag)
+        made.register_buffer("wide", turned(1, angle).expand(5))
+        return made
+
+    saved = Run(tmp_path, net=net(0.5))
+    saved.save(tmp_path / "saved")
+    run = Run(tmp_path, net=net(0.0))
+    outsize.load(tmp_path / "saved", run.model, run.optimizer)
+    expected = dict(saved.model.named_buffers())
+    assert expected["turned"].is_conj() and expected["negated"].is_neg()
+    assert same(dict(run.model.named_buffers()), expected)
+
+
+def test_a_huge_manifest_of_a_neighbour_is_not_read(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(FileExistsError, match="not an outsize checkpoint and is not overwritten"):
+        run.save(tmp_path / "ckpts" / "step-2")

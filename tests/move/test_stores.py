@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -278,17 +279,21 @@ def test_a_live_runs_directory_is_left_alone_and_a_killed_ones_is_removed(tmp_pa
 
 
 def test_only_directories_of_runs_are_ever_removed(tmp_path: Path) -> None:
-    for name in ("data", "outsize", "outsize-runs", "outsize-checkpoint"):
+    others = ["data", "outsize", "outsize-checkpoint", "outsize-run-7b", "outsize-run-7b.new", "outsize-run-8-abc"]
+    for name in others:
         (tmp_path / name).mkdir()
-    dead = tmp_path / "outsize-run-999999999-abc"
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "outsize-run-7b" / "step-100").mkdir()
+    dead = tmp_path / "outsize-run-999999999-0123456789ab"
     dead.mkdir()
     (dead / "lock").write_text("")
     RunDirectory(tmp_path).close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "outsize", "outsize-checkpoint", "outsize-runs"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == others
+    assert (tmp_path / "outsize-run-7b" / "step-100").exists()
 
 
 def test_a_directory_that_is_being_made_is_not_taken_for_dead(tmp_path: Path) -> None:
-    fresh, old = tmp_path / "outsize-run-999999999-a.new", tmp_path / "outsize-run-999999999-b.new"
+    fresh, old = (tmp_path / f"outsize-run-999999999-{each * 12}.new" for each in "ab")
     for entry in (fresh, old):
         entry.mkdir()
     past = time.time() - 2 * 3600
@@ -314,6 +319,23 @@ def test_an_unusable_directory_is_a_users_mistake_and_an_os_error(tmp_path: Path
 def test_free_space_counts_each_file_system_once(tmp_path: Path) -> None:
     first, second = places(tmp_path, 2)
     assert free_bytes([first, second]) == pytest.approx(free_bytes([first]), rel=0.01)
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [1024, 5000]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.__setitem__(0, wanted[0]))
+    disk_tier.allow_open_files(50)
+    assert limits[0] == 1024
+    disk_tier.allow_open_files(2000)
+    assert 4512 < limits[0] <= 5000
+    disk_tier.allow_open_files(3000)  # not two of each, but all
+    assert limits[0] == 5000
+    with pytest.raises(ValueError, match=r"are 4600 files on disk and this process may have 5000 open files in all"):
+        disk_tier.allow_open_files(4600)
+    limits[:] = [1024, resource.RLIM_INFINITY]
+    disk_tier.allow_open_files(1 << 20)
+    assert limits[0] > 1 << 21
 
 
 def test_an_unknown_disk_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

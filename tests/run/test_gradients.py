@@ -1,6 +1,8 @@
 """Gradients at rest behave as the loop expects: accumulated, clipped, hooked, zeroed, read and replaced."""
 
 import copy
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -246,6 +248,78 @@ def test_gradients_at_rest_take_no_memory_on_the_disk_tier(workshop: Workshop) -
     assert outsize.memory(pair.model).now["host/grads in flight"] == 0
     squared_error(pair.plain, batches(1)[0]).backward()
     assert_same_gradients(pair.model, pair.plain)
+
+
+MISUSES = {
+    "in place, to another": lambda grad, other: operator.iadd(other, grad),
+    "to another": lambda grad, other: other + grad,
+    "another": lambda grad, other: grad + other,
+    "itself": lambda grad, other: grad.add_(grad),
+    "a multiple": lambda grad, other: grad.add_(other, alpha=2),
+    "a number": lambda grad, other: grad.add_(1.0),
+    "into it": lambda grad, other: torch.add(other, other, out=grad),
+}
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES.keys())
+def test_adding_that_needs_the_values_is_refused_and_changes_nothing(
+    workshop: Workshop, tier: str, misuse: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    other = torch.ones(4, 16)
+    with pytest.raises(RuntimeError, match=r"'head\.weight' is at rest and aten\.add.* needs its values.*grads=True"):
+        misuse(pair.model.head.weight.grad, other)
+    assert torch.equal(other, torch.ones(4, 16))
+    assert_same_gradients(pair.model, pair.plain)
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_hook_that_adds_the_gradient_to_another_is_refused(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    pair.model.head.weight.register_post_accumulate_grad_hook(lambda param: param.grad + torch.ones(4, 16))
+    with pytest.raises(RuntimeError, match="needs its values"):
+        squared_error(pair.model, batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (16,), ()])
+def test_what_the_user_adds_in_place_is_part_of_the_gradient(
+    workshop: Workshop, tier: str, shape: tuple[int, ...]
+) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    more = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for model, optimizer in pair.both:
+        model.head.weight.grad += more
+        model.blocks[0].up.bias.grad.zero_().add_(torch.ones(()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    assert_same_gradients(pair.model, pair.plain)
+    pair.check()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_backwards_that_keep_their_graph_add_up(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier, activations="keep")
+    for model, _ in pair.both:
+        for batch in batches(2):
+            squared_error(model, batch).backward(create_graph=True)
+    assert_same_gradients(pair.model, pair.plain)
+    for model, _ in pair.both:
+        model.zero_grad()  # of plain gradients: a parameter and the graph of its gradient hold each other
+
+
+def test_gradients_are_added_to_others_inside_gathered(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    total = torch.zeros(4, 16)
+    for batch in batches(2):
+        backward(pair, [batch])
+        with outsize.gathered(pair.model.head.weight, grads=True):
+            total += pair.model.head.weight.grad
+        pair.optimizer.zero_grad()
+    torch.testing.assert_close(total, pair.plain.head.weight.grad)
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)

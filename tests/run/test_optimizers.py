@@ -1,6 +1,7 @@
 """Every optimizer that can run on streamed state trains as in torch; any other is refused with the reason."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import outsize
+from outsize.checkpoint.files import DataReader
+from outsize.checkpoint.manifest import sealed
 from outsize.optim.choice import rule_for
 from outsize.optim.streamed import StreamedRule
 from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train, weights
@@ -73,6 +76,20 @@ class Layerwise(torch.optim.Optimizer):
                 if param.grad is not None:
                     trust = param.norm() / param.grad.norm().clamp(min=1e-6)
                     param.sub_(param.grad * trust * group["lr"])
+
+
+class Trusting(Layerwise):
+    """With a momentum, too, if the group has one."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and group.get("momentum"):
+                    state = self.state[param]
+                    momentum = state.setdefault("momentum", torch.zeros_like(param))
+                    param.grad = momentum.mul_(group["momentum"]).add_(param.grad).clone()
+        super().step()
 
 
 class Lamb(torch.optim.Optimizer):
@@ -247,12 +264,7 @@ def test_whole_parameters_of_bf16_have_exact_masters_and_the_same_bits_on_every_
 
 
 def test_a_parameter_larger_than_the_staging_arena_is_updated_whole(workshop: Workshop) -> None:
-    def wide() -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 3000), nn.Tanh(), nn.Linear(3000, 4))
-
-    workshop.pair(wide, lambda model: OPTIM.Adafactor(model.parameters(), lr=1e-2), "disk", host_memory="2MiB").train(
-        batches(3)
-    )
+    workshop.pair(wide, adafactor, "disk", host_memory="2MiB").train(batches(3))
 
 
 def test_whole_state_survives_a_checkpoint(workshop: Workshop) -> None:
@@ -265,6 +277,76 @@ def test_whole_state_survives_a_checkpoint(workshop: Workshop) -> None:
     assert train(again.model, again.optimizer, batches(3)).losses == expected.losses
     ours, theirs = weights(again.model), weights(pair.model)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def wide() -> nn.Module:
+    """Matrices and vectors whose factored moments are too large for a manifest."""
+    return nn.Sequential(nn.Linear(16, 3000), nn.Tanh(), nn.Linear(3000, 4))
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIM.Adafactor(model.parameters(), lr=1e-2)
+
+
+def test_large_factored_state_survives_a_checkpoint_on_another_tier(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(wide, adafactor, "disk")
+    pair.train(batches(3))
+    outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
+    again = workshop.pair(wide, adafactor, tier)
+    outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
+    expected = train(pair.model, pair.optimizer, batches(3))
+    assert train(again.model, again.optimizer, batches(3)).losses == expected.losses
+    ours, theirs = weights(again.model), weights(pair.model)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    mine, state = again.optimizer.state_dict()["state"], pair.optimizer.state_dict()["state"]
+    assert all(torch.equal(mine[at][key], value) for at, entry in state.items() for key, value in entry.items())
+
+
+def test_numpy_reads_large_factored_state(workshop: Workshop) -> None:
+    numpy_reader = pytest.importorskip("tests.api.numpy_reader")
+    pair = workshop.pair(wide, adafactor, "disk")
+    pair.train(batches(1))
+    folder = workshop.disk.parent / "ckpt"
+    outsize.save(folder, pair.model, pair.optimizer)
+    records = json.loads((folder / "manifest.json").read_text())["parameters"]
+    state = pair.optimizer.state_dict()["state"]
+    for at, key in ((0, "row_var"), (1, "variance"), (2, "col_var")):
+        region = list(records.values())[at]["scalars"][key]["$tensor"]
+        assert region["file"] == "model.bin"
+        assert torch.equal(torch.from_numpy(numpy_reader.array(folder, region)), state[at][key])
+
+
+@pytest.mark.parametrize("damage", ["shared", "outside"])
+def test_large_factored_state_that_cannot_be_is_refused_before_it_is_read(
+    workshop: Workshop, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = workshop.pair(wide, adafactor, "disk")
+    pair.train(batches(1))
+    folder = workshop.disk.parent / "ckpt"
+    outsize.save(folder, pair.model, pair.optimizer)
+    content = json.loads((folder / "manifest.json").read_text())
+    region = content["parameters"]["0.weight"]["scalars"]["row_var"]["$tensor"]
+    if damage == "outside":
+        region["offset"] = content["files"]["model.bin"]["bytes"] - 64
+    else:
+        scalars = content["parameters"]["0.bias"]["scalars"]
+        scalars.update({f"more {at}": {"$tensor": region} for at in range(20)})
+    (folder / "manifest.json").write_text(sealed(json.dumps(content)))
+    read: list[int] = []
+
+    def counted(self: DataReader, region: Any, start: int = 0, end: int | None = None) -> Tensor:
+        read.append(region.numel * region.dtype.itemsize)
+        return original(self, region, start, end)
+
+    original = DataReader.read
+    monkeypatch.setattr(DataReader, "read", counted)
+    before = weights(pair.model)
+    reason = "lies outside of" if damage == "outside" else "more bytes than the files"
+    with pytest.raises(ValueError, match=f"damaged.*{reason}"):
+        outsize.load(folder, pair.model, pair.optimizer)
+    assert sum(read) <= 2 * content["files"]["model.bin"]["bytes"]  # the generators' states lie there too
+    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    pair.train(batches(1))
 
 
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
@@ -295,6 +377,70 @@ def test_trying_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop)
     optimizer = Lion(model.parameters())
     workshop.prepare(model, optimizer, **dict.fromkeys(KINDS, "disk"))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- options that come after prepare ---------------------------------------------------------------------------------
+
+
+def by_cycle(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 10)
+
+
+def by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.add_param_group({"params": model.head.parameters(), "momentum": 0.9})  # type: ignore[union-attr, dict-item]
+
+
+LATER: dict[str, Callable[[torch.optim.Optimizer, nn.Module], None]] = {
+    "momentum": lambda optimizer, _: optimizer.param_groups[0].update(momentum=0.9),
+    "centered": lambda optimizer, _: optimizer.param_groups[0].update(centered=True),
+    "OneCycleLR": by_cycle,
+    "add_param_group": by_group,
+}
+
+
+@pytest.mark.parametrize("how", LATER)
+def test_a_streamed_optimizer_that_needs_a_new_array_is_refused_before_anything_changes(
+    workshop: Workshop, tier: str, how: str
+) -> None:
+    def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+        return OPTIM.RMSprop(model.blocks.parameters(), lr=1e-3)  # type: ignore[union-attr]
+
+    pair = workshop.pair(optimizer=rmsprop, tier=tier)
+    pair.train(batches(1))
+    before = weights(pair.model)
+    LATER[how](pair.optimizer, pair.model)
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"set the option .* before prepare. Nothing was updated"):
+        pair.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    pair.optimizer.zero_grad()
+    del pair.optimizer.param_groups[1:]
+    pair.optimizer.param_groups[0].update(momentum=0, centered=False, lr=1e-3)
+    pair.plain_optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_options_that_change_every_step_are_not_tried_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = workshop.pair(optimizer=lambda model: OPTIM.NAdam(model.parameters(), lr=1e-3), tier="host")
+    schedules = [optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 12) for _, optimizer in pair.both]
+    tried = []
+    original = StreamedRule._probe
+    monkeypatch.setattr(StreamedRule, "_probe", lambda *args: tried.append(args) or original(*args))
+    for _ in range(10):
+        for (model, optimizer), schedule in zip(pair.both, schedules, strict=True):
+            train(model, optimizer, batches(1), scheduler=schedule)
+    pair.check()
+    assert len(tried) == 1  # the scheduler put options of its own beside the optimizer's
+
+
+def test_a_whole_parameter_optimizer_may_begin_to_keep_another_array(workshop: Workshop) -> None:
+    pair = workshop.pair(optimizer=lambda model: Trusting(model.parameters()), tier="disk")
+    pair.train(batches(2))
+    for _, optimizer in pair.both:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    pair.train(batches(3))
 
 
 # -- the table in the documentation ----------------------------------------------------------------------------------

@@ -238,3 +238,17 @@ def test_after_a_gradient_that_is_not_finite_a_checkpoint_can_be_loaded(workshop
     handle.remove()
     outsize.load(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
     pair.train(batches(3))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop"])
+def test_an_option_that_needs_an_array_nobody_made_is_refused_before_anything_changes(
+    workshop: Workshop, kind: str
+) -> None:
+    model = Stack(depth=2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    workshop.prepare(model, optimizer, "disk", update="backward")
+    before = weights(model)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeError, match="momentum_buffer"):
+        squared_error(model, batches(1)[0]).backward()
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())

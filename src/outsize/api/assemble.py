@@ -186,6 +186,8 @@ def _build(
     ranks: Ranks | None,
 ) -> Prepared:
     lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
+    on_disk = sum("disk" in (tiers.params, tiers.grads, tiers.states) for tiers in plan.tiers)
+    allow_open_files(2 * on_disk * len(config.directories))  # of gradients, and of the rest
     shards = [
         open_shard(layout, tiers, plan, config, rule, resources, lane, ranks is not None)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
@@ -202,7 +204,9 @@ def _build(
             group.names = [unit.name or "model" for unit in units]
         sync = config.unused == "sync"
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
-        adds_up = torch.tensor([accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)], dtype=torch.int32)
+        adds_up = torch.tensor(
+            [accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)], dtype=torch.int32, device="cpu"
+        )
         for group in ranks.everyone():
             group.combine(adds_up, "prepare", "min")
         reduction.adds_up = bool(adds_up)
@@ -254,7 +258,6 @@ def _open_streamer(
     reduction: Reduction | None,
     wanting: Ranks | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
-    allow_open_files(4 * len(units))  # a unit has a file, one that follows, one that is copied, and gradients
     keepers: list[GradKeeper] = []
     streamer = Streamer(
         units,
@@ -380,8 +383,8 @@ def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
         target.copy_(value)
         return
     on_cpu = target.device.type == "cpu"
-    weight = target.view(-1) if on_cpu else torch.empty(target.numel(), dtype=target.dtype)
-    rest = torch.empty(target.numel(), dtype=MASTER_DTYPE[slot.dtype])
+    weight = target.view(-1) if on_cpu else torch.empty(target.numel(), dtype=target.dtype, device="cpu")
+    rest = torch.empty(target.numel(), dtype=MASTER_DTYPE[slot.dtype], device="cpu")
     split_master(value.detach().cpu().reshape(-1).float(), weight, rest)
     if not on_cpu:
         target.copy_(weight.view(target.shape))

@@ -15,7 +15,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import LoadPeers, check_same
-from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, settle, tied_names, whole
+from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.joint import together
 from outsize.checkpoint.match import Live, check_match
@@ -23,7 +23,7 @@ from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
 from outsize.formats.dcp import is_dcp
-from outsize.formats.hugging import is_safetensors, load_safetensors
+from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.optim.compact import codec_named
 from outsize.run.unit import Unit
@@ -161,15 +161,10 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
 
 
 @contextmanager
-def _stopping_on_errors(prepared: Prepared, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """State that is half overwritten is of no use: an error in the block stops the run.
-
-    Errors of the classes `but` come before anything was changed.
-    """
+def _stopping_on_errors(prepared: Prepared) -> Iterator[None]:
+    """State that is half overwritten is of no use: an error in the block stops the run."""
     try:
         yield
-    except but:
-        raise
     except BaseException as error:
         interrupted = RuntimeError("outsize.load was interrupted")
         prepared.engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
@@ -188,13 +183,17 @@ def _load_safetensors(
         raise ValueError(f"{source} holds weights alone: load it with outsize.load(path, model)")
     buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
     optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    settle(prepared)
-    shards = [unit.shard for unit in prepared.engine.units]
-    with _stopping_on_errors(prepared, but=(ValueError, FileNotFoundError)), _gathered_anew(prepared):
-        _tell(load_safetensors(source, shards, buffers, MASTERS, tied_names(model), optional, strict), source)
-    for unit in prepared.engine.units:
-        if unit.shard.buffer.resident:
-            unit.shard.buffer.await_filled()
+    slots = [slot for unit in prepared.engine.units for slot in unit.shard.whole.slots]
+    weights = open_safetensors(source, slots, buffers, tied_names(model), optional, strict)
+    try:
+        _tell(weights.passed_over, source)
+        settle(prepared)
+        with _stopping_on_errors(prepared), _gathered_anew(prepared):
+            for unit in prepared.engine.units:
+                _place_weights(unit, weights)
+            _fill_buffers(buffers_of(model), weights.buffer)
+    finally:
+        weights.close()
 
 
 def _load_dcp(
@@ -218,11 +217,8 @@ def _load_dcp(
                 _place(prepared, unit, checkpoint, model, optimizer)
                 if optimizer is not None:
                     _drop_gradients(prepared, unit)
-            for name, (value, _) in buffers_of(prepared.model).items() if model is not None else ():
-                stored = checkpoint.buffer(name)
-                if stored is not None:
-                    with torch.no_grad():
-                        value.copy_(stored)
+            if model is not None:
+                _fill_buffers(buffers_of(model), checkpoint.buffer)
             if optimizer is not None:
                 _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
     finally:
@@ -238,7 +234,7 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
     prepared = next((found for found in map(prepared_of, params) if found is not None), None)
     if prepared is None:
         raise ValueError("the optimizer is not prepared; call outsize.prepare(model, optimizer) first")
-    return whole(prepared.model, optimizer, "load")
+    return ready(prepared.model, optimizer, "load")
 
 
 def _tell(passed_over: Mapping[str, list[str]], folder: Path) -> None:
@@ -246,10 +242,15 @@ def _tell(passed_over: Mapping[str, list[str]], folder: Path) -> None:
         logger.warning("%s: %d %s, passed over: %s", folder, len(names), what, ", ".join(names))
 
 
-class _Source(Protocol):
-    """What a checkpoint of any format offers for one unit."""
+class _Weights(Protocol):
+    """What weights of any format offer for one unit."""
 
     def load_weights(self, shard: UnitShard, masters: Masters) -> None: ...
+
+
+class _Source(_Weights, Protocol):
+    """What a checkpoint of any format offers for one unit."""
+
     def load_state(self, shard: UnitShard) -> None: ...
 
 
@@ -261,7 +262,8 @@ def _restore(
         if optimizer is not None:
             _restore_gradients(prepared, checkpoint, unit)
     if model is not None:
-        _restore_buffers(checkpoint, buffers_of(model))
+        buffers = buffers_of(model)
+        _fill_buffers(buffers, partial(_stored_buffer, checkpoint, buffers))
     if optimizer is not None:
         assert checkpoint.manifest.optimizer is not None
         _restore_stepping(prepared, optimizer, checkpoint.manifest.optimizer.steps, checkpoint.hyper)
@@ -278,11 +280,15 @@ def _place(
 ) -> None:
     """One unit's weights and states."""
     if model is not None:
-        source.load_weights(unit.shard, MASTERS)
-        if unit.shard.buffer.resident:
-            unit.shard.buffer.await_filled()
+        _place_weights(unit, source)
     if optimizer is not None:
         source.load_state(unit.shard)
+
+
+def _place_weights(unit: Unit, source: _Weights) -> None:
+    source.load_weights(unit.shard, MASTERS)
+    if unit.shard.buffer.resident:
+        unit.shard.buffer.await_filled()
 
 
 def _restore_stepping(
@@ -298,17 +304,48 @@ def _restore_stepping(
         group.update(values)
 
 
-def _restore_buffers(checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
+def _stored_buffer(
+    checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]], name: str
+) -> torch.Tensor | None:
     """Persistent buffers were checked to match; of the others those that do are restored too."""
-    for name, (value, persistent) in buffers.items():
-        stored = checkpoint.manifest.buffers.get(name)
-        region = stored.region if stored is not None else None
-        same = region is not None and (region.shape, region.dtype) == (tuple(value.shape), value.dtype)
-        if region is not None and (persistent or same):
-            with torch.no_grad():
-                value.copy_(checkpoint.data.read(region))
-        else:
-            logger.info("buffer %r, which is not persistent, does not match the checkpoint and stays as it is", name)
+    value, persistent = buffers[name]
+    stored = checkpoint.manifest.buffers.get(name)
+    region = stored.region if stored is not None else None
+    same = region is not None and (region.shape, region.dtype) == (tuple(value.shape), value.dtype)
+    if region is not None and (persistent or same):
+        return checkpoint.data.read(region)
+    logger.info("buffer %r, which is not persistent, does not match the checkpoint and stays as it is", name)
+    return None
+
+
+# Note [Expanded buffers]
+# The elements of an expanded view share memory, so that torch refuses to write them. The view stays where it has the
+# stored values once all other buffers are filled (one of them may be what it views), and gets memory of its own where
+# it has not: the run that saved may have replaced it. The tensor is the same object, so that all who share it see it.
+
+
+def _fill_buffers(
+    buffers: Mapping[str, tuple[torch.Tensor, bool]], stored: Callable[[str], torch.Tensor | None]
+) -> None:
+    """Give each buffer what `stored` has under its name; None: it keeps its values. See Note [Expanded buffers]."""
+    expanded = {name for name, (value, _) in buffers.items() if _is_expanded(value)}
+    for name in sorted(buffers, key=expanded.__contains__):
+        value, found = buffers[name][0], stored(name)
+        if found is None:
+            continue
+        with torch.no_grad():
+            if name not in expanded:
+                value.copy_(found)
+            elif not _has_bits(value, fresh := found.to(value.device, value.dtype)):
+                value.data = fresh
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+
+
+def _has_bits(value: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(torch.empty_like(wanted).copy_(value).view(torch.uint8), wanted.view(torch.uint8))
 
 
 def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:

@@ -146,7 +146,7 @@ def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     """The least of what any rank may use, so that all place alike."""
     unlimited = 1 << 62
     values = [unlimited if each is None else each for each in (budgets.host, budgets.device, budgets.disk)]
-    least = torch.tensor(values)
+    least = torch.tensor(values, device="cpu")
     for group in ranks.everyone():
         least = group.combine(least, "prepare", "min")
     host, device, disk = least.tolist()

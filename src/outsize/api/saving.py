@@ -284,6 +284,24 @@ def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
+    """As `ready`, of a model that still has the parameters which `prepare` took. Else `ValueError` that names them."""
+    prepared = ready(model, optimizer, verb)
+    here = {id(param): name for name, param in model.named_parameters()}
+    taken = {id(param): name for name, param in prepared.survey.parameters.items()}
+    changes = {
+        "came after it": [name for key, name in here.items() if key not in taken],
+        "are no longer in the model": [name for key, name in taken.items() if key not in here],
+    }
+    problems = [f"{len(names)} {what}: {', '.join(names)}" for what, names in changes.items() if names]
+    if problems:
+        raise ValueError(
+            f"outsize.{verb}: the model's parameters are not those that outsize.prepare took: {'; '.join(problems)}. "
+            f"Add, replace and remove modules before outsize.prepare"
+        )
+    return prepared
+
+
+def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
     """The prepared model, at rest enough to be saved or loaded. Raises `ValueError`, `TypeError` or `RuntimeError`."""
     prepared = require(model)
     if model is not prepared.model:

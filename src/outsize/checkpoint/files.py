@@ -39,7 +39,7 @@ def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory that goes back to the system when it is dropped; a large piece of the heap may be left in fragments."""
     nbytes = numel * dtype.itemsize
     if nbytes < MAPPED_BYTES:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     return HostBuffer(nbytes).bytes.view(dtype)  # [numel]
 
 
@@ -120,7 +120,7 @@ def file_record(path: Path) -> FileRecord:
 
 def chunk_sums(content: torch.Tensor) -> list[int]:
     """The CRC-32C of each `CHUNK_BYTES` of `content` (uint8)."""
-    pages = torch.empty(-(-content.numel() // PAGE_BYTES), dtype=torch.int32)
+    pages = torch.empty(-(-content.numel() // PAGE_BYTES), dtype=torch.int32, device="cpu")
     sums_of(content, pages)
     return joined_sums(pages, content.numel(), CHUNK_BYTES)
 

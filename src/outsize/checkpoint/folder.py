@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from outsize.checkpoint.files import naming
+from outsize.checkpoint.files import naming, read_manifest
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 
 _AT_FDCWD = -100
@@ -173,10 +173,8 @@ def is_stranded(entry: Path) -> bool:
 
 def _files_of(manifest: Path) -> set[str] | None:
     """The names that a checkpoint's folder may hold; None if this is no manifest."""
-    if not manifest.is_file():  # a pipe would block
-        return None
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
+        content = json.loads(read_manifest(manifest).decode())
         return {MANIFEST_NAME, *content["files"]} if content["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

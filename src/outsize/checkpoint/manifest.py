@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outsize.checkpoint.regions import AnyRegion, Region, narrow, natural, region_from
+from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region, narrow, natural, region_from
 from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.gradients import GradOps
@@ -65,7 +65,7 @@ class GradRecord:
     @classmethod
     def from_json(cls, value: Any) -> GradRecord:
         ops = GradOps(**_numbers(value["ops"]))
-        return cls(region_from(value), ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
+        return cls(_uncoded(value), ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class ParameterRecord:
     @classmethod
     def from_json(cls, value: Any) -> ParameterRecord:
         record = cls(
-            weight=region_from(value["weight"]),
-            master=region_from(value["master"]) if value["master"] is not None else None,
+            weight=_uncoded(value["weight"]),
+            master=_uncoded(value["master"]) if value["master"] is not None else None,
             state={str(name): region_from(each) for name, each in value["state"].items()},
             scalars=value["scalars"],
             grad=GradRecord.from_json(value["grad"]) if value["grad"] is not None else None,
@@ -331,6 +331,15 @@ class FilePlan:
         region = Region.at(self.name, round_up(self.nbytes, ALIGN_BYTES), dtype, shape)
         self.nbytes = region.pieces[0].offset + region.nbytes
         return region
+
+
+def _uncoded(value: Any) -> AnyRegion:
+    """An array of anything but optimizer state, whole or joined."""
+    region = region_from(value)
+    parts = region.parts if isinstance(region, Joined) else (region,)
+    if any(isinstance(part, CodedRegion) for part in parts):
+        raise ValueError("8-bit codes are for optimizer state alone, not for weights, masters and gradients")
+    return region
 
 
 def _numbers(value: Any) -> Any:

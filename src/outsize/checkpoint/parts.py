@@ -141,7 +141,7 @@ class Image(Part, Hold):
         self._pid = os.getpid()
 
     def write(self, folder: Path) -> FileRecord:
-        pages = torch.full((self._nbytes // PAGE_BYTES,), ZERO_SUM, dtype=torch.int32)
+        pages = torch.full((self._nbytes // PAGE_BYTES,), ZERO_SUM, dtype=torch.int32, device="cpu")
         slab: HostBuffer | None = None
         with _NewFile(folder / self.name, self._nbytes) as file:
             while (piece := self._next()) is not None:

@@ -117,6 +117,7 @@ class Checkpoint:
         self._rank, self._ranks, self._tensor_ranks = rank, ranks, tensor_ranks
         self._codecs = codecs
         self._cuts = cuts or {}
+        self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
         try:
             self._decode(folder)
@@ -128,7 +129,7 @@ class Checkpoint:
 
     def verify(self, weights: bool, state: bool) -> None:
         """Compare all that is going to be read with its checksums. Raises `ValueError` that names file and chunk."""
-        regions = [record.region for record in self.manifest.buffers.values()]
+        regions = [record.region for record in self.manifest.buffers.values()] + self._scalar_regions
         for record in self.manifest.parameters.values():
             regions += record.weights() if weights else []
             regions += record.states() if state else []
@@ -153,8 +154,9 @@ class Checkpoint:
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()
         self.hyper: list[dict[str, Any]] = [decode(group.hyper, from_inline) for group in groups]
+        self._unread = sum(file.nbytes for name, file in manifest.files.items() if name.endswith(MODEL_FILE))
         self.scalars: dict[str, dict[str, Any]] = {
-            name: dict(decode(record.scalars, from_inline))
+            name: dict(decode(record.scalars, self._scalar))
             for name, record in manifest.parameters.items()
             if record.scalars is not None
         }
@@ -164,6 +166,22 @@ class Checkpoint:
         self.manifest.check(region)
         if region.nbytes > MAX_RNG_BYTES:
             raise ValueError(f"the state of a random number generator has {region.nbytes} bytes")
+        return self.data.read(region)
+
+    def _scalar(self, value: Any) -> torch.Tensor:
+        """A tensor among the optimizer's values of a parameter, from the manifest itself or from a file.
+
+        Those from files are together no larger than the files that they are written to, so a damaged manifest in which
+        many parameters share one array takes no more memory than that.
+        """
+        if "values" in value:
+            return from_inline(value)
+        region = Region.from_json(value)
+        self.manifest.check(region)
+        self._unread -= region.nbytes
+        if self._unread < 0:
+            raise ValueError("the optimizer's values of the parameters are more bytes than the files that hold them")
+        self._scalar_regions.append(region)
         return self.data.read(region)
 
     def close(self) -> None:

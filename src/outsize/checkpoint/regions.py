@@ -271,7 +271,7 @@ def _by_rows(
         found.append(whole(first, last))
     if start < end and end % row and first <= last:
         found += within(last, 0, end % row)
-    return torch.cat(found) if found else torch.empty(0, dtype=dtype)
+    return torch.cat(found) if found else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def natural(value: Any) -> int:

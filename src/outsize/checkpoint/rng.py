@@ -14,12 +14,12 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
     }
     numpy = _numpy()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
+        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states

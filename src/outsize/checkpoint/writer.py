@@ -30,7 +30,7 @@ from outsize.checkpoint.manifest import (
 from outsize.checkpoint.parts import CopyRoom, FrozenCopy, Part, Present, UnitPlaces, sync_all, take
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.shelf import check_room
-from outsize.checkpoint.values import DTYPE_NAMES, encode, inline
+from outsize.checkpoint.values import DTYPE_NAMES, INLINE_NUMEL, encode, inline
 from outsize.move.generations import Generation, Generations
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
@@ -106,6 +106,39 @@ class Room:
 
 
 @final
+class ModelFile:
+    """The file of what is in memory anyway: buffers, the generators' states, and the optimizer's values of a parameter
+    that are too large for the manifest (the factored moments of Adafactor)."""
+
+    def __init__(self, name: str) -> None:
+        self._plan = FilePlan(name)
+        self._contents: list[tuple[Region, torch.Tensor]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._plan.nbytes
+
+    def keep(self, tensor: torch.Tensor) -> Region:
+        """Where the tensor will lie; it must not change before `write`."""
+        self._contents.append((self._plan.reserve(tensor.dtype, tuple(tensor.shape)), tensor))
+        return self._contents[-1][0]
+
+    def small_or_kept(self, path: str, tensor: torch.Tensor) -> Any:
+        """For `encode`: a small tensor in the manifest itself, any other in the file."""
+        if tensor.numel() <= INLINE_NUMEL and not tensor.is_complex():
+            return inline(path, tensor)
+        return self.keep(tensor).to_json()
+
+    def write(self, folder: Path, files: dict[str, FileRecord]) -> None:
+        """Write it, add its record to `files`, and let go of the tensors."""
+        with DataWriter(folder / self._plan.name, self.nbytes) as file:
+            for region, tensor in self._contents:
+                file.write(region.pieces[0].offset, tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+        self._contents.clear()
+        files[self._plan.name] = file_record(folder / self._plan.name)
+
+
+@final
 class UnfinishedCheckpoint:
     """A checkpoint whose state is safe from the training and that `finish` brings to its place.
 
@@ -116,20 +149,21 @@ class UnfinishedCheckpoint:
     def __init__(self, target: Path, snapshot: Snapshot, room: Room) -> None:
         self._snapshot = snapshot
         self._grads = FilePlan(own_name(GRADS_FILE, snapshot.rank))
+        self._model = ModelFile(own_name(MODEL_FILE, snapshot.rank))
         self._folder = _new_folder(target, snapshot.peers)
         self._parts: list[Part] = []
         self._files: dict[str, FileRecord] = {}
         self._frozen: list[Generations] = []  # by this save
         self._linked: list[Generation] = []
         try:
-            self._plans = [_UnitPlan(shard, snapshot, self._grads) for shard in snapshot.shards]
+            self._plans = [_UnitPlan(shard, snapshot, self._grads, self._model) for shard in snapshot.shards]
             places = [plan.places for plan in self._plans]
             small = sum(each.copied_bytes + each.file_bytes for each in places) <= AT_ONCE_BYTES
             self._check_room(places, small, room)
             self._take_files(places, small, room.disk_bytes)
             self._take_memory(places, small, CopyRoom(room.copy_bytes))
             self._write_grads()
-            self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._files)
+            self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._model, self._files)
             _write_extra(self._folder.path, snapshot, self._files)
         except BaseException:
             self.abandon()
@@ -144,7 +178,7 @@ class UnfinishedCheckpoint:
     def _check_room(self, places: Sequence[UnitPlaces], small: bool, room: Room) -> None:
         """Raise `OSError` now, while nothing has changed, if what is about to be written has no room."""
         here = self._folder.path.stat().st_dev
-        needed = {here: self._grads.nbytes + sum(each.copied_bytes for each in places)}
+        needed = {here: self._grads.nbytes + self._model.nbytes + sum(each.copied_bytes for each in places)}
         pending = any(each.copied_bytes for each in places)
         for file in (file for each in places for file in each.files.values()):
             device = file.now.file.device
@@ -288,9 +322,9 @@ class UnfinishedCheckpoint:
 class _UnitPlan:
     """Where each array of one unit goes."""
 
-    def __init__(self, shard: UnitShard, snapshot: Snapshot, grads: FilePlan) -> None:
+    def __init__(self, shard: UnitShard, snapshot: Snapshot, grads: FilePlan, model: ModelFile) -> None:
         self.slots = {slot.name: slot for slot in shard.layout.slots}
-        self._scalars = self._encode_scalars(shard) if snapshot.optimizer is not None else {}
+        self._scalars = self._encode_scalars(shard, model) if snapshot.optimizer is not None else {}
         self.places = UnitPlaces(shard, self._scalars, snapshot.rank)
         self._grads = _GradPlan(shard, snapshot.grads, grads)
         self._held = _GradPlan(shard, snapshot.held, grads)
@@ -300,9 +334,9 @@ class _UnitPlan:
         self._held.write(file, slab)
 
     @staticmethod
-    def _encode_scalars(shard: UnitShard) -> dict[str, Any]:
+    def _encode_scalars(shard: UnitShard, model: ModelFile) -> dict[str, Any]:
         return {
-            name: encode(state.scalars, f"the optimizer state of {name!r}", inline)
+            name: encode(state.scalars, f"the optimizer state of {name!r}", model.small_or_kept)
             for name, state in shard.slot_states.items()
             if state.initialised
         }
@@ -373,21 +407,16 @@ def _copy(array: RestingArray, regions: Mapping[str, Region], slab: HostBuffer, 
     copy_out(array, regions, slab, sink)
 
 
-def _write_model(folder: Path, snapshot: Snapshot, files: dict[str, FileRecord]) -> tuple[dict[str, BufferRecord], Any]:
-    """The buffers and the states of the generators, which are in memory anyway."""
-    plan = FilePlan(own_name(MODEL_FILE, snapshot.rank))
-    contents: list[tuple[Region, torch.Tensor]] = []
-
-    def keep(tensor: torch.Tensor) -> Region:
-        contents.append((plan.reserve(tensor.dtype, tuple(tensor.shape)), tensor))
-        return contents[-1][0]
-
-    buffers = {name: BufferRecord(keep(value), persistent) for name, (value, persistent) in snapshot.buffers.items()}
-    rng = encode(snapshot.rng, "the states of the random number generators", lambda _, tensor: keep(tensor).to_json())
-    with DataWriter(folder / plan.name, plan.nbytes) as file:
-        for region, tensor in contents:
-            file.write(region.pieces[0].offset, tensor.detach().cpu().contiguous())
-    files[plan.name] = file_record(folder / plan.name)
+def _write_model(
+    folder: Path, snapshot: Snapshot, file: ModelFile, files: dict[str, FileRecord]
+) -> tuple[dict[str, BufferRecord], Any]:
+    """The buffers and the states of the generators, behind what the units have put into the file."""
+    buffers = {
+        name: BufferRecord(file.keep(value), persistent) for name, (value, persistent) in snapshot.buffers.items()
+    }
+    where = "the states of the random number generators"
+    rng = encode(snapshot.rng, where, lambda _, tensor: file.keep(tensor).to_json())
+    file.write(folder, files)
     return buffers, rng
 
 

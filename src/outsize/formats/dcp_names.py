@@ -320,7 +320,7 @@ class _OptimizerFinder:
 
 def _as_torch(part: str, value: Any) -> Any:
     """Counts of steps are tensors in torch's optimizers."""
-    return torch.tensor(float(value)) if part == "step" and isinstance(value, (int, float)) else value
+    return torch.tensor(float(value), device="cpu") if part == "step" and isinstance(value, (int, float)) else value
 
 
 def _is_count(value: Any) -> bool:

@@ -100,7 +100,9 @@ class DcpCheckpoint:
 
                 def source(slot: Slot, start: int, end: int, name: str = array.name) -> torch.Tensor:
                     key = states[slot.name].arrays.get(name) if slot.name in filled else None
-                    return torch.zeros(end - start) if key is None else self._tensors.piece(key, start, end)
+                    return (
+                        torch.zeros(end - start, device="cpu") if key is None else self._tensors.piece(key, start, end)
+                    )
 
                 wanted = dict.fromkeys(filled | stale)
                 copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
@@ -118,7 +120,7 @@ class _OneAtATime:
     def __init__(self, folder: DcpFolder) -> None:
         self._folder = folder
         self._key: str | None = None
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, device="cpu")
 
     def piece(self, key: str, start: int, end: int) -> torch.Tensor:
         """The elements [start, end) of the flattened tensor, as a copy: a view would keep the tensor with it."""
@@ -129,7 +131,7 @@ class _OneAtATime:
         return self._values[start:end].clone()
 
     def drop(self) -> None:
-        self._key, self._values = None, torch.empty(0)
+        self._key, self._values = None, torch.empty(0, device="cpu")
 
 
 @final

@@ -214,7 +214,7 @@ def _states(shard: UnitShard, reading: _Reading, root: Place) -> tuple[list[DcpE
         if state is None or not state.initialised:
             continue
         for key, value in state.scalars.items():
-            counted = torch.tensor(value) if key == "step" and isinstance(value, float) else value
+            counted = torch.tensor(value, device="cpu") if key == "step" and isinstance(value, float) else value
             values[below(root, slot.name, key)] = counted
         for array in shard.arrays.values():
             if array.public and array.name not in state.scalars:  # SGD without momentum has None there
@@ -252,8 +252,8 @@ class _Reading:
         """The parameter's values in `dtype` [slot.shape]; in another than its own they come from its fp32 master."""
         converted = slot.dtype in MASTER_BYTES and dtype is not DTYPES[slot.dtype]
         master = shard.arrays.get(MASTER) if converted else None
-        out = torch.empty(slot.numel, dtype=dtype)
-        rest = torch.empty(slot.numel if master is not None else 0, dtype=MASTER_DTYPE.get(slot.dtype))
+        out = torch.empty(slot.numel, dtype=dtype, device="cpu")
+        rest = torch.empty(slot.numel if master is not None else 0, dtype=MASTER_DTYPE.get(slot.dtype), device="cpu")
 
         def keep(_: Slot, first: int, content: torch.Tensor) -> None:
             end = first + content.numel()
@@ -266,7 +266,7 @@ class _Reading:
 
     def state(self, shard: UnitShard, array: StateArray, slot: Slot) -> torch.Tensor:
         """The values of an optimizer array [slot.shape]."""
-        out = torch.empty(slot.numel, dtype=array.value_dtype(slot.dtype))
+        out = torch.empty(slot.numel, dtype=array.value_dtype(slot.dtype), device="cpu")
         copy_out(States(shard, array), {slot.name: slot}, self._slab, _filling(out))
         return out.view(slot.shape)
 

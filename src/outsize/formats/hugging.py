@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, RestingArray, States, Weights, copy_in
-from outsize.checkpoint.files import naming
+from outsize.checkpoint.files import naming, read_manifest
 from outsize.checkpoint.reader import Masters
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
@@ -51,34 +51,29 @@ def is_safetensors(folder: Path) -> bool:
     return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
 
 
-def load_safetensors(
+def open_safetensors(
     folder: Path,
-    shards: Sequence[UnitShard],
+    slots: Sequence[Slot],
     buffers: Mapping[str, torch.Tensor],
-    masters: Masters,
     aliases: Mapping[str, str],
     optional: Collection[str] = (),
     strict: bool = True,
-) -> dict[str, list[str]]:
-    """Place the weights of a safetensors folder into units and the model's buffers.
+) -> SafetensorsWeights:
+    """Open a safetensors folder for the live model; every check is made here.
 
     Args:
-        shards: of all units, settled.
+        slots: of all units, whole.
         buffers: those that must be in the folder, by name.
         aliases: for each further name of a tied parameter the name that its unit knows it by.
         optional: names that the folder may lack, which then keep their values.
         strict: with False, what only one side has is passed over.
 
-    Returns the names that were passed over, by what they are: missing or unexpected.
-
-    Floating-point weights are cast to the live dtype; a 16-bit parameter with an fp32 master takes the stored values as
-    its master, exactly. Every check comes before any change: `FileNotFoundError` where there are no weights,
-    `ValueError` for files that are damaged, lie outside the folder or belong to another model. An `OSError` after
-    that leaves the model with a mixture. Memory: two slabs, and the largest buffer.
+    Raises `FileNotFoundError` where there are no weights, `ValueError` for files that are damaged, lie outside the
+    folder or belong to another model.
     """
     stored = find_weights(folder)
-    slots = {slot.name: slot for shard in shards for slot in shard.whole.slots}
-    chosen = {name: _alias(name, aliases, stored) for name in (*slots, *buffers)}
+    live = {slot.name: slot for slot in slots}
+    chosen = {name: _alias(name, aliases, stored) for name in (*live, *buffers)}
     names = {name for name in chosen if chosen[name] in stored}
     one_sided = {
         "missing weights": sorted({*chosen} - names - {*optional}),
@@ -87,14 +82,8 @@ def load_safetensors(
     if strict:
         _check_names(folder, one_sided)
     weights = {name: stored[chosen[name]] for name in names}
-    _check_weights(folder, weights, slots, buffers)
-    with _Source(weights, masters) as source:
-        for shard in shards:
-            _place(shard, source)
-        for name in buffers:
-            if name in weights:
-                source.fill(name, buffers[name])
-    return {what: found for what, found in one_sided.items() if found}
+    _check_weights(folder, weights, live, buffers)
+    return SafetensorsWeights(weights, {what: found for what, found in one_sided.items() if found})
 
 
 def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> str:
@@ -131,29 +120,6 @@ def _check_weights(
         raise ValueError(f"{folder} is of another model: {_listed(problems)}. Nothing was changed")
 
 
-def _place(shard: UnitShard, source: _Source) -> None:
-    """Write the whole unit: what the folder lacks may share a page with what it has, and is written as it is."""
-    slab = HostBuffer(SLAB_BYTES)
-    weights, master = Weights(shard), shard.arrays.get(MASTER)
-    halves = {name: slot for name, slot in shard.slots.items() if master is not None and slot.dtype in MASTER_BYTES}
-
-    def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
-        if not source.has(slot):
-            return _present(weights, slot, start, end)
-        return source.weight(slot, start, end, slot.name in halves)
-
-    copy_in(weights, shard.slots, slab, weight)
-    if master is not None:
-        states = States(shard, master)
-
-        def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
-            return source.master(slot, start, end) if source.has(slot) else _present(states, slot, start, end)
-
-        copy_in(states, halves, slab, rest)
-    if shard.buffer.resident:
-        shard.buffer.await_filled()
-
-
 def _present(array: RestingArray, slot: Slot, start: int, end: int) -> torch.Tensor:
     """The elements [start, end) of a parameter as they rest, 1-D."""
     low, high = slot.offset - slot.first + start, slot.offset - slot.first + end
@@ -165,42 +131,58 @@ def _present(array: RestingArray, slot: Slot, start: int, end: int) -> torch.Ten
 
 
 @final
-class _Source:
-    """Pieces of stored weights, in whatever form the live side keeps them. One file is open at a time."""
+class SafetensorsWeights:
+    """A folder whose names, shapes and files were checked. Close it after use.
 
-    def __init__(self, weights: Mapping[str, StoredWeight], masters: Masters) -> None:
+    Floating-point weights are cast to the live dtype; a 16-bit parameter with an fp32 master takes the stored values as
+    its master, exactly. `passed_over` has the names that only one side has, by what they are: missing or unexpected.
+    Memory: two slabs, and the buffer at hand. One file is open at a time.
+    """
+
+    def __init__(self, weights: Mapping[str, StoredWeight], passed_over: Mapping[str, list[str]]) -> None:
+        self.passed_over = passed_over
         self._weights = weights
-        self._masters = masters
         self._slab = HostBuffer(SLAB_BYTES)
         self._open: tuple[Path, int] | None = None
 
-    def has(self, slot: Slot) -> bool:
-        return slot.name in self._weights
+    def load_weights(self, shard: UnitShard, masters: Masters) -> None:
+        """Place the settled unit's parameters, and the rest of their masters.
 
-    def weight(self, slot: Slot, start: int, end: int, exact: bool) -> torch.Tensor:
-        """Elements of a parameter, 1-D; `exact`: they are what is left of an fp32 master, not rounded on their own."""
-        stored = self._read(self._weights[slot.name], start, end)
-        return self._split(stored, slot)[0] if exact else stored.to(DTYPES[slot.dtype])
+        The whole unit is written: what the folder lacks may share a page with what it has, and is written as it is.
+        """
+        slab = HostBuffer(SLAB_BYTES)
+        weights, master = Weights(shard), shard.arrays.get(MASTER)
+        halves = {name: slot for name, slot in shard.slots.items() if master is not None and slot.dtype in MASTER_BYTES}
 
-    def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        """What completes these elements to their fp32 masters."""
-        return self._split(self._read(self._weights[slot.name], start, end), slot)[1]
+        def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
+            if slot.name not in self._weights:
+                return _present(weights, slot, start, end)
+            stored = self._read(self._weights[slot.name], start, end)
+            return _split(masters, stored, slot)[0] if slot.name in halves else stored.to(DTYPES[slot.dtype])
 
-    def fill(self, name: str, value: torch.Tensor) -> None:
-        stored = self._weights[name]
-        pieces = SLAB_BYTES // stored.dtype.itemsize
-        flat = torch.empty(value.numel(), dtype=stored.dtype, device="cpu")
-        for start in range(0, value.numel(), pieces):
-            end = min(start + pieces, value.numel())
+        copy_in(weights, shard.slots, slab, weight)
+        if master is None:
+            return
+        states = States(shard, master)
+
+        def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
+            if slot.name not in self._weights:
+                return _present(states, slot, start, end)
+            return _split(masters, self._read(self._weights[slot.name], start, end), slot)[1]
+
+        copy_in(states, halves, slab, rest)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """The values of one of the live model's buffers in the folder's dtype; None if it has none."""
+        stored = self._weights.get(name)
+        if stored is None:
+            return None
+        pieces, numel = SLAB_BYTES // stored.dtype.itemsize, prod(stored.shape)
+        flat = torch.empty(numel, dtype=stored.dtype, device="cpu")
+        for start in range(0, numel, pieces):
+            end = min(start + pieces, numel)
             flat[start:end] = self._read(stored, start, end)
-        with torch.no_grad():
-            value.copy_(flat.view(stored.shape))
-
-    def _split(self, stored: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.empty_like(stored, dtype=DTYPES[slot.dtype])
-        rest = torch.empty_like(stored, dtype=MASTER_DTYPE[slot.dtype])
-        self._masters.split(stored.float(), weight, rest)
-        return weight, rest
+        return flat.view(stored.shape)
 
     def _read(self, stored: StoredWeight, start: int, end: int) -> torch.Tensor:
         """Elements [start, end), 1-D, in the stored dtype; valid until the next call."""
@@ -219,20 +201,22 @@ class _Source:
 
     def _file(self, path: Path) -> int:
         if self._open is None or self._open[0] != path:
-            self._close()
+            self.close()
             self._open = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         return self._open[1]
 
-    def _close(self) -> None:
+    def close(self) -> None:
         opened, self._open = self._open, None
         if opened is not None:
             os.close(opened[1])
 
-    def __enter__(self) -> _Source:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
+def _split(masters: Masters, stored: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values as (16-bit weights, what completes them to their fp32 masters)."""
+    weight = torch.empty_like(stored, dtype=DTYPES[slot.dtype])
+    rest = torch.empty_like(stored, dtype=MASTER_DTYPE[slot.dtype])
+    masters.split(stored.float(), weight, rest)
+    return weight, rest
 
 
 # ------------------------------------------------------------------------------------------- what the folder holds
@@ -274,7 +258,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _read_index(path: Path) -> dict[str, str]:
     with naming(path, "reading"), _damaged(path):
-        listed = json.loads(path.read_bytes(), object_pairs_hook=_unique)["weight_map"]
+        listed = json.loads(read_manifest(path), object_pairs_hook=_unique)["weight_map"]
         if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
             raise ValueError("weight_map does not give a file for each weight")
         return listed

@@ -157,7 +157,7 @@ class _JoinedPiece(Piece):
             self._own.begin(slab)
 
     def values(self) -> Iterator[torch.Tensor]:
-        values = torch.zeros(self._numel, dtype=self._dtype)
+        values = torch.zeros(self._numel, dtype=self._dtype, device="cpu")
         if self._own is not None:
             _fill(values, self._low - self._start, self._own.values())
         yield self._join(values.view(torch.uint8)).view(self._dtype)
@@ -193,14 +193,14 @@ class TensorPiece(Piece):
         self._slab = slab
 
     def values(self) -> Iterator[torch.Tensor]:
-        own, at = torch.empty(prod(self.local), dtype=self.dtype), 0
+        own, at = torch.empty(prod(self.local), dtype=self.dtype, device="cpu"), 0
         for piece in self.pieces():
             piece.begin(self._slab)
             try:
                 at = _fill(own, at, piece.values())
             finally:
                 piece.drain()
-        whole = torch.zeros(self.whole, dtype=self.dtype)
+        whole = torch.zeros(self.whole, dtype=self.dtype, device="cpu")
         whole.narrow(self.cut.dim, self.cut.first, self.cut.count).copy_(own.view(self.local))
         yield self.join(whole.view(-1).view(torch.uint8)).view(self.dtype)
 

@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -29,6 +29,9 @@ from outsize.plan.layout import round_up
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_READ_FIRST = (SINGLE_NAME, INDEX_NAME)
+"""A folder with neither holds no model."""
+
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 READ_SLABS = 4
@@ -60,6 +63,9 @@ DTYPE_NAMES: Final = {
     torch.complex64: "C64",
 }
 """What safetensors calls the dtypes that it stores."""
+
+Moves = Sequence[tuple[Path, Path]]
+"""Files: from where, to where."""
 
 # Note [One stream]
 # A file is its header, padded with spaces to a whole page, and then the tensors' bytes without gaps. The bytes are read
@@ -271,8 +277,9 @@ class _Packer:
 def merged_folder(target: Path) -> Iterator[Path]:
     """A folder for the block to fill, whose files then go to `target`, beside what it holds already.
 
-    A new folder appears at once. In an existing one the files are replaced one by one, the weights of an earlier export
-    that were not replaced are removed, and everything else stays.
+    A new folder appears at once. In an existing one files of the same names and the weights of an earlier export make
+    way, and everything else stays. An exception before all are in place leaves what was there before. See Note [Never a
+    mixture].
     """
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the export; choose another path", str(target))
@@ -293,11 +300,51 @@ def merged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+# Note [Never a mixture]
+# Shards of an earlier export may have the names and shapes of the new ones: any mixture of them under either index
+# would load. So what a reader opens first, the index or the single file, goes first and comes last, and is away on the
+# disk too while other files change. Killed in between, the folder holds no model, which is refused, and the earlier
+# files lie in a hidden folder inside it, `.NAME.replaced-...`, for its owner to put back or remove. After an exception
+# all names are as they were; should even that fail, it is as after a kill.
+
+
 def _merge(fresh: Path, target: Path) -> None:
+    """Replace what makes way. Raises `IsADirectoryError` before any change where a folder is in the way."""
     new = {entry.name for entry in fresh.iterdir()}
-    for name in sorted(new):
-        os.replace(fresh / name, target / name)
-    for entry in target.iterdir():
-        if _WEIGHT_FILE.fullmatch(entry.name) and entry.name not in new:
-            entry.unlink()
-    sync(target)
+    old = {entry.name for entry in target.iterdir() if entry.name in new or _WEIGHT_FILE.fullmatch(entry.name)}
+    for path in (target / name for name in sorted(old)):
+        if path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError(errno.EISDIR, "a folder is in the way of the export; move it away", str(path))
+    aside = target / f".{target.name}.replaced-{secrets.token_hex(6)}"
+    aside.mkdir()
+    leaving = [(target / name, aside / name) for name in sorted(old)]
+    coming = [(fresh / name, target / name) for name in sorted(new)]
+    phases = [
+        [move for move in leaving if move[0].name in _READ_FIRST],
+        [move for move in (*leaving, *coming) if move[0].name not in _READ_FIRST],
+        [move for move in coming if move[0].name in _READ_FIRST],
+    ]
+    try:
+        _carry_out(phases, target)
+    except BaseException:
+        _take_back(phases, target)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _carry_out(phases: Sequence[Moves], folder: Path) -> None:
+    for moves in phases:
+        for source, place in moves:
+            os.rename(source, place)
+        sync(folder)
+
+
+def _take_back(phases: Sequence[Moves], folder: Path) -> None:
+    """Undo what was done of the moves, in reverse."""
+    for moves in reversed(phases):
+        for source, place in reversed(moves):
+            if not os.path.lexists(source):
+                os.rename(place, source)
+        with suppress(OSError):  # as a rule it is what has failed, and the names matter more
+            sync(folder)

@@ -36,9 +36,9 @@ class DeviceBuffer(ABC):
 
     def materialize(self) -> None:
         if not self.resident:
+            self._grow()  # raises where the accelerator has no memory: then nothing has changed
             self.resident = True
             self._ledger.add("device/resident", self.nbytes)
-            self._grow()
 
     def drop(self) -> None:
         if self.resident:

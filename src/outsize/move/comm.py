@@ -254,12 +254,12 @@ class Ranks:
         purpose = Purpose(kind, -1, self.step if step is None else step)
         self._agree(lane, purpose)
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64)
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
         group = self._groups[lane]
-        self._await(group._allgather_base(sizes, torch.tensor([content.numel()])), purpose)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        self._await(group._allgather_base(sizes, torch.tensor([content.numel()], device="cpu")), purpose)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: content.numel()] = content
-        every = torch.empty(self.size, padded.numel(), dtype=torch.uint8)
+        every = torch.empty(self.size, padded.numel(), dtype=torch.uint8, device="cpu")
         self._await(group._allgather_base(every.view(-1), padded), purpose)
         # What comes in was written by this very program on another rank of the job.
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes.tolist(), strict=True)]
@@ -324,8 +324,8 @@ class Ranks:
         """What every rank is about to do on the lane."""
         giving = self.giving if lane == "control" else None
         ready = () if giving is None else giving.ready
-        mine = torch.tensor(encode(purpose, ready, 0 if giving is None else words_for(len(self.names))))
-        every = torch.empty(self.size, len(mine), dtype=mine.dtype)
+        mine = torch.tensor(encode(purpose, ready, 0 if giving is None else words_for(len(self.names))), device="cpu")
+        every = torch.empty(self.size, len(mine), dtype=mine.dtype, device="cpu")
         work = self._agreeing[lane]._allgather_base(every.view(-1), mine)
         self._come[lane] += 1
         self._waiting[lane] = time.monotonic(), purpose

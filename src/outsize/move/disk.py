@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import resource
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,18 +26,22 @@ from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
+SPARE_FILES = 512
+"""Open files that are left to the user's own program."""
+
 ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
 STRIPE_BYTES = 4 << 20
 RUN_PREFIX = "outsize-run-"
 _NEW_SUFFIX = ".new"
+_RUN_NAME = re.compile(rf"{RUN_PREFIX}\d+-[0-9a-f]{{12}}(\{_NEW_SUFFIX})?")
 _NEW_IS_DEAD_AFTER_SECONDS = 3600
 
 # Note [Whose directory]
 # Each run works in a sub-directory of its own that holds a file named `lock`, under a POSIX lock for as long as the
 # process lives; the kernel releases it however the process ends. POSIX locks are not inherited by forked data loader
 # workers, so a worker that outlives the run does not keep the directory. A directory whose lock can be taken belongs
-# to a dead run and is removed. The lock says nothing between runs of one process, so each process knows its own. The
-# directory gets its final name only once its lock is held.
+# to a dead run and is removed; the twelve random digits of its name are nobody else's. The lock says nothing between
+# runs of one process, so each process knows its own. The directory gets its final name only once its lock is held.
 
 
 class DiskDirectoryError(OSError, ValueError):
@@ -106,7 +112,7 @@ def _check_directory(parent: Path) -> None:
 def remove_dead_runs(parent: Path) -> None:
     """Remove what dead runs left in a `disk` directory. See Note [Whose directory]."""
     for entry in parent.glob(f"{RUN_PREFIX}*"):
-        if entry.resolve() in RunDirectory.alive:
+        if not _RUN_NAME.fullmatch(entry.name) or entry.resolve() in RunDirectory.alive:
             continue
         if entry.name.endswith(_NEW_SUFFIX):
             _remove_if_old(entry)
@@ -344,9 +350,19 @@ class DiskStore(Store):
             self._ledger.remove(self._account, self.nbytes)
 
 
-def allow_open_files(count: int) -> None:
-    """Raise this process's soft limit on open files where the model has more units than it admits."""
+def allow_open_files(files: int) -> None:
+    """Raise this process's soft limit on open files where it does not admit those of so many files on disk: each one
+    has at times another that follows it, or is copied.
+
+    Raises `ValueError` where the system does not even allow the files themselves.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + 512
-    if soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    taken = len(os.listdir("/proc/self/fd")) + SPARE_FILES
+    if taken + files > most:
+        raise ValueError(
+            f"the model's units are {files} files on disk and this process may have {hard} open files in all; raise "
+            f"the limit (ulimit -Hn), name fewer directories, or pass units= for larger units"
+        )
+    if soft != resource.RLIM_INFINITY and soft < taken + 2 * files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(taken + 2 * files, most), hard))

@@ -44,8 +44,8 @@ class PageTable:
 
     def __init__(self, nbytes: int) -> None:
         count = nbytes // PAGE_BYTES
-        self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32)  # [pages], the bits of a uint32
-        self.touched = torch.zeros(count, dtype=torch.bool)  # [pages]
+        self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32, device="cpu")  # [pages], the bits of a uint32
+        self.touched = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
 
     def record(self, start: int, source: torch.Tensor) -> None:
         """`source` (whole pages) is being written at byte `start`."""
@@ -84,7 +84,7 @@ def crc32c_of(content: torch.Tensor) -> int:
     if not content.numel():
         return 0
     data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    out = torch.empty(1, dtype=torch.int32)
+    out = torch.empty(1, dtype=torch.int32, device="cpu")
     _native.page_sums(data.data_ptr(), data.numel(), data.numel(), out.data_ptr())
     return int(out.item()) & 0xFFFFFFFF
 
@@ -94,15 +94,15 @@ def joined_sums(pages: torch.Tensor, nbytes: int, chunk_bytes: int) -> list[int]
     count, group = pages.numel(), chunk_bytes // PAGE_BYTES
     if not count:
         return []
-    out = torch.empty(-(-count // group), dtype=torch.int32)
+    out = torch.empty(-(-count // group), dtype=torch.int32, device="cpu")
     last = nbytes - (count - 1) * PAGE_BYTES
     _native.join_sums(pages.data_ptr(), count, PAGE_BYTES, last, group, out.data_ptr())
     return [each & 0xFFFFFFFF for each in out.tolist()]
 
 
 def _zero_sum() -> int:
-    out = torch.empty(1, dtype=torch.int32)
-    sums_of(torch.zeros(PAGE_BYTES, dtype=torch.uint8), out)
+    out = torch.empty(1, dtype=torch.int32, device="cpu")
+    sums_of(torch.zeros(PAGE_BYTES, dtype=torch.uint8, device="cpu"), out)
     return int(out.item())
 
 
@@ -284,7 +284,7 @@ class Generations:
         """From now on writes go to the next generation, and reads still come from this one."""
         assert self.frozen and self._turned is None
         self.reserve()
-        self._turned = torch.zeros(self.nbytes // PAGE_BYTES, dtype=torch.bool)
+        self._turned = torch.zeros(self.nbytes // PAGE_BYTES, dtype=torch.bool, device="cpu")
 
     def end_turn(self) -> None:
         """What the turn did not write is copied; then the next generation is the present one. Blocks."""

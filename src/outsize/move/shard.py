@@ -286,7 +286,7 @@ class UnitShard:
         Where the array is compact, `start` is a multiple of `BLOCK`.
         """
         if start == end:  # an empty parameter may lie behind the last segment
-            return torch.empty(0, dtype=torch.float32)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         segment = self.segment_at(start)
         low, high = page_range(start, end)
         content = self._read_pages(array, low, high).view(array.dtype(segment.dtype))[start - low : end - low]

@@ -70,7 +70,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, root: bool) -> torch.Tenso
     """The fp32 values [numel] of `codes` [numel] and `scales` [blocks]."""
     if codes.device.type != "cpu":
         return decode_formula(codes, scales, root)
-    values = torch.empty(codes.numel(), dtype=torch.float32)
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     _native.decode(codes.data_ptr(), scales.data_ptr(), values.data_ptr(), values.numel(), root)
     return values
 
@@ -115,4 +115,4 @@ def _in_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64).float().item()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").float().item()

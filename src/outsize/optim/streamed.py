@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Complex
 from typing import Any, final
 
 import torch
 
-from outsize.optim.rules import Piece, Rule, join_master, split_master
+from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, split_master
 
 # Note [A worker optimizer]
 # The user's optimizer object keeps its class, its param_groups and its hooks. The arithmetic is done by a worker: an
@@ -25,7 +26,16 @@ from outsize.optim.rules import Piece, Rule, join_master, split_master
 # it runs on whole parameters (Muon, Adafactor, LAMB). One that ties parameters together, that needs a closure or that
 # keeps what it learns in its param_groups can do neither and is refused with the reason.
 
+# Note [Options after prepare]
+# A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
+# Arrays are made by `prepare` alone, so such an option is found before a step by the same probe. Which arrays there are
+# depends on which numbers are zero and not on their values: a learning rate that changes every step is looked up.
+
 _PROBE_STEPS = 3
+_KNOWN_OPTIONS = 64
+"""Combinations of options whose arrays are remembered; real runs have a few."""
+
+_NO_OPTIONS = {"params", "param_names"}
 
 
 @dataclass
@@ -45,13 +55,27 @@ class StreamedRule(Rule):
         self._lock = threading.Lock()
         self._worker = _worker_of(optimizer)
         self._step = _plain_step(type(optimizer))
+        self._name = type(optimizer).__name__
+        self._known: dict[Hashable, tuple[str, ...]] = {}
         names: dict[str, None] = {}
         for group in optimizer.param_groups:
-            hyper = {key: value for key, value in group.items() if key != "params"}
-            arrays, whole = self._probe(type(optimizer).__name__, hyper)
+            arrays, whole = self._probe(group)
+            self._known[_signature(group)] = arrays
             names.update(dict.fromkeys(arrays))
             self.whole = self.whole or whole
         self.arrays = tuple(names)
+
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        """See Note [Options after prepare]. One that runs on whole parameters keeps a further array as it is."""
+        if self.whole:
+            return ()
+        options = _signature(hyper)
+        if options not in self._known:
+            if len(self._known) >= _KNOWN_OPTIONS:
+                self._known.clear()
+            with self._lock:
+                self._known[options] = self._probe(hyper)[0]
+        return self._known[options]
 
     def apply(self, piece: Piece) -> None:
         master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)
@@ -69,10 +93,7 @@ class StreamedRule(Rule):
                 if value.data_ptr() != piece.states[key].data_ptr():
                     piece.states[key].copy_(value)
             elif not self.whole and isinstance(value, torch.Tensor) and value.shape == master.shape != (1,):
-                raise RuntimeError(
-                    f"the optimizer started to keep {key!r} for each element after outsize.prepare; set the option "
-                    f"that needs it (a momentum, for example) before prepare"
-                )
+                refuse_new_array(key)
             else:
                 piece.state.next_scalars[key] = value
         if piece.master is not None:
@@ -106,26 +127,27 @@ class StreamedRule(Rule):
             worker.state = defaultdict(dict)
             worker.param_groups = []
 
-    def _probe(self, name: str, hyper: dict[str, object]) -> tuple[list[str], bool]:
+    def _probe(self, group: Mapping[str, object]) -> tuple[tuple[str, ...], bool]:
         """(names of the per-element arrays, whether it needs whole parameters); raises `ValueError` if neither will do.
 
         See Note [The probe].
         """
+        hyper = {key: value for key, value in group.items() if key != "params"}
         if isinstance(hyper.get("lr"), (int, float)):
-            hyper = {**hyper, "lr": 0.01}  # a warm-up may start at 0, where nothing could be seen
+            hyper["lr"] = 0.01  # a warm-up may start at 0, where nothing could be seen
         with torch.random.fork_rng(devices=[]):
             generator = torch.Generator().manual_seed(0)
-            matrices = [torch.randn(4, 6, generator=generator) for _ in range(2)]
-            grads = [[torch.randn(4, 6, generator=generator) for _ in range(_PROBE_STEPS)] for _ in matrices]
+            matrices = [_random(generator) for _ in range(2)]
+            grads = [[_random(generator) for _ in range(_PROBE_STEPS)] for _ in matrices]
             try:
                 alone = [self._try([matrix], [grad], hyper) for matrix, grad in zip(matrices, grads, strict=True)]
             except Exception as error:
-                raise _refusal(name, f"its step() on one parameter raised: {error}") from error
+                raise _refusal(self._name, f"its step() on one parameter raised: {error}") from error
             together = self._try(matrices, grads, hyper)
         if not all(torch.equal(a[0].param, b.param) for a, b in zip(alone, together, strict=True)):
-            raise _refusal(name, "its step on one parameter depends on the others")
+            raise _refusal(self._name, "its step on one parameter depends on the others")
         state = {key: value for key, value in alone[0][0].state.items() if isinstance(value, torch.Tensor)}
-        arrays = [key for key, value in state.items() if value.shape == (4, 6)]
+        arrays = tuple(key for key, value in state.items() if value.shape == (4, 6))
         return arrays, not self._is_elementwise(matrices[0], grads[0], hyper, alone[0][0])
 
     def _is_elementwise(
@@ -151,6 +173,27 @@ class StreamedRule(Rule):
                 subject.grad = each[step].clone()
             self._run(subjects, hyper)
         return subjects
+
+
+def _random(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 6, generator=generator, device="cpu")  # whatever the default device is during a step
+
+
+def _signature(hyper: Mapping[str, object]) -> Hashable:
+    """The options with their numbers reduced to whether they are zero. See Note [Options after prepare]."""
+    return tuple((key, _kind(value)) for key, value in hyper.items() if key not in _NO_OPTIONS)
+
+
+def _kind(value: object) -> Hashable:
+    if isinstance(value, Complex):
+        return value != 0
+    if isinstance(value, torch.Tensor):
+        return bool(value) if value.numel() == 1 else tuple(value.shape)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind, value))
+    if isinstance(value, Mapping):
+        return _signature(value)
+    return value if isinstance(value, Hashable) else type(value)
 
 
 def _differs(now: object, before: object) -> bool:

@@ -98,10 +98,12 @@ class ChunkUpdater:
     def _update_empty(self, shard: UnitShard, slot: Slot, owed: SlotUpdate) -> None:
         """A parameter without elements has nothing to move, but its steps are counted."""
         kept = [array for array in shard.arrays.values() if array.public or slot.dtype in MASTER_BYTES]
-        arrays = {array.name: torch.empty(0, dtype=array.dtype(slot.dtype)) for array in kept}
-        scales = {array.name: torch.empty(0) for array in kept if array.compact(slot.dtype)}
-        param = torch.empty(0, dtype=DTYPES[slot.dtype])
-        self.update(shard, slot, owed, slot.end, param, arrays, scales, torch.empty(0, dtype=param.dtype), 1)
+        arrays = {array.name: torch.empty(0, dtype=array.dtype(slot.dtype), device="cpu") for array in kept}
+        scales = {array.name: torch.empty(0, device="cpu") for array in kept if array.compact(slot.dtype)}
+        param = torch.empty(0, dtype=DTYPES[slot.dtype], device="cpu")
+        self.update(
+            shard, slot, owed, slot.end, param, arrays, scales, torch.empty(0, dtype=param.dtype, device="cpu"), 1
+        )
 
     def _owed_ranges(self, shard: UnitShard, segment: Segment, pending: Pending) -> Iterator[tuple[int, int]]:
         """Whole pages of one segment in which updates are owed, in order, a chunk or (`whole`) a parameter each."""
@@ -283,7 +285,7 @@ class UpdateStep(Step):
             self._grads.store is None or any(owed.in_memory for owed in pending.values())
         )
         self._bytes: dict[str, torch.Tensor] = {}  # by array name, "params" and "grads" included
-        self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the slab
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is left of the slab
         self._staged: list[tuple[Store, int, torch.Tensor]] = []  # arrays to write back
         self._staged_bytes = staged_bytes(shard, start, end)
         self.slabs = updater.staging_slabs if updater.rule.whole else int(self._staged_bytes > 0)
@@ -374,7 +376,7 @@ class UpdateStep(Step):
 
     def _gradient(self, slot: Slot, owed: SlotUpdate, low: int, high: int) -> torch.Tensor:
         if owed.ops.zero:
-            return torch.zeros(high - low)
+            return torch.zeros(high - low, device="cpu")
         if owed.loose is not None:
             grad = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
             return grad.cpu() if grad.device.type != "cpu" else grad

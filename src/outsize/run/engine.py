@@ -35,6 +35,10 @@ class Frame:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.held: list[Unit] = []
+        self.differentiates = torch.is_grad_enabled()
+
+
+_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 @final
@@ -109,8 +113,13 @@ class Engine:
                 f"needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
                 f"(checkpoints: outsize.save; weights: outsize.export; device, dtype and shape are fixed by prepare)"
             )
-        if torch.is_grad_enabled() and unit.index not in self._watched:
+        if unit.index not in self._watched and self._differentiates:
             self._watch_gradients(unit)
+
+    @property
+    def _differentiates(self) -> bool:
+        """Whether autograd sees what happens now: the forward of a custom function runs without it, and is seen."""
+        return torch.is_grad_enabled() or bool(self._frames and self._frames[-1].differentiates)
 
     def is_in_place(self, key: int) -> bool:
         return self._by_key[key].current
@@ -147,6 +156,17 @@ class Engine:
             f"`param.detach().clone()`"
         )
 
+    def refuse_vmap(self, tensor: torch.Tensor) -> None:
+        """Raise unless the values stay for as long as they are looked at."""
+        key = self.key_of(tensor)
+        assert key is not None
+        if self._differentiates or not self._by_key[key].holds:
+            name = self.name_of(tensor)
+            raise RuntimeError(
+                f"torch.vmap takes {name!r} apart where outsize cannot see it, and its values may be on disk: pass a "
+                f"copy, `{name}.clone()`, or without gradients open `outsize.gathered(param)` around it"
+            )
+
     def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
         raise RuntimeError(
             f"{self.name_of(tensor)}.data cannot be replaced: the parameter's memory belongs to outsize; write its "
@@ -175,6 +195,11 @@ class Engine:
     @contextmanager
     def frame(self, module: nn.Module) -> Iterator[None]:
         """A forward of `module` runs; what it acquires is held until it returns, however it returns."""
+        if _in_transform() and not all(unit.holds or unit.resident for unit in self.units):
+            raise RuntimeError(
+                "a forward of a prepared model runs inside torch.func (grad, vjp, jvp or what is made of them), which "
+                "takes parameters where outsize cannot see it: open `with outsize.gathered(model):` around it"
+            )
         if not self._frames:
             self._thread = threading.get_ident()
             if not in_backward():
@@ -204,7 +229,7 @@ class Engine:
         self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread and not in_backward():  # autograd has threads of its own
             raise RuntimeError(
                 "the model's forward was called from two threads at once; outsize streams one forward at a time: "
                 "use one thread, or a lock around the calls"
@@ -324,3 +349,9 @@ class Engine:
             for name, param in unit.parameters.items():
                 if isinstance(param.grad, RestingGrad):
                     yield unit, name, param.grad
+
+
+def _in_transform() -> bool:
+    """Whether torch.func differentiates what runs now. (It vectorizes without looking at what is not given to it.)"""
+    running = torch._C._functorch.peek_interpreter_stack()
+    return running is not None and running.key() in _DIFFERENTIATING

@@ -10,6 +10,7 @@ from typing import Any, Protocol, final
 import torch
 
 from outsize.move.gradients import GradOps, GradShard
+from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
 
 aten = torch.ops.aten
@@ -109,11 +110,7 @@ class RestingGrad(torch.Tensor):
     ) -> Any:
         answer = _ANSWERS.get(func)
         if answer is None:
-            grad = next(each for each in _flat(args) if isinstance(each, RestingGrad))
-            raise RuntimeError(
-                f"the gradient of {grad.label!r} is at rest and {func} needs its values; read it inside "
-                f"`with outsize.gathered(param, grads=True)`"
-            )
+            raise _needs_values(func, (*args, *(kwargs or {}).values()))
         return answer(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -144,6 +141,7 @@ class RestingGrad(torch.Tensor):
 
     def norm_of(self, order: float) -> torch.Tensor:
         """The vector norm of the gradient as it is now, fp32, 0-d."""
+        self.home.check_current(self)
         self.home.complete()
         if self.ops.zero:
             return torch.zeros((), device=self.device)
@@ -158,6 +156,7 @@ class RestingGrad(torch.Tensor):
     @property
     def finite(self) -> torch.Tensor:
         """Whether all elements are finite, 0-d bool; a clamp or a finite scale changes nothing about that."""
+        self.home.check_current(self)
         self.home.complete()
         if self.ops.zero:
             return torch.ones((), dtype=torch.bool, device=self.device)
@@ -207,6 +206,14 @@ _factors = _Factors()
 
 def _flat(values: Any) -> list[Any]:
     return [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def _needs_values(func: Any, args: Any) -> RuntimeError:
+    grad = next(each for each in _flat(args) if isinstance(each, RestingGrad))
+    return RuntimeError(
+        f"the gradient of {grad.label!r} is at rest and {func} needs its values; read it inside "
+        f"`with outsize.gathered(param, grads=True)`"
+    )
 
 
 def _norm(grad: RestingGrad, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -278,12 +285,28 @@ def _same(grad: RestingGrad) -> RestingGrad:
     return grad
 
 
-def _add(left: Any, right: Any, *, alpha: Any = 1) -> RestingGrad:
-    """What autograd does with a further contribution."""
-    grad, more = (left, right) if isinstance(left, RestingGrad) else (right, left)
-    if alpha != 1 or isinstance(more, RestingGrad) or not isinstance(more, torch.Tensor):
-        raise RuntimeError(f"the gradient of {grad.label!r} is at rest; only backward adds to it")
-    grad.home.add(grad, more)
+# Note [What adds to a gradient at rest]
+# Autograd adds a further contribution in place, `grad.add_(more)`, and where the backward keeps its graph out of place,
+# `grad + more`, whose result takes the gradient's place: there the sum may be the gradient itself. Everywhere else
+# `grad + more` leaves the gradient as it is, so its values are needed; so they are where it is added to another tensor.
+
+
+def _add_(grad: Any, more: Any, *, alpha: Any = 1) -> RestingGrad:
+    return _contribute(aten.add_.Tensor, grad, more, alpha)
+
+
+def _add(grad: Any, more: Any, *, alpha: Any = 1) -> RestingGrad:
+    if not (in_backward() and torch.is_grad_enabled()):
+        raise _needs_values(aten.add.Tensor, (grad, more))
+    return _contribute(aten.add.Tensor, grad, more, alpha)
+
+
+def _contribute(func: Any, grad: Any, more: Any, alpha: Any) -> RestingGrad:
+    """Add a tensor that is not at rest to a gradient that is. See Note [What adds to a gradient at rest]."""
+    plain = isinstance(more, torch.Tensor) and not isinstance(more, RestingGrad)
+    if not isinstance(grad, RestingGrad) or not plain or alpha != 1:
+        raise _needs_values(func, (grad, more))
+    grad.home.add(grad, more if more.shape == grad.shape else more.expand(grad.shape).contiguous())
     return grad
 
 
@@ -312,5 +335,5 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _same,
     aten.detach_.default: _same,
     aten.add.Tensor: _add,
-    aten.add_.Tensor: _add,
+    aten.add_.Tensor: _add_,
 }

@@ -7,6 +7,7 @@ gate, which brings its unit in, or raises a clear error where the values may not
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
@@ -53,6 +54,10 @@ class Gate(Protocol):
 
         Raises `RuntimeError` if the unit was updated since `view` was saved.
         """
+        ...
+
+    def refuse_vmap(self, tensor: torch.Tensor) -> None:
+        """Raise unless the values stay for as long as `torch.vmap` looks at them."""
         ...
 
     def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
@@ -104,6 +109,7 @@ METADATA = _functions(_METADATA_NAMES.split()) | {
 TO_NUMPY = _functions(["numpy", "__array__"])
 _PICKLE = _functions(["__reduce_ex__"])
 _SET_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
+_VMAP = "torch._functorch.vmap"
 _COMPUTE = {torch.nn.functional.linear, torch.nn.functional.embedding, torch.nn.functional.layer_norm}
 """The most frequent operations whose result is never a view of a parameter."""
 
@@ -277,6 +283,8 @@ def _guarded_local(kind: Any) -> dict[str, object]:
 def through_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What every guarded tensor does with an operation: shape and the like are free, values pass the gate."""
     if func in METADATA:
+        if func is torch.Tensor.dim and sys._getframe(2).f_globals.get("__name__") == _VMAP:
+            gate.refuse_vmap(args[0])  # its next step takes the memory, and no operation
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     return pass_gate(gate, func, args, kwargs)
@@ -315,11 +323,22 @@ def _name_of(func: Any) -> str:
 
 
 def _run(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
+        return _run_uncached(gate, func, args, kwargs)
     if not torch.is_grad_enabled():
         return func(*args, **kwargs)
     saving = _Saving(gate, _top_hooks(True) if _top_hooks is not None else None)
     with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
         return func(*args, **kwargs)
+
+
+def _run_uncached(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Autocast keeps the cast of every weight until its outermost block is left: a copy of the whole model."""
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return _run(gate, func, args, kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 class _Saving:

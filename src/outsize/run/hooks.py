@@ -15,8 +15,9 @@ from outsize.run.engine import Engine
 
 def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recompute: Iterable[nn.Module]) -> None:
     """Wrap the forwards of these modules on the instances; classes and torch itself stay as they are."""
+    names = {id(module): name for name, module in model.named_modules()}
     for module in recompute:
-        module.forward = recomputed(module.forward)
+        module.forward = recomputed(module, names[id(module)])
     for module in framed:
         module.forward = _framed(engine, module, module.forward)
     _refuse_moves(model)

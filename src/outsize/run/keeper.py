@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import final
@@ -12,6 +13,7 @@ from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
+from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad, vector_norm
 from outsize.run.local import expect_dense, like, local_gradient
@@ -53,7 +55,7 @@ class GradKeeper:
         self._arrived: set[str] = set()
         self._writing: Job | None = None
         self._dirty = False
-        self._resting: dict[str, list[RestingGrad]] = {}  # [current, the one before] by parameter
+        self._resting: dict[str, list[RestingGrad]] = {}  # [current, spare] by parameter
 
     # Note [Gradients of two steps]
     # Under the delayed update the gradients of one step are held back until the next. A unit then has two gradient
@@ -64,7 +66,8 @@ class GradKeeper:
     # A small block that is allocated while a large temporary lies beside it, and outlives it, splits the hole that the
     # temporary leaves: the next one of the same size takes fresh memory. One such block a unit and step made resident
     # memory grow by a gradient for every layer. So what stays behind a gradient, its `RestingGrad` and norm, is made
-    # once, before training, and the norms of a unit lie in one tensor.
+    # once, before training, and the norms of a unit lie in one tensor. Two serve each parameter in turn. One that the
+    # user has kept is replaced when its turn comes: were it filled again, it would pass for the gradient that it was.
 
     def make_ready(self) -> None:
         """Make what gradients at rest need; the parameters have taken on their final dtype and device."""
@@ -116,6 +119,8 @@ class GradKeeper:
             grad = local_gradient(param, grad)
             collector = self.collector
             param.grad = self._rest(name, grad) if collector is None else collector.collect(name, grad, None)
+        elif grad is not None and grad.requires_grad:
+            grad.detach_()  # a gradient at rest has no graph, which would keep the parameter: Note [Borrowed nodes]
         self._arrived.add(name)
         if complete and self.update_now is not None and self._frozen:
             self.deferred = True  # the frozen parameters may be needed until the backward is over
@@ -200,6 +205,8 @@ class GradKeeper:
             grad.ops = GradOps(zero=True)
         norm, loose = self._lay_down(grad.label, more, grad)
         grad.become(norm, loose, self._shard)
+        if not in_backward():  # the user's own contribution: no end of a backward follows
+            self.finish()
 
     def keep_together(self, pending: Pending) -> Pending:
         """Bring gradients of an earlier step, whose bytes lie in the other shard, to those of this step."""
@@ -299,13 +306,21 @@ class GradKeeper:
 
     def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
         norm, loose = self._lay_down(name, grad, None)
-        resting = self._resting.get(name)
+        resting = self._next(name)
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
-            made = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
-            self._become(made, norm, loose)
-            return made
+            resting = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
+        self._become(resting, norm, loose)
+        return resting
+
+    def _next(self, name: str) -> RestingGrad | None:
+        """What is the parameter's current gradient at rest from now on, yet to be filled; None on the device."""
+        resting = self._resting.get(name)
+        if resting is None:
+            return None
+        if _held_by_others(resting):  # see Note [Small things that live long]
+            norm = torch.zeros_like(resting[1].norms[2.0])
+            resting[1] = RestingGrad(self._unit.parameters[name], name, self, norm)
         resting.reverse()
-        self._become(resting[0], norm, None)
         return resting[0]
 
     def _become(self, grad: RestingGrad, norm: torch.Tensor, loose: torch.Tensor | None) -> None:
@@ -317,14 +332,13 @@ class GradKeeper:
 
     def unfilled(self, name: str) -> RestingGrad:
         """What will be the gradient at rest, when it has been reduced."""
-        resting = self._resting.get(name)
-        if resting is None:
+        grad = self._next(name)
+        if grad is None:
             param = self._unit.parameters[name]
             wide = torch.float64 if param.dtype is torch.float64 else torch.float32
             return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
-        resting.reverse()
-        resting[0].become(torch.zeros(()), None, None)
-        return resting[0]
+        grad.become(torch.zeros(()), None, None)
+        return grad
 
     def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
         """Lay what is this rank's of a reduced gradient to rest as `grad`, added to what rests as `previous`."""
@@ -407,3 +421,9 @@ class GradKeeper:
             content = content.clone()
             self._shard.drop()
         return content
+
+
+def _held_by_others(resting: list[RestingGrad]) -> bool:
+    """Whether anybody but this list holds the spare gradient, in Python or as the `grad` of another tensor."""
+    references = sys.getrefcount(resting[1])  # from the list and the call itself; a name would be a third
+    return references > 2 or resting[1]._use_count() > 1  # type: ignore[attr-defined]

@@ -153,16 +153,16 @@ class Reduction:
             if grad.own_norm is None:
                 grad.own_norm = grad.norms[2.0].detach().to("cpu", torch.float64, copy=True)
         squares = torch.stack(
-            [grad.own_norm.square() for grad in grads if grad.own_norm is not None] or [torch.zeros(())]
+            [grad.own_norm.square() for grad in grads if grad.own_norm is not None] or [torch.zeros((), device="cpu")]
         )
-        repeated = torch.tensor([grad.repeated for grad in grads] or [True])
+        repeated = torch.tensor([grad.repeated for grad in grads] or [True], device="cpu")
         total = self._sum(squares, repeated).sqrt_()
         for grad, norm in zip(grads, total, strict=False):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
 
     def _agree_on_presence(self) -> None:
         collected = [collector.collected() for collector in self.collectors]
-        present = torch.tensor([each for unit in collected for each in unit], dtype=torch.int32)
+        present = torch.tensor([each for unit in collected for each in unit], dtype=torch.int32, device="cpu")
         for group in self.ranks.everyone():
             present = group.combine(present, "gradients", "max")
         flags = iter(present.tolist())
@@ -173,7 +173,7 @@ class Reduction:
         """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""
         digest = crc32c(repr(sorted(told.items())).encode())
         for group in self.ranks.everyone():
-            most = group.combine(torch.tensor([digest, -digest]), "step", "max")
+            most = group.combine(torch.tensor([digest, -digest], device="cpu"), "step", "max")
             if int(most[0]) != -int(most[1]):
                 group.disagree(told)
 
@@ -199,13 +199,15 @@ class Reduction:
             whole: torch.Tensor = torch.linalg.vector_norm(wide, order)
             return whole.float()
         if order == float("inf"):
-            local = wide.abs().max() if wide.numel() else torch.zeros((), dtype=torch.float64)
+            local = wide.abs().max() if wide.numel() else torch.zeros((), dtype=torch.float64, device="cpu")
             return self._over_parts(local.cpu().view(1), "norms", "max")[0].float()
         if order == float("-inf"):
-            local = wide.abs().min() if wide.numel() else torch.full((), float("inf"), dtype=torch.float64)
+            local = (
+                wide.abs().min() if wide.numel() else torch.full((), float("inf"), dtype=torch.float64, device="cpu")
+            )
             return self._over_parts(local.cpu().view(1), "norms", "min")[0].float()
         power = (wide != 0).sum().double() if order == 0 else wide.abs().pow(order).sum()
-        total = self._sum(power.cpu().view(1), torch.tensor([repeated]))[0]
+        total = self._sum(power.cpu().view(1), torch.tensor([repeated], device="cpu"))[0]
         return (total if order == 0 else total.pow(1 / order)).float()
 
     def all_finite(self, own: torch.Tensor) -> bool:
@@ -218,7 +220,7 @@ class Reduction:
         if not self.split:
             return own
         slot = shard.whole_slots[name]
-        value = torch.zeros(slot.numel, dtype=torch.float64)
+        value = torch.zeros(slot.numel, dtype=torch.float64, device="cpu")
         mine = shard.slots[name]
         value[mine.first : mine.first + mine.numel] = own.double().cpu()
         return self.ranks.combine(value, "gradients").to(own.dtype)

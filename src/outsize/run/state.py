@@ -14,7 +14,7 @@ from outsize.run.local import like, local
 
 def _as_torch(key: str, value: Any) -> Any:
     """A per-parameter value as torch's optimizers keep it: counts of steps are tensors."""
-    return torch.tensor(value) if key == "step" and isinstance(value, float) else snapshot(value)
+    return torch.tensor(value, device="cpu") if key == "step" and isinstance(value, float) else snapshot(value)
 
 
 def snapshot(value: Any) -> Any:
@@ -39,7 +39,7 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     for key, array in shard.arrays.items():
         if array.public and before is not None and before.initialised and not isinstance(state.get(key), torch.Tensor):
             shard.write_array(
-                array, slot.offset, slot.end, torch.zeros(slot.numel, dtype=array.value_dtype(slot.dtype))
+                array, slot.offset, slot.end, torch.zeros(slot.numel, dtype=array.value_dtype(slot.dtype), device="cpu")
             )
     shard.slot_states[name] = SlotState(scalars, initialised=bool(state))
 

@@ -139,6 +139,8 @@ class Stepper:
                     f"a second backward reached {unit.name!r} before optimizer.step(): with update='backward' every "
                     f"backward is a step; use update='fetch' (the default) to accumulate gradients"
                 )
+            if not self._applied:
+                self._check_options()
             groups = self._groups()
             pending = {
                 name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)

@@ -1,0 +1,273 @@
+"""Layers that change themselves or their input are recomputed as plain torch would have kept them, or refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outsize.run.activations import SMALL_BUFFER_BYTES
+from tests.conftest import Pair, Workshop, assert_same_gradients, batches, squared_error
+
+REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed: pass activations=\"keep\""
+LARGE = SMALL_BUFFER_BYTES // 4 // 16 + 1  # rows of 16 fp32 values
+
+
+@pytest.fixture(params=["auto", "recompute"])
+def activations(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Centre(nn.Module):
+    """Subtracts a running mean that its forward moves."""
+
+    def __init__(self, rows: int = 1) -> None:
+        super().__init__()
+        self.lin = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(rows, 16))
+
+    def move(self, mean: Tensor) -> None:
+        self.mean.mul_(0.9).add_(0.1 * mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.move(x.detach().mean(0))
+        return torch.tanh(self.lin(x - self.mean[:1])) * (1 + self.mean[:1]) + x
+
+
+class Replaces(Centre):
+    def move(self, mean: Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * mean
+
+
+class ThroughData(Centre):
+    def move(self, mean: Tensor) -> None:
+        self.mean.data.mul_(0.9).add_(0.1 * mean)
+
+
+class Late(Centre):
+    """Its buffer is born in the first forward, with the values of that forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+
+    def move(self, mean: Tensor) -> None:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", mean[None].clone())
+        else:
+            super().move(mean)
+
+
+class Seldom(Centre):
+    """Changes only in every third forward, which a second buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def move(self, mean: Tensor) -> None:
+        self.count += 1
+        if self.count % 3 == 0:
+            super().move(mean)
+
+
+class Large(Centre):
+    def __init__(self) -> None:
+        super().__init__(rows=LARGE)
+
+
+class LargeThroughData(ThroughData):
+    def __init__(self) -> None:
+        super().__init__(rows=LARGE)
+
+
+class Passes(nn.Module):
+    """Three layers and a head; `keyword` passes the layers' input by name."""
+
+    def __init__(self, layer: Any = Centre, keyword: str | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(3)])
+        self.head = nn.Linear(16, 4)
+        self.keyword = keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.keyword is None else layer(**{self.keyword: x})
+        return self.head(x)
+
+
+LAYERS = [Centre, Replaces, ThroughData, Late, Seldom, Large, LargeThroughData]
+
+
+def check(pair: Pair) -> None:
+    """Weights and buffers, the latter in the same order."""
+    pair.check(atol=1e-6)
+    ours, theirs = dict(pair.model.named_buffers()), dict(pair.plain.named_buffers())
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_layers_that_change_their_buffers_train_as_in_torch(
+    workshop: Workshop, layer: type[nn.Module], place: str, activations: str
+) -> None:
+    pair = workshop.pair(lambda: Passes(layer), tier=place, activations=activations)
+    pair.train(batches(7))
+    check(pair)
+
+
+@pytest.mark.parametrize("layer", [Centre, Replaces, Late, Large], ids=lambda layer: layer.__name__)
+def test_each_of_several_forwards_is_recomputed_from_its_own_buffers(
+    workshop: Workshop, layer: type[nn.Module], activations: str
+) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        first = squared_error(model, batch)
+        return first + squared_error(model, (batch[0] * 2, batch[1]))
+
+    pair = workshop.pair(lambda: Passes(layer), tier="host", activations=activations)
+    pair.train(batches(4), loss_of=loss_of)
+    check(pair)
+
+
+def test_a_graph_can_be_recomputed_twice(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(Passes, tier="host", activations=activations)
+    for model, _ in pair.both:
+        loss = squared_error(model, batches(1)[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(pair.model, pair.plain)
+    check(pair)
+
+
+def test_a_buffer_that_two_modules_share_stays_shared(workshop: Workshop, activations: str) -> None:
+    class Shares(Centre):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mover = nn.Module()
+            self.mover.register_buffer("mean", self.mean)
+
+        def move(self, mean: Tensor) -> None:
+            self.mover.mean.mul_(0.9).add_(0.1 * mean)
+
+    pair = workshop.pair(lambda: Passes(Shares), tier="host", activations=activations)
+    pair.train(batches(4))
+    check(pair)
+    assert all(layer.mean is layer.mover.mean for layer in pair.model.layers)  # type: ignore[union-attr]
+
+
+def test_a_large_buffer_is_not_copied_again_after_a_forward_without_change(
+    workshop: Workshop, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = workshop.pair(lambda: Passes(lambda: Centre(rows=LARGE)), tier="host", activations=activations)
+    large = {id(buffer) for buffer in pair.model.buffers()}
+    clone, copied = Tensor.clone, []
+
+    def counting(tensor: Tensor, **how: Any) -> Tensor:
+        copied.append(id(tensor))
+        return clone(tensor, **how)
+
+    monkeypatch.setattr(Tensor, "clone", counting)
+    pair.model.eval()
+    for batch in batches(3):
+        squared_error(pair.model, batch).backward()
+    assert sorted(set(copied) & large) == sorted(each for each in copied if each in large)  # once each
+    assert set(copied) >= large
+
+
+def test_a_large_buffer_whose_values_are_lost_is_an_error(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(lambda: Passes(Large), tier="host", activations=activations)
+    pair.model.eval()
+    squared_error(pair.model, batches(1)[0]).backward()
+    pair.model.train()
+    loss = squared_error(pair.model, batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"buffer 'mean' of layer 'layers\.2' .*activations=\"keep\""):
+        loss.backward()
+    pair.optimizer.zero_grad()
+    squared_error(pair.model, batches(1)[0]).backward()  # from now on there are copies
+
+
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("keyword", [None, "input"])
+def test_a_layer_that_changes_its_input_is_refused_in_the_forward(
+    workshop: Workshop, keyword: str | None, activations: str
+) -> None:
+    pair = workshop.pair(lambda: Passes(in_place, keyword), tier="host", activations=activations)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        pair.model(batches(1)[0][0].clone())
+    with torch.no_grad():
+        pair.model(batches(1)[0][0].clone())
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, lambda xs: dict(enumerate(xs))])
+def test_a_changed_input_inside_a_list_or_mapping_is_refused(workshop: Workshop, wrap: Any, activations: str) -> None:
+    class Inside(Centre):
+        def forward(self, xs: Any) -> Tensor:
+            return self.lin(xs[0].add_(1))
+
+    class Whole(Passes):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](wrap([x]))
+
+    pair = workshop.pair(lambda: Whole(lambda: nn.Sequential(Inside())), tier="host", activations=activations)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        pair.model(batches(1)[0][0].clone())
+
+
+@pytest.mark.parametrize("keyword", [None, "input"])
+def test_with_keep_a_changed_input_trains_as_in_torch(workshop: Workshop, keyword: str | None) -> None:
+    pair = workshop.pair(lambda: Passes(in_place, keyword), tier="host", activations="keep")
+    pair.train(batches(3), loss_of=lambda model, batch: (model(batch[0].clone()) - batch[1]).square().mean(), atol=1e-6)
+
+
+def test_a_frozen_layer_may_change_its_input(workshop: Workshop, activations: str) -> None:
+    def build() -> nn.Module:
+        model = Passes(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+        model.layers[0] = in_place().requires_grad_(False)
+        return model
+
+    pair = workshop.pair(build, tier="host", activations=activations)
+    pair.train(batches(3), loss_of=lambda model, batch: (model(batch[0].clone()) - batch[1]).square().mean())
+
+
+def test_an_error_in_the_recomputation_leaves_the_buffers(workshop: Workshop, activations: str) -> None:
+    class Fails(Centre):
+        fail = False
+
+        def move(self, mean: Tensor) -> None:
+            super().move(mean)
+            if self.fail:
+                raise KeyError("in the recomputation")
+
+    pair = workshop.pair(lambda: Passes(Fails), tier="host", activations=activations)
+    loss = squared_error(pair.model, batches(1)[0])
+    present = {name: (buffer, buffer.clone()) for name, buffer in pair.model.named_buffers()}
+    Fails.fail = True
+    with pytest.raises(KeyError, match="in the recomputation"):
+        loss.backward()
+    for name, buffer in pair.model.named_buffers():
+        assert buffer is present[name][0]
+        assert torch.equal(buffer, present[name][1]), name
+
+
+def test_evaluation_between_steps_changes_nothing(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(Passes, tier="host", activations=activations)
+    for index, batch in enumerate(batches(4)):
+        outs = []
+        for model, optimizer in pair.both:
+            squared_error(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad() if index % 2 else torch.enable_grad():
+                outs.append(model(batch[0]))
+            model.train()
+            with torch.no_grad():
+                outs.append(model(batch[0]))  # moves the buffers, once
+        torch.testing.assert_close(outs[2:], outs[:2], rtol=0, atol=1e-5)
+    check(pair)
