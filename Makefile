@@ -62,7 +62,7 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # processes that tests start need not compile everything anew
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal  # processes that tests start find compiled code
 
 train: $(STAMP)
 	$(BIN)/outsize train
