@@ -159,9 +159,8 @@ def test_a_rank_that_is_gone_ends_the_others(wrong: Callable[[Run, int], None], 
     check(ends_on_ranks(3, astray, wrong, HOST, str(tmp_path), who), who, gone=True)
 
 
-@pytest.mark.parametrize(
-    ("stage", "wrong"), [(0, skipped_unit), (2, fewer_steps), (2, killed)], ids=["0-skipped", "2-fewer", "2-killed"]
-)
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("wrong", [skipped_unit, fewer_steps, killed], ids=lambda each: each.__name__)
 def test_whole_parameters_change_nothing_about_that(
     wrong: Callable[[Run, int], None], stage: int, tmp_path: Path
 ) -> None:
