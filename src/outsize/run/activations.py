@@ -164,8 +164,8 @@ def _version(tensor: torch.Tensor) -> int:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         return torch.equal(one, other)
-    except NotImplementedError:  # sparse, or 4 bits
-        return True
+    except NotImplementedError:  # sparse, or 4 bits: taken for changed, so that the recomputation gets the copy
+        return False
 
 
 def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:
