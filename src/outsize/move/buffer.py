@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -59,8 +61,9 @@ class DeviceBuffer(ABC):
         """Let the computation that is launched next see all that was filled; never blocks the whole device."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Block until all that was filled is in place; for collectives that are started from the host."""
+    def filling(self) -> AbstractContextManager[None]:
+        """What is started in the block (a copy, a collective) writes into the buffer: after all that was started so
+        before, and beside the computation."""
 
     @abstractmethod
     def mark_written(self) -> None:
@@ -96,8 +99,8 @@ class HostDeviceBuffer(DeviceBuffer):
     def await_filled(self) -> None:
         return
 
-    def settle(self) -> None:
-        return
+    def filling(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def mark_written(self) -> None:
         return
@@ -140,26 +143,32 @@ class AcceleratorBuffer(DeviceBuffer):
         return self._flat
 
     def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        with torch.cuda.stream(self._lane):
-            if self._usable is not None:
-                self._lane.wait_event(self._usable)
+        with self.filling():
             self._flat[first : first + source.numel()].copy_(source, non_blocking=True)
-            self._filled = self._lane.record_event()
+        assert self._filled is not None
         return CudaTransfer(self._filled)
 
     def fetch(self, first: int, out: torch.Tensor) -> Transfer:
+        with self._on_lane():
+            out.copy_(self._flat[first : first + out.numel()], non_blocking=True)
+            return CudaTransfer(self._lane.record_event())
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        with self._on_lane():
+            yield
+            self._filled = self._lane.record_event()
+
+    @contextmanager
+    def _on_lane(self) -> Iterator[None]:
         with torch.cuda.stream(self._lane):
             if self._usable is not None:
                 self._lane.wait_event(self._usable)
-            out.copy_(self._flat[first : first + out.numel()], non_blocking=True)
-            return CudaTransfer(self._lane.record_event())
+            yield
 
     def await_filled(self) -> None:
         if self._filled is not None:
             torch.cuda.current_stream(self._flat.device).wait_event(self._filled)
-
-    def settle(self) -> None:
-        self._lane.synchronize()
 
     def mark_written(self) -> None:
         self._usable = torch.cuda.current_stream(self._flat.device).record_event()

@@ -28,6 +28,9 @@ from outsize.move.watch import Standstill, Watch
 # backward and those that the user's loop asks for run beside each other, so each kind has a group of its own: a lane.
 # Before a collective the lane agrees on what it is for (a few bytes): ranks that have gone different ways find out
 # before a byte of one lands in the place of another.
+# On an accelerator each lane's collectives have a stream of their own, which NCCL keeps. It begins behind what is in
+# the stream that is current: for a gathering the one that fills the buffers, beside the computation; for a reduction
+# the backward's, whose gradients it takes.
 
 # Note [Nobody hangs]
 # A rank waits by asking again and again, never inside the library. Meanwhile a thread looks after the others: each rank

@@ -437,9 +437,9 @@ class GatherStep(Step):
         return ()
 
     def finish(self) -> Sequence[Transfer]:
-        self._shard.buffer.settle()
-        for flat, segment in zip(self._shard.buffer_segments(), self._shard.whole.segments, strict=True):
-            self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), self._shard.layout.index, self._step)
+        with self._shard.buffer.filling():  # behind the copies of this rank's part
+            for flat, segment in zip(self._shard.buffer_segments(), self._shard.whole.segments, strict=True):
+                self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), self._shard.layout.index, self._step)
         return ()
 
 
