@@ -197,6 +197,20 @@ def test_post_accumulate_hooks_see_the_gradient(workshop: Workshop, tier: str) -
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
+def test_what_a_hook_adds_to_a_gradient_that_is_complete_is_used(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    hooks = []
+    for model, _ in pair.both:
+
+        def hook(param: Tensor, complete: Tensor = model.head.bias) -> None:
+            complete.grad.add_(torch.full((4,), 0.5))
+
+        hooks.append(model.blocks[0].up.weight.register_post_accumulate_grad_hook(hook))
+    pair.train(batches(3), clip=1.0)
+    for each in hooks:  # torch's collector does not look into them
+        each.remove()
+
+
 def test_gradients_are_read_inside_gathered(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     backward(pair, batches(1))

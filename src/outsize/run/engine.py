@@ -295,6 +295,8 @@ class Engine:
         for keeper in self.keepers:
             if keeper.collecting or keeper.deferred:
                 keeper.end_of_backward(complete)
+            else:
+                keeper.finish()  # a hook of the user's may have added to a gradient that was complete
         if self.reduction is not None:
             self.reduction.end_of_backward() if complete else self.reduction.interrupted()
 
