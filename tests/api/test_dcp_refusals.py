@@ -321,3 +321,40 @@ def test_other_optimizers_are_refused_with_what_is_different(target: Target, tmp
     del states["state"]["head.bias"]["exp_avg"]  # type: ignore[call-overload, union-attr]
     plain_save({"model": weights, "optim": states}, tmp_path / "part")
     target.refuses(tmp_path / "part", "1 parameters with incomplete optimizer arrays: head.bias")
+
+
+def _nested(depth: int) -> bytes:
+    """A tuple in a tuple in a tuple."""
+    return b")" + b"\x85" * depth
+
+
+@pytest.mark.parametrize("depth", [2, 300_000])
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"}%sNs.",
+        b"}(%sNu.",
+        b"(%sNd.",
+        b"\x8f(%s\x90.",
+        b"(%s\x91.",
+        b"cbuiltins\nset\n(%sl\x85R.",
+        b"}" + METADATA + b"MetadataIndex\n)\x81}(X\x03\0\0\0fqnX\x01\0\0\0wX\x06\0\0\0offset%subNs.",
+    ],
+    ids=["SETITEM", "SETITEMS", "DICT", "ADDITEMS", "FROZENSET", "set", "MetadataIndex"],
+)
+def test_a_key_that_is_not_plain_is_refused_before_its_hash_is_taken(
+    pickled: bytes, depth: int, tmp_path: Path
+) -> None:
+    refused(tmp_path / "folder", b"\x80\x05" + pickled.replace(b"%s", _nested(depth)), "asks for a key that is a tuple")
+
+
+def test_a_long_tuple_is_not_hashed_again_and_again(tmp_path: Path) -> None:
+    many = b"(" + b"K\x01" * 1000 + b"t\x94"
+    refused(tmp_path / "folder", b"\x80\x05}(" + many + b"N" + b"h\0N" * 10_000 + b"u.", "asks for more elements")
+
+
+def test_an_entry_without_a_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Metadata({1: 2}, storage_data={})))  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="an entry has no name"):
+        DcpFolder(tmp_path / "folder")

@@ -83,9 +83,10 @@ def read_manifest(path: Path, most: int | None = None, folder: int | None = None
     """
     fd = _open_regular(path, folder)
     with open(fd, "rb") as file:
-        if os.fstat(fd).st_size > MAX_MANIFEST_BYTES:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > MAX_MANIFEST_BYTES:
             raise ValueError(f"{path} is larger than {format_bytes(MAX_MANIFEST_BYTES)}")
-        return file.read(MAX_MANIFEST_BYTES if most is None else most)
+        return file.read(nbytes if most is None else min(most, nbytes))  # memory for what there is, not for the most
 
 
 def _open_regular(path: Path, folder: int | None) -> int:

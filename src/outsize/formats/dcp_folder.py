@@ -1,8 +1,8 @@
 """A folder of `torch.distributed.checkpoint`, opened for reading: its metadata runs no code, its tensors come singly.
 
-torch does the file work. Three things are ours: the metadata, which torch unpickles without restriction, goes through
-an unpickler that knows the classes of real metadata only; plain values load as weights only; and nothing is read from
-a place that was not checked. Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
+torch does the file work. Three things are ours: the metadata, which torch unpickles without restriction, is read by
+`dcp_metadata`; plain values load as weights only; and nothing is read from a place that was not checked. Importing this
+module imports `torch.distributed.checkpoint`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import errno
 import inspect
 import io
 import os
-import pickle
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from enum import Enum
-from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,8 +27,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 
-from outsize.checkpoint.files import read_manifest
 from outsize.formats.dcp import METADATA_NAME, is_dcp
+from outsize.formats.dcp_metadata import read_metadata, shown
 
 LARGEST_VALUE = 1 << 20
 """Bytes of a plain value: a learning rate, a list of parameter names."""
@@ -44,26 +40,6 @@ _WARNINGS = (
     ("torch.distributed is", UserWarning),  # alone, which is meant
     (".*_state_dict` is deprecated", FutureWarning),  # what torch 2.6 needs
     ("TypedStorage is deprecated", UserWarning),  # torch 2.6 of itself
-)
-_METADATA = "torch.distributed.checkpoint.metadata"
-_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.3
-_RECORDS = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    (_OLD_METADATA, "TensorProperties"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-_COLLECTIONS = {("torch", "Size"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
-_LOOKUPS = {
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-}
-_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
-_UNUSED = (
-    *(pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER),  # the first takes memory before it reads
-    *(pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + pickle.PERSID + pickle.BINPERSID),
-    *(pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX),
 )
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
@@ -85,7 +61,7 @@ class DcpFolder:
             raise FileNotFoundError(
                 errno.ENOENT, "not a complete checkpoint: the metadata is written last and is missing", str(self.file)
             )
-        self._metadata = _read_metadata(self.file)
+        self._metadata = read_metadata(self.file)
         self._lengths: dict[str, int] = {}
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.values: set[str] = set()
@@ -164,10 +140,10 @@ class DcpFolder:
     def _check_piece(self, key: str, offsets: Shape | None) -> int:
         info = self._metadata.storage_data[MetadataIndex(key, offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{key!r} went through {list(info.transform_descriptors)}, which outsize does not undo")
+            raise ValueError(f"{key!r} went through {shown(info.transform_descriptors)}, which outsize does not undo")
         name, first, length = info.relative_path, info.offset, info.length
         if type(name) is not str or type(first) is not int or type(length) is not int or min(first, length) < 0:
-            raise TypeError(f"{key!r} is said to lie at {first!r} of {name!r}, {length!r} bytes long")
+            raise TypeError(f"{key!r} is said to lie at {shown(first)} of {shown(name)}, {shown(length)} bytes long")
         nbytes = self._length_of(name)
         if first + length > nbytes:
             raise ValueError(
@@ -198,143 +174,10 @@ class DcpFolder:
             raise ValueError(f"the checkpoint {self.folder} is damaged: {reason}") from error
 
 
-@final
-class _MetadataUnpickler(pickle._Unpickler):
-    """Knows the classes that real metadata holds; a class that is not among them is never even imported.
-
-    The one in Python: the one in C takes memory for whatever index a nine-byte file may name. A record is made empty
-    and given its fields, nothing changes a class, and what is made takes memory in proportion to the file: see
-    Note [Elements cost bytes].
-    """
-
-    # Note [Elements cost bytes]. A file can name one long tuple again and again, two bytes each time, and have a
-    # torch.Size, a set or the fields of a record made from it each time. Real metadata writes the elements of each of
-    # them out, at a byte or more an element, so all of them together have no more elements than the file has bytes.
-
-    stack: list[Any]
-    append: Callable[[Any], None]
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content), fix_imports=False)
-        self._elements_left = len(content)
-
-    def find_class(self, module: str, name: str) -> Any:
-        place = module, name
-        if place in _RECORDS:
-            return super().find_class(module, name)
-        if place in _COLLECTIONS:
-            return _Callable(partial(self._collect, super().find_class(module, name)))
-        if place in _LOOKUPS:
-            return _Callable(partial(_look_up, super().find_class(module, name)))
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _Callable(_forget_path)
-        raise _RefusedError(f"{module}.{name}, which could run code")
-
-    def load_reduce(self) -> None:
-        arguments, called = self.stack.pop(), self.stack.pop()
-        if not isinstance(called, _Callable):
-            raise _RefusedError(f"a call of {_name(called)}")
-        self.append(called.call(*arguments))
-
-    def load_newobj(self) -> None:
-        arguments, kind = self.stack.pop(), self.stack.pop()
-        if not isinstance(kind, type) or arguments != ():
-            raise _RefusedError(f"a new {_name(kind)} with arguments")
-        self.append(object.__new__(kind))
-
-    def load_build(self) -> None:
-        state, record = self.stack.pop(), self.stack[-1]
-        if isinstance(record, type) or not is_dataclass(record):
-            raise _RefusedError(f"a change of {_name(record)}")
-        set_state = getattr(type(record), "__setstate__", None)
-        if set_state is not None and _is_flat(state):
-            set_state(record, state)
-        elif set_state is None and type(state) is dict and all(type(key) is str for key in state):
-            self._count(state)
-            vars(record).update(state)
-        else:
-            raise _RefusedError(f"a {_name(record)} with a {type(state).__name__} of unknown fields")
-
-    def load_unused(self) -> None:
-        raise _RefusedError("buffers, extensions, persistent objects or calls of old classes")
-
-    def load_unknown(self) -> None:
-        raise pickle.UnpicklingError("it holds a byte that means nothing in a pickle")
-
-    dispatch: ClassVar[Any] = {
-        **dict.fromkeys(range(256), load_unknown),
-        **pickle._Unpickler.dispatch,
-        **dict.fromkeys(_UNUSED, load_unused),
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.BUILD[0]: load_build,
-    }
-
-    def _collect(self, kind: Callable[[Collection[Any]], Any], items: Collection[Any] = ()) -> Any:
-        self._count(items)
-        return kind(items)
-
-    def _count(self, items: Collection[Any]) -> None:
-        self._elements_left -= len(items)
-        if self._elements_left < 0:
-            raise _RefusedError("more elements than it has bytes")
-
-
-@final
-class _Callable:
-    """Stands for what metadata calls, so that a file never holds the class or the function itself."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-
-class _RefusedError(Exception):
-    """A pickle that asks for what no metadata needs."""
-
-
-def _look_up(find: Callable[[Any], Any], name: Any) -> Any:
-    """A layout or memory format. An error prints the name, and what prints long can be short in the file: no lists."""
-    if type(name) not in (str, int):
-        raise TypeError(f"a layout or memory format is a {type(name).__name__}")
-    return find(name)
-
-
-def _forget_path(*parts: Any) -> None:
-    """Where the folder was when it was written: of no use, and perhaps of another system."""
-
-
-def _is_flat(state: Any) -> bool:
-    """Whether it is what `TensorProperties` takes, whose error prints it."""
-    return type(state) is tuple and all(isinstance(each, (torch.dtype, torch.layout, bool, Enum)) for each in state)
-
-
-def _name(found: Any) -> str:
-    return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
-
-
-def _read_metadata(file: Path) -> Metadata:
-    content = read_manifest(file)
-    try:
-        found = _MetadataUnpickler(content).load()
-    except _RefusedError as error:
-        raise ValueError(
-            f"{file} asks for {error}, which no metadata of torch.distributed.checkpoint needs; it was not loaded"
-        ) from error
-    except Exception as error:  # what a damaged pickle raises is not limited
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    fields = found.__dict__ if isinstance(found, Metadata) else {}
-    if not isinstance(fields.get("state_dict_metadata"), dict) or not isinstance(fields.get("storage_data"), dict):
-        raise ValueError(f"{file} is not the metadata of a torch.distributed.checkpoint folder with its files")
-    assert isinstance(found, Metadata)
-    return found
-
-
 def _dtype(record: TensorStorageMetadata) -> torch.dtype:
     dtype = record.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype")
+        raise TypeError(f"{shown(dtype)} is no dtype")
     return dtype
 
 
