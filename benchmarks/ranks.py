@@ -24,7 +24,11 @@ LAYERS = 4
 DRIVES = (0.1e9, 0.2e9)
 """Bytes a second of a rank's own drive: so slow that two ranks do not reach what one drive of a machine gives."""
 ROUNDS = 3
-PARTS = {"seconds": "a step", "forward": "the forward of a step, in which all is read and updated,"}
+PARTS = {
+    "seconds": "a step",
+    "forward": "the forward of a step, in which all is read and updated,",
+    "waited": "the part of a step in which the computation waits for the disk or the others",
+}
 PAIRS = (("stage 0", "ddp"), ("stage 3", "fsdp2"))
 GB = 1e9
 
@@ -99,7 +103,7 @@ def drives(directory: str) -> list[Row]:
             for ranks, each in found.items():
                 ends = run_on_ranks(ranks, ranks_jobs.on_own_drive, LAYERS, folders, rate, limit=900.0)
                 each.append(max(ends, key=lambda end: end["seconds"]))
-        for part in ("seconds", "forward"):
+        for part in PARTS:
             alone, two = (statistics.median(each[part] for each in found[ranks]) for ranks in (1, 2))
             ratio = two / alone
             what = f"{PARTS[part]} of 2 ranks ({two:.2f} s) over that of 1 rank ({alone:.2f} s)"

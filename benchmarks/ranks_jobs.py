@@ -152,7 +152,7 @@ def _status(field: str) -> int:
 
 
 def on_disk(layers: int, directories: list[str], memory: str = "512MiB") -> dict[str, float]:
-    """Everything on disk: this rank's seconds and bytes of a step, and the seconds of its forward."""
+    """Everything on disk: this rank's seconds and bytes of a step, those of its forward, and those it waited."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def on_disk(layers: int, directories: list[str], memory: str = "512MiB") -> dict
     model.register_forward_pre_hook(lambda *_: forwards.append(time.perf_counter()))
     model.register_forward_hook(lambda *_: forwards.append(time.perf_counter() - forwards.pop()))
     step = _loss_step(model, optimizer)
-    seconds, read, written = [], [], []
+    seconds, read, written, waited = [], [], [], []
     for number in range(4):
         before, began = outsize.memory(model), time.perf_counter()
         step(tokens(number + rank))
@@ -173,7 +173,8 @@ def on_disk(layers: int, directories: list[str], memory: str = "512MiB") -> dict
         seconds.append(time.perf_counter() - began)
         read.append(after.bytes_read - before.bytes_read)
         written.append(after.bytes_written - before.bytes_written)
-    medians = {"seconds": seconds, "read": read, "written": written, "forward": forwards}
+        waited.append(after.wait_seconds - before.wait_seconds)
+    medians = {"seconds": seconds, "read": read, "written": written, "forward": forwards, "waited": waited}
     return {name: statistics.median(values[1:]) for name, values in medians.items()}
 
 

@@ -1,7 +1,7 @@
 """What is known of `torch.distributed.checkpoint` folders without importing it, which takes seconds.
 
-`dcp_metadata` reads what a folder says of itself, `dcp_folder` its single tensors; `dcp_names` finds the live model in it,
-`dcp_reading` loads it into the stores; `dcp_writing` writes one. Import those where they are used.
+`dcp_metadata` reads what a folder says of itself, `dcp_folder` its single tensors; `dcp_names` finds the live model in
+it, `dcp_reading` loads it into the stores; `dcp_writing` writes one. Import those where they are used.
 """
 
 from __future__ import annotations
