@@ -18,6 +18,7 @@ from outsize.optim.compact import CODE_DTYPES, blocks_of, decode
 from outsize.optim.lion import LionRule
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.sgd import SGDRule
+from outsize.optim.streamed import StreamedRule
 
 NUMEL = 1000
 
@@ -251,6 +252,30 @@ def test_an_option_that_needs_a_new_array_is_refused() -> None:
     weight = Weight.make(AdamRule(False, True), start(), torch.float32)
     with pytest.raises(RuntimeError, match=r"'max_exp_avg_sq' .* before prepare"):
         weight.step(grads(1)[0], {**CASES["adamw"].hyper(), "amsgrad": True})
+
+
+class Averaged(torch.optim.Optimizer):
+    """Keeps a step count in host memory, and by whole rows an average beside the parameter."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["step"], state["rows"] = torch.zeros(()), torch.zeros(len(param), device=param.device)
+            state["step"] += 1
+            state["rows"].lerp_(param.grad.mean(1), 0.5)
+            param.data.sub_(state["rows"].unsqueeze(1))
+
+
+def test_states_that_come_from_a_checkpoint_go_where_the_parameter_is() -> None:
+    accelerator = torch.device("meta")
+    rule = StreamedRule(Averaged([torch.zeros(4, 3, requires_grad=True)], {}))
+    param, grad = torch.empty(4, 3, device=accelerator), torch.empty(4, 3, device=accelerator)
+    state = SlotState({"step": torch.ones(()), "rows": torch.ones(4)}, initialised=True)
+    rule.apply(Piece(param, None, {}, grad, GradOps(), {}, state))
+    assert state.next_scalars is not None
+    places = {name: value.device for name, value in state.next_scalars.items() if isinstance(value, Tensor)}
+    assert places == {"step": torch.device("cpu"), "rows": accelerator}
 
 
 @pytest.mark.parametrize("compact", [False, True])

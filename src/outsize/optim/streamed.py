@@ -83,7 +83,8 @@ class StreamedRule(Rule):
         state: dict[str, Any] = {}
         if piece.state.initialised:
             state = {name: view for name, view in piece.states.items() if name in self.arrays}
-            state.update({key: _copied(value) for key, value in piece.state.scalars.items()})
+            kept = piece.state.scalars
+            state.update({key: _copied(key, value, master.device, piece.hyper) for key, value in kept.items()})
         subject = _Subject(master, grad, state)
         with self._lock:  # the conveyor's thread and, for units in memory, the user's
             self._run([subject], piece.hyper)
@@ -225,5 +226,9 @@ def _plain_step(kind: type[torch.optim.Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+def _copied(key: str, value: object, device: torch.device, hyper: Mapping[str, object]) -> object:
+    """A state for the worker to change, on the device where torch has it; a checkpoint leaves all in host memory."""
+    if not isinstance(value, torch.Tensor):
+        return copy.copy(value)
+    on_host = key == "step" and not (hyper.get("capturable") or hyper.get("fused"))
+    return value.clone() if on_host else value.to(device, copy=True)
