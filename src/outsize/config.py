@@ -107,8 +107,6 @@ class Config:
             raise ValueError(f"device is {self.device!r}; outsize computes on 'cpu' or 'cuda'")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r} but torch sees no CUDA device; use device='cpu'")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", _own_accelerator())
         object.__setattr__(self, "device", device)
 
     def _refuse_what_is_not_built(self) -> None:
@@ -141,9 +139,9 @@ class Config:
 
     @property
     def compute_device(self) -> torch.device:
-        """The device that runs forward and backward."""
+        """The device that runs forward and backward: where the field names no accelerator, this process's own."""
         assert isinstance(self.device, torch.device)
-        return self.device
+        return self.device if self.device != torch.device("cuda") else torch.device("cuda", _own_accelerator())
 
 
 def make_config(config: Config | None, given: dict[str, Any]) -> Config:
@@ -163,8 +161,15 @@ def make_config(config: Config | None, given: dict[str, Any]) -> Config:
 
 def _own_accelerator() -> int:
     """The one that the script has chosen, else that of this process among those of its machine."""
-    current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
-    return int(local) % torch.cuda.device_count() if current == 0 and local.isdigit() else current
+    local = os.environ.get("LOCAL_RANK", "")
+    if local.isdigit() and not has_chosen_accelerator():
+        return int(local) % torch.cuda.device_count()
+    return torch.cuda.current_device()
+
+
+def has_chosen_accelerator() -> bool:
+    """Whether the script has made another accelerator torch's current one than that with which every process begins."""
+    return torch.cuda.current_device() != 0
 
 
 def _is_int(value: object) -> bool:

@@ -331,7 +331,7 @@ def test_the_limit_on_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.
     assert 4512 < limits[0] <= 5000
     disk_tier.allow_open_files(3000)  # not two of each, but all
     assert limits[0] == 5000
-    with pytest.raises(ValueError, match=r"are 4600 files on disk and this process may have 5000 open files in all"):
+    with pytest.raises(ValueError, match=r"are 4600 files on disk, and of the 5000 that this process may have open"):
         disk_tier.allow_open_files(4600)
     limits[:] = [1024, resource.RLIM_INFINITY]
     disk_tier.allow_open_files(1 << 20)

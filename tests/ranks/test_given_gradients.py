@@ -33,16 +33,16 @@ def weights(model: nn.Module) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
-def prepared(stage: int, tier: str, disk: str, model: nn.Module) -> torch.optim.Optimizer:
+def prepared(stage: int, tier: str, disk: str, model: nn.Module, unused: str = "error") -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    outsize.prepare(model, optimizer, units=["Linear"], **fields_of(Setting(stage, tier), disk))
+    outsize.prepare(model, optimizer, units=["Linear"], unused=unused, **fields_of(Setting(stage, tier), disk))
     return optimizer
 
 
-def train_with_set_gradients(stage: int, tier: str, disk: str) -> tuple[list[Tensor], list[Tensor]]:
+def train_with_set_gradients(stage: int, tier: str, unused: str, disk: str) -> tuple[list[Tensor], list[Tensor]]:
     """(weights, after steps with gradients that the script has set; gradients that a checkpoint holds)."""
     model = build()
-    optimizer = prepared(stage, tier, disk, model)
+    optimizer = prepared(stage, tier, disk, model, unused)
     for number, param in enumerate(model.parameters()):
         param.grad = gradient(param, number)
     outsize.save(f"{disk}/ckpt", model, optimizer).wait()
@@ -62,32 +62,79 @@ def train_with_set_gradients(stage: int, tier: str, disk: str) -> tuple[list[Ten
 PLACES = [(0, "device"), (0, "host"), (1, "host"), (2, "disk"), (3, "device"), (3, "host"), (3, "disk")]
 
 
-@pytest.mark.parametrize(("stage", "tier"), PLACES)
-def test_a_gradient_that_the_script_sets_is_used_on_every_rank(stage: int, tier: str, tmp_path: Path) -> None:
+every_place = pytest.mark.parametrize(("stage", "tier"), PLACES)
+both_ways = pytest.mark.parametrize("unused", ["error", "sync"])
+
+
+@both_ways
+@every_place
+def test_a_gradient_that_the_script_sets_is_used_on_every_rank(
+    stage: int, tier: str, unused: str, tmp_path: Path
+) -> None:
     plain = [param.detach() for param in build().parameters()]
     given = [gradient(param, number) for number, param in enumerate(plain)]
-    for found, restored in run_on_ranks(RANKS, train_with_set_gradients, stage, tier, str(tmp_path)):
+    for found, restored in run_on_ranks(RANKS, train_with_set_gradients, stage, tier, unused, str(tmp_path)):
         for param, grad, each, again in zip(plain, given, found, restored, strict=True):
             assert torch.allclose(each, param - LR * grad - LR * grad, rtol=1e-6)
             assert torch.equal(again, grad)
 
 
-def train_with_earlier_gradients(stage: int, tier: str, disk: str) -> list[Tensor]:
+def train_with_earlier_gradients(stage: int, tier: str, unused: str, disk: str) -> list[Tensor]:
     model = build()
     rank = dist.get_rank()
     for number, param in enumerate(model.parameters()):
         if number != 1:  # one has none, on every rank
             param.grad = gradient(param, number) * (1 + 2 * rank)
-    optimizer = prepared(stage, tier, disk, model)
+    optimizer = prepared(stage, tier, disk, model, unused)
     optimizer.step()
     return weights(model)
 
 
-@pytest.mark.parametrize(("stage", "tier"), PLACES)
-def test_of_gradients_from_before_prepare_the_mean_is_used(stage: int, tier: str, tmp_path: Path) -> None:
+@both_ways
+@every_place
+def test_of_gradients_from_before_prepare_the_mean_is_used(stage: int, tier: str, unused: str, tmp_path: Path) -> None:
     plain = [param.detach() for param in build().parameters()]
     expected: list[Any] = [
         param - LR * 2 * gradient(param, number) if number != 1 else param for number, param in enumerate(plain)
     ]
-    for found in run_on_ranks(RANKS, train_with_earlier_gradients, stage, tier, str(tmp_path)):
+    for found in run_on_ranks(RANKS, train_with_earlier_gradients, stage, tier, unused, str(tmp_path)):
         assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(found, expected, strict=True))
+
+
+def train_with_additions(stage: int, tier: str, unused: str, disk: str) -> tuple[float, list[Tensor]]:
+    """(norm, weights after a step) where each rank has added something of its own to a gradient."""
+    model = build()
+    optimizer = prepared(stage, tier, disk, model, unused)
+    model(torch.ones(2, 70)).sum().backward()
+    for number, param in enumerate(model.parameters()):
+        assert param.grad is not None
+        param.grad.add_(gradient(param, number) * (1 + 2 * dist.get_rank()))
+    norm = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))
+    optimizer.step()
+    return norm, weights(model)
+
+
+@both_ways
+@every_place
+def test_what_the_script_adds_is_part_of_the_mean(stage: int, tier: str, unused: str, tmp_path: Path) -> None:
+    plain = build()
+    plain(torch.ones(2, 70)).sum().backward()
+    total = [param.grad + 2 * gradient(param, number) for number, param in enumerate(plain.parameters())]
+    expected = [param.detach() - LR * grad for param, grad in zip(plain.parameters(), total, strict=True)]
+    for norm, found in run_on_ranks(RANKS, train_with_additions, stage, tier, unused, str(tmp_path)):
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(total)), rel=1e-5)
+        assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(found, expected, strict=True))
+
+
+def earlier_gradients_by_rank(disk: str) -> str:
+    model = build()
+    if dist.get_rank():
+        model[0].bias.grad = torch.ones(330)
+    with pytest.raises(ValueError, match="the ranks differ") as found:
+        prepared(3, "host", disk, model)
+    return str(found.value)
+
+
+def test_gradients_from_before_prepare_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
+    for said in run_on_ranks(RANKS, earlier_gradients_by_rank, str(tmp_path)):
+        assert "'the gradient of 0.bias' is none on rank 0 and there on rank 1" in said

@@ -109,6 +109,22 @@ def test_each_rank_takes_the_accelerator_of_its_place(
     assert four_accelerators[-1] == (current if local_rank is None else expected)
 
 
+def test_fields_that_are_made_before_the_place_is_known_mean_the_accelerator_of_the_place(
+    four_accelerators: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    config = outsize.Config(device="cuda", stage=3)
+    places = {"MASTER_ADDR": "here", "MASTER_PORT": "1", "SLURM_PROCID": "7", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    local_ranks()  # whatever asks first
+    assert config.compute_device == torch.device("cuda", 3)
+    take_accelerator(config.compute_device)
+    assert four_accelerators[-1] == 3
+    assert config.compute_device == torch.device("cuda", 3)
+
+
 def test_a_rank_that_computes_on_the_cpu_takes_no_accelerator(
     four_accelerators: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

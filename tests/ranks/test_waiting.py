@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
+from outsize.checkpoint import writer
 from outsize.move import comm
 from outsize.move.comm import LANES, STUCK_SECONDS, Ranks, RanksError
 from outsize.move.purpose import Purpose
@@ -119,10 +123,13 @@ def test_who_gives_a_rank_up_does_not_wait_for_it_at_the_end(tmp_path: Path) -> 
     assert first.value < 10.0
 
 
-def cannot_begin(what: str, disk: str) -> str:
+def cannot_begin(what: str, mesh: tuple[int, ...], disk: str) -> str:
     """A save that cannot begin, on the first rank alone where it may; then the run goes on."""
     model, optimizer = make(HOST)
-    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    fields = fields_of(HOST, disk)
+    if mesh:
+        fields["mesh"] = init_device_mesh("cpu", mesh)
+    outsize.prepare(model, optimizer, **fields)
     rank, name = dist.get_rank(), "latest" if what == "name" else "step-1"
     if what == "listing" and rank == 0:
         from outsize.api import saving
@@ -130,24 +137,90 @@ def cannot_begin(what: str, disk: str) -> str:
         def broken(*_: object) -> list[Path]:
             raise OSError(5, "Input/output error", "the folder")
 
-        saving.no_longer_kept = broken  # of this process alone
+        whole, saving.no_longer_kept = saving.no_longer_kept, broken  # of this process alone
     try:
         outsize.save(f"{disk}/ckpts/{name}", model, optimizer, keep=3)
     except (ValueError, OSError) as error:
         said = f"{type(error).__name__}: {error}"
     else:
         return "was saved"
+    if what == "listing" and rank == 0:
+        saving.no_longer_kept = whole
     for step in range(2):
         x, y = batch(step, rank)
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+    outsize.save(f"{disk}/ckpts/step-2", model, optimizer).wait()
+    outsize.load(f"{disk}/ckpts/step-2", model, optimizer)
     return said
 
 
-def test_a_save_that_cannot_begin_on_one_rank_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
-    ends: list[Ended] = ends_on_ranks(2, cannot_begin, "name", str(tmp_path))
+@pytest.mark.parametrize("mesh", [(), (2, 1)], ids=str)
+def test_a_save_that_cannot_begin_on_one_rank_fails_on_all_and_training_goes_on(
+    mesh: tuple[int, ...], tmp_path: Path
+) -> None:
+    ends: list[Ended] = ends_on_ranks(2, cannot_begin, "name", mesh, str(tmp_path))
     assert all(str(end.value).startswith("ValueError: keep=3 needs a name that ends in a number") for end in ends), ends
-    first, second = ends_on_ranks(2, cannot_begin, "listing", str(tmp_path))
+    first, second = ends_on_ranks(2, cannot_begin, "listing", mesh, str(tmp_path))
     assert "OSError: [Errno 5] Input/output error: 'the folder'" in first.value, first.trace
     assert "outsize.save: rank 0 failed" in second.value and "Input/output error" in second.value, second.trace
+
+
+def loads_from_a_folder_of_its_own(mesh: tuple[int, ...], folders: list[str], disk: str) -> str:
+    """Only the first rank's folder is whole; then the run goes on with what it had."""
+    model, optimizer = make(HOST)
+    fields = fields_of(HOST, disk)
+    if mesh:
+        fields["mesh"] = init_device_mesh("cpu", mesh)
+    outsize.prepare(model, optimizer, **fields)
+    rank = dist.get_rank()
+    with outsize.gathered(model):
+        before = [param.detach().clone() for param in model.parameters()]
+    try:
+        outsize.load(folders[rank], model)
+    except (ValueError, OSError, RuntimeError) as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        return "was loaded"
+    with outsize.gathered(model):
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+    x, y = batch(0, rank)
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("mesh", [(), (2, 1)], ids=str)
+def test_weights_that_one_rank_cannot_load_are_loaded_by_none(
+    mesh: tuple[int, ...], format: str, tmp_path: Path
+) -> None:
+    model, optimizer = make(HOST)
+    outsize.prepare(model, optimizer, host_memory="64MiB", device="cpu")
+    outsize.export(tmp_path / "whole", model, format=format)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    data = max((tmp_path / "cut").iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(data, 100)
+    folders = [str(tmp_path / "whole"), str(tmp_path / "cut")]
+    first, second = ends_on_ranks(2, loads_from_a_folder_of_its_own, mesh, folders, str(tmp_path))
+    assert "outsize.load: rank 1 failed" in str(first.value), first.trace
+    assert str(second.value).startswith("ValueError"), second.trace
+
+
+def loads_what_was_just_saved(behind: bool, disk: str) -> None:
+    """With copies of the model, of which the first alone saves."""
+    if behind:
+        writer.AT_ONCE_BYTES = -1
+    model, optimizer = make(HOST)
+    fields = fields_of(HOST, disk) | {"mesh": init_device_mesh("cpu", (2, 1))}
+    outsize.prepare(model, optimizer, **fields)
+    for step in range(3):
+        outsize.save(f"{disk}/ckpts/step-{step}", model, optimizer).wait()
+        outsize.load(f"{disk}/ckpts/step-{step}", model, optimizer)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_save_is_over_on_every_copy_when_it_is_over_on_one(behind: bool, tmp_path: Path) -> None:
+    ends = ends_on_ranks(2, loads_what_was_just_saved, behind, str(tmp_path))
+    assert all(end.error is None for end in ends), [end.trace for end in ends]

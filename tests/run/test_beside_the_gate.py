@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.run.grads import RestingGrad
-from tests.conftest import Block, Stack, Workshop, adamw, batches, prepared, squared_error, weights
+from tests.conftest import Block, Stack, Workshop, adamw, batches, prepared, squared_error
+
+NAME = "model.safetensors"
 
 
 class Ensemble(nn.Module):
@@ -129,22 +133,6 @@ def test_gradients_of_a_function_of_the_users_own_come_to_rest(workshop: Worksho
     pair.train(batches(3))
 
 
-class Forces(nn.Module):
-    """An energy, and its derivative, which the loss is of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(16, 40) for _ in range(2)])
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        hidden = x
-        for block in self.blocks:
-            hidden = block(hidden)
-        return torch.autograd.grad(self.head(hidden).sum(), x, create_graph=True)[0]
-
-
 def test_frames_of_a_backward_may_run_on_a_thread_of_autograd(workshop: Workshop) -> None:
     model = Stack(depth=2)
     workshop.prepare(model, adamw(model), "host", activations="keep")
@@ -174,22 +162,36 @@ def test_frames_of_a_backward_may_run_on_a_thread_of_autograd(workshop: Workshop
     assert torch.equal(Outer()(x), torch.ones(4, 16))
 
 
-def test_a_default_device_is_of_no_concern(workshop: Workshop, tmp_path: Path) -> None:
-    pair = workshop.pair(lambda: Stack(depth=2), tier="disk", state_format="compact")
-    again = workshop.pair(lambda: Stack(depth=2), tier="host")
-    x, y = batches(1)[0]
+@pytest.mark.parametrize(
+    ("optimizer", "compact"), [(adamw, True), (adamw, False), (lambda model: RMSprop(model.parameters()), False)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "loaded"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_a_default_device_is_of_no_concern(
+    workshop: Workshop, dtype: str, loaded: str, optimizer: Any, compact: bool, tmp_path: Path
+) -> None:
+    state_format = "compact" if compact else "exact"
+    dtypes = {name: getattr(torch, name) for name in (dtype, loaded)}
+    how = {"optimizer": optimizer, "state_format": state_format}
+    pair = workshop.pair(lambda: Stack(depth=2), tier="disk", compute_dtype=dtypes[dtype], **how)
+    again = workshop.pair(lambda: Stack(depth=2), tier="device", compute_dtype=dtypes[loaded], **how)
+    x, y = (each.to(dtypes[dtype]) for each in batches(1)[0])
     with torch.device("meta"):  # where nothing has bytes, as an accelerator's have none for the CPU
         F.mse_loss(pair.model(x), y).backward()
         torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0)
+        pair.model.head.weight.grad.clamp_(-1, 1).mul_(0.5).clamp_(-1, 1)
         pair.optimizer.step()
         pair.optimizer.zero_grad()
         assert pair.optimizer.state_dict()["state"]
         outsize.save(tmp_path / "ckpt", pair.model, pair.optimizer).wait()
         outsize.load(tmp_path / "ckpt", again.model, again.optimizer)
-        outsize.export(tmp_path / "model", again.model)
+        outsize.export(tmp_path / "model", again.model, dtype=torch.float32)
+        outsize.export(tmp_path / "first", pair.model, dtype=torch.float32)
         other = nn.Sequential(nn.Linear(4, 4, device="cpu"), nn.Linear(4, 4, device="cpu"))
         workshop.prepare(other, torch.optim.RMSprop(other.parameters()), "disk")
-    assert all(torch.equal(value, weights(pair.model)[name]) for name, value in weights(again.model).items())
+    masters, first = load_file(tmp_path / "model" / NAME), load_file(tmp_path / "first" / NAME)
+    assert all(torch.equal(value, first[name]) for name, value in masters.items())
 
 
 def test_a_fetch_that_finds_no_memory_may_be_tried_again(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,9 @@ def test_every_question_to_an_earlier_gradient_is_refused(workshop: Workshop, ti
         lambda grad: torch.nn.utils.get_total_norm([grad]),
         lambda grad: grad.finite,
         lambda grad: grad.add_(torch.ones(4, 16)),
+        lambda grad: grad.mul_(0.5),
+        lambda grad: grad.clamp_(-1.0, 1.0),
+        lambda grad: grad.zero_(),
     ]
     for ask in questions:
         for grad in earlier:

@@ -92,6 +92,20 @@ class Trusting(Layerwise):
         super().step()
 
 
+class Sometimes(torch.optim.Optimizer):
+    """Plain descent, by the unit vector of the gradient where the group trusts it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "trust": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * (param.grad / param.grad.norm() if group["trust"] else param.grad))
+
+
 class Lamb(torch.optim.Optimizer):
     """LAMB (You et al. 2020): Adam's direction, scaled by the norms of the parameter and of the direction."""
 
@@ -204,6 +218,7 @@ def test_bf16_weights_keep_exact_masters(workshop: Workshop, name: str) -> None:
     unit = outsize.api.assemble.prepared_of(model.weight).engine.units[0]
     with outsize.gathered(model):
         high = model.weight.detach().clone().as_subclass(Tensor)
+    unit.await_written()
     low = unit.shard.read_array(unit.shard.arrays["master"], 0, 256).view(16, 16)
     master = ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
     torch.testing.assert_close(master, plain.weight.data, rtol=0, atol=1e-7)
@@ -417,6 +432,22 @@ def test_a_streamed_optimizer_that_needs_a_new_array_is_refused_before_anything_
     del pair.optimizer.param_groups[1:]
     pair.optimizer.param_groups[0].update(momentum=0, centered=False, lr=1e-3)
     pair.plain_optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_an_option_that_needs_whole_parameters_is_refused_before_anything_changes(
+    workshop: Workshop, tier: str
+) -> None:
+    pair = workshop.pair(optimizer=lambda model: Sometimes(model.parameters()), tier=tier)
+    pair.train(batches(1))
+    before = weights(pair.model)
+    pair.optimizer.param_groups[0]["trust"] = True
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"Sometimes needs whole parameters.* before prepare. Nothing was updated"):
+        pair.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    pair.optimizer.zero_grad()
+    pair.optimizer.param_groups[0]["trust"] = False
     pair.train(batches(2))
 
 

@@ -186,8 +186,9 @@ def _build(
     ranks: Ranks | None,
 ) -> Prepared:
     lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
-    on_disk = sum("disk" in (tiers.params, tiers.grads, tiers.states) for tiers in plan.tiers)
-    allow_open_files(2 * on_disk * len(config.directories))  # of gradients, and of the rest
+    lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
+    gradients = sum(tiers.grads == "disk" for tiers in plan.tiers)
+    allow_open_files((lasting + gradients) * len(config.directories))
     shards = [
         open_shard(layout, tiers, plan, config, rule, resources, lane, ranks is not None)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
@@ -243,7 +244,7 @@ def _build(
         kind.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
-    if reduction is not None and existing:
+    if reduction is not None:
         reduction.complete()
     hooks.install(engine, model, framed, recompute)
     weakref.finalize(engine, resources.close)

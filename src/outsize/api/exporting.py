@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
-from outsize.api.ranks import ExportPeers
+from outsize.api.ranks import JobPeers, in_all_copies
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.joint import together
@@ -66,22 +66,26 @@ def export(
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
     reduction = prepared.engine.reduction
-    peers = None if reduction is None else ExportPeers(reduction.ranks)
+    peers = None if reduction is None else JobPeers(reduction.ranks, "export")
     if peers is not None:
         peers.exchange("export")
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     settle(prepared)
+    target = Path(os.path.realpath(path))
     if reduction is None or peers is None:
-        _write(Path(os.path.realpath(path)), model, weights, shard_bytes)
-    elif reduction.ranks.copies is not None and reduction.ranks.copies.rank:
-        return  # the first copy of the model is exported
-    elif peers.rank:
-        together(peers, lambda: pass_on_shards(weights, shard_bytes), "outsize.export")
-    else:
-        together(
-            peers, lambda: _write_asked(Path(os.path.realpath(path)), model, weights, shard_bytes), "outsize.export"
-        )
+        _write(target, model, weights, shard_bytes)
+        return
+
+    def export() -> None:
+        if peers.rank:
+            together(peers, lambda: pass_on_shards(weights, shard_bytes), "outsize.export")
+        else:
+            together(peers, lambda: _write_asked(target, model, weights, shard_bytes), "outsize.export")
+
+    copies = reduction.ranks.copies
+    first = copies is None or copies.rank == 0
+    in_all_copies(reduction.ranks, export if first else lambda: None, "export")  # the first one is exported
 
 
 def _write_asked(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
-from outsize.api.ranks import LoadPeers, check_same
+from outsize.api.ranks import JobPeers, check_same, everywhere
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.joint import together
 from outsize.checkpoint.match import Live, check_match
 from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
@@ -87,21 +86,7 @@ T = TypeVar("T")
 def _together(prepared: Prepared, action: Callable[[], T]) -> T:
     """`action` on every rank; where one fails, all raise."""
     reduction = prepared.engine.reduction
-    if reduction is None:
-        return action()
-    own: list[T] = []
-
-    def run() -> None:
-        own.append(action())
-
-    try:
-        together(LoadPeers(reduction.ranks), run, "outsize.load")
-    except BaseException:
-        for each in own:
-            if isinstance(each, Checkpoint):
-                each.close()
-        raise
-    return own[0]
+    return action() if reduction is None else everywhere(reduction.ranks, action, "load")
 
 
 def _check_same_checkpoint(prepared: Prepared, checkpoint: Checkpoint) -> None:
@@ -123,7 +108,7 @@ def _open(
     reduction = prepared.engine.reduction
     rank, ranks, tensor_ranks = 0, 1, 1
     if reduction is not None:
-        peers = LoadPeers(reduction.ranks)
+        peers = JobPeers(reduction.ranks, "load")
         rank, ranks, tensor_ranks = peers.rank, peers.size, peers.tensor
     checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks, tensor_ranks, cuts_of(prepared))
     try:
@@ -184,14 +169,19 @@ def _load_safetensors(
     buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
     optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     slots = [slot for unit in prepared.engine.units for slot in unit.shard.whole.slots]
-    weights = open_safetensors(source, slots, buffers, tied_names(model), optional, strict)
+    names = tied_names(model)
+    weights = _together(prepared, lambda: open_safetensors(source, slots, buffers, names, optional, strict))
+
+    def place() -> None:
+        for unit in prepared.engine.units:
+            _place_weights(unit, weights)
+        _fill_buffers(buffers_of(model), weights.buffer)
+
     try:
         _tell(weights.passed_over, source)
         settle(prepared)
         with _stopping_on_errors(prepared), _gathered_anew(prepared):
-            for unit in prepared.engine.units:
-                _place_weights(unit, weights)
-            _fill_buffers(buffers_of(model), weights.buffer)
+            _together(prepared, place)
     finally:
         weights.close()
 
@@ -208,19 +198,24 @@ def _load_dcp(
     from outsize.formats.dcp_reading import open_dcp  # imports torch.distributed.checkpoint, which takes seconds
 
     live = _live(prepared, model, optimizer)
-    checkpoint = open_dcp(source, live, label, tied_names(prepared.model), strict)
+    names = tied_names(prepared.model)
+    checkpoint = _together(prepared, lambda: open_dcp(source, live, label, names, strict))
+
+    def place() -> None:
+        for unit in prepared.engine.units:
+            _place(prepared, unit, checkpoint, model, optimizer)
+            if optimizer is not None:
+                _drop_gradients(prepared, unit)
+        if model is not None:
+            _fill_buffers(buffers_of(model), checkpoint.buffer)
+        if optimizer is not None:
+            _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
+
     try:
         _tell(checkpoint.passed_over, source)
         settle(prepared)
         with _stopping_on_errors(prepared), _gathered_anew(prepared):
-            for unit in prepared.engine.units:
-                _place(prepared, unit, checkpoint, model, optimizer)
-                if optimizer is not None:
-                    _drop_gradients(prepared, unit)
-            if model is not None:
-                _fill_buffers(buffers_of(model), checkpoint.buffer)
-            if optimizer is not None:
-                _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
+            _together(prepared, place)
     finally:
         checkpoint.close()
 

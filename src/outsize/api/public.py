@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ def prepare(
     """
     know_place()
     made = make_config(config, fields)
+    made = replace(made, device=made.compute_device)
     check_arguments(model, optimizer)
     for name, param in model.named_parameters():
         if prepared_of(param) is not None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from outsize.config import Config
+from outsize.checkpoint.joint import together
+from outsize.config import Config, has_chosen_accelerator
 from outsize.move.comm import Ranks
 from outsize.plan.layout import ParamInfo
 from outsize.plan.placement import Budgets
 from outsize.run.local import is_distributed
+
+T = TypeVar("T")
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -40,7 +43,7 @@ def know_place() -> None:
 
 def take_accelerator(device: torch.device) -> None:
     """Make the accelerator of this process torch's current one, unless the script has chosen: `.cuda()` means it."""
-    if device.type == "cuda" and "LOCAL_RANK" in os.environ and torch.cuda.current_device() == 0:
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ and not has_chosen_accelerator():
         torch.cuda.set_device(device)
 
 
@@ -204,22 +207,26 @@ def description(
     for name, info in infos.items():
         placements: Any = getattr(parameters[name], "placements", "")
         found[name] = f"{tuple(parameters[name].shape)} {info.dtype} {info.trainable} {placements}".strip()
+        found[f"the gradient of {name}"] = "none" if parameters[name].grad is None else "there"
     found |= {f"the field {name}": str(getattr(config, name)) for name in fields}
     found["the field device"] = config.compute_device.type
     return found | {"the optimizer": type(optimizer).__name__}
 
 
-class SavePeers:
+@final
+class JobPeers:
     """The ranks as a checkpoint sees them."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, verb: str, behind: bool = False) -> None:
+        """`verb`: what they do together, for errors: save, load or export."""
         place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
         self.rank = place * ranks.size + ranks.rank
         self.size = self.tensor * ranks.size
         self.name = dist.get_rank()
-        self.behind = False
+        self.behind = behind
         """Whether what follows is written behind the training, on a thread and a lane of its own."""
         self._ranks = ranks
+        self._verb = verb
         self._step = ranks.step  # the loop goes on meanwhile
 
     @property
@@ -228,25 +235,42 @@ class SavePeers:
         return self._ranks.rank == 0
 
     def exchange(self, value: object) -> list[Any]:
-        return self._exchange(value, "save", "save" if self.behind else "control")
-
-    def _exchange(self, value: object, kind: str, lane: str = "control") -> list[Any]:
-        every = self._ranks.collect(value, kind, lane, self._step)
+        lane = "save" if self.behind else "control"
+        every = self._ranks.collect(value, self._verb, lane, self._step)
         if self._ranks.tensor is None:
             return every
-        places = self._ranks.tensor.collect(every, kind, lane, self._step)
+        places = self._ranks.tensor.collect(every, self._verb, lane, self._step)
         return [each for place in places for each in place]
 
 
-class LoadPeers(SavePeers):
-    """The ranks that load together, on the user's thread."""
+def in_all_copies(ranks: Ranks, action: Callable[[], T], verb: str) -> list[T]:
+    """`action`, which fails on all ranks of a copy of the model or on none; where it fails in one copy, all raise.
 
-    def exchange(self, value: object) -> list[Any]:
-        return self._exchange(value, "load")
+    Returns what it gives in each copy."""
+    if ranks.copies is None:
+        return [action()]
+    return together(JobPeers(ranks.copies, verb), action, f"outsize.{verb}")
 
 
-class ExportPeers(SavePeers):
-    """The ranks that export together, on the user's thread."""
+def everywhere(ranks: Ranks, action: Callable[[], T], verb: str) -> T:
+    """`action`, which speaks to no other rank, on every rank of the job; where one fails, all raise."""
+    done: list[T] = []
 
-    def exchange(self, value: object) -> list[Any]:
-        return self._exchange(value, "export")
+    def here() -> None:
+        together(JobPeers(ranks, verb), lambda: done.append(action()), f"outsize.{verb}")
+
+    try:
+        in_all_copies(ranks, here, verb)
+    except BaseException:
+        for each in done:
+            if isinstance(each, Closeable):
+                each.close()
+        raise
+    return done[0]
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """What keeps files open until it is closed."""
+
+    def close(self) -> None: ...

@@ -14,7 +14,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.public import require
-from outsize.api.ranks import LoadPeers, SavePeers
+from outsize.api.ranks import JobPeers, everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
 from outsize.checkpoint.joint import Cut, together
@@ -40,6 +40,7 @@ from outsize.checkpoint.writer import (
     UnfinishedCheckpoint,
     check_buffers,
 )
+from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations
 from outsize.optim.rules import join_master, split_master
@@ -83,21 +84,31 @@ def save(
     """
     prepared = whole(model, optimizer, "save")
     target = Path(os.path.realpath(path))
-    stored = Extra(extra)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
-    if keep is not None:
-        check_in_series(target, keep)
     saver = prepared.resources.saver
-    saver.settle()
-    _check_place(prepared, target)
-    peers = _peers(prepared, target)
+    reduction = prepared.engine.reduction
+    peers = None if reduction is None else JobPeers(reduction.ranks, "save")
     first = peers is None or peers.rank == 0
-    copy = prepared.engine.reduction.ranks.copies if prepared.engine.reduction is not None else None
-    outdated, saved_at = _look_at(target, keep, peers)
+    copy = None if reduction is None else reduction.ranks.copies
     buffers = buffers_of(model)
-    check_buffers(buffers)
-    record = optimizer_record(prepared, optimizer, encoded=True)
+
+    def look() -> tuple[Extra, list[Path], str, OptimizerRecord | None]:
+        saver.settle()
+        if keep is not None:
+            check_in_series(target, keep)
+        check_buffers(buffers)
+        _check_place(prepared, target)
+        check_replaceable(target)
+        record = optimizer_record(prepared, optimizer, encoded=True)
+        return Extra(extra), no_longer_kept(target, keep) if first else [], next_saved_at(target.parent), record
+
+    # What may fail on one rank comes here, where it fails on all.
+    found = look() if reduction is None else everywhere(reduction.ranks, look, "save")
+    stored, outdated, saved_at, record = found
+    if reduction is not None and peers is not None:
+        in_all_copies(reduction.ranks, partial(_check_same_name, peers, target), "save")
+        reduction.complete()
     settle(prepared)
     # What is whole on every data-parallel rank is saved by the first.
     leads = peers is None or peers.leads
@@ -116,36 +127,40 @@ def save(
         shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
         cuts=cuts_of(prepared),
     )
-    if copy and copy.rank:  # the first copy of the model saves
-        together(LoadPeers(copy), lambda: None, "outsize.save")
-        done = saver.begin(target)
-        done.run(lambda: None)
-        return done
-    begun: list[tuple[UnfinishedCheckpoint, bool]] = []
+    begun: list[UnfinishedCheckpoint] = []
 
-    def begin() -> None:
-        begun.append(_begin(prepared, target, snapshot, _room(prepared, [*outdated, target])))
+    def begin() -> bool:
+        if copy is not None and copy.rank:  # the first copy of the model saves
+            return False
+        unfinished, pending = _begin(prepared, target, snapshot, _room(prepared, [*outdated, target]))
+        begun.append(unfinished)
+        return pending
 
-    if copy:
-        together(LoadPeers(copy), begin, "outsize.save")
-    else:
-        begin()
-    unfinished, pending = begun[0]
-    files = [file for shard in shards for file in shard.generations()]
+    pending = begin() if reduction is None else any(in_all_copies(reduction.ranks, begin, "save"))
+    files = [file for shard in shards for file in shard.generations()] if begun else []
     if pending:
         try:
             _reserve(files)
         except BaseException:
-            unfinished.abandon()
+            for unfinished in begun:
+                unfinished.abandon()
             raise
-    saving = saver.begin(target)
-    if pending:
         if peers is not None:
             peers.behind = True
-        saving.run_behind(partial(_finish_behind, [prepared.engine], unfinished, outdated))
+        saving = saver.begin(target)
+        saving.run_behind(partial(_finish_behind, [prepared.engine], begun, outdated, copy))
         return saving
     going: list[Path] = []
-    saving.run(lambda: going.extend(_publish(unfinished.finish_now, outdated)))
+
+    def publish() -> None:
+        for unfinished in begun:
+            going.extend(_publish(unfinished.finish_now, outdated))
+
+    def publish_with_copies() -> None:
+        publish() if reduction is None else in_all_copies(reduction.ranks, publish, "save")
+
+    saving = saver.begin(target)
+    saving.run(publish_with_copies)
     tidy = partial(_tidy, [prepared.engine], files, going)
     takes_time = any(file.frozen for file in files) or sum(given_back(going).values()) > AT_ONCE_BYTES
     if takes_time and _has_room(files, prepared.resources.run_directories):
@@ -162,28 +177,10 @@ def cuts_of(prepared: Prepared) -> dict[str, Cut]:
     return {name: Cut(*part) for name, part in found.items() if part is not None}
 
 
-def _peers(prepared: Prepared, target: Path) -> SavePeers | None:
-    """The other ranks, which are here too."""
-    reduction = prepared.engine.reduction
-    if reduction is None:
-        return None
-    peers = SavePeers(reduction.ranks)
+def _check_same_name(peers: JobPeers, target: Path) -> None:
     named = peers.exchange(target.name)
     if len(set(named)) > 1:
-        raise ValueError(f"the ranks save to different places: {', '.join(map(str, named))}; name one shared folder")
-    reduction.complete()
-    return peers
-
-
-def _look_at(target: Path, keep: int | None, peers: SavePeers | None) -> tuple[list[Path], str]:
-    """(the checkpoints that go once this one is complete, the time that it bears). Where a rank fails, all raise."""
-
-    def look() -> tuple[list[Path], str]:
-        check_replaceable(target)
-        outdated = no_longer_kept(target, keep) if peers is None or peers.rank == 0 else []
-        return outdated, next_saved_at(target.parent)
-
-    return look() if peers is None else together(peers, look, "outsize.save")[peers.rank]
+        raise ValueError(f"the ranks save to different places: {', '.join(named)}; name one shared folder")
 
 
 def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> tuple[UnfinishedCheckpoint, bool]:
@@ -210,11 +207,22 @@ def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> 
     return made[0], any(every)
 
 
-def _finish_behind(alive: list[Engine], unfinished: UnfinishedCheckpoint, outdated: Sequence[Path]) -> None:
-    """Write what is left and publish. The engine stays alive as long as its memory is being written, and no longer: its
-    end would wait, on the very thread that writes, for the conveyor, which may wait for what is written."""
+def _finish_behind(
+    alive: list[Engine], begun: Sequence[UnfinishedCheckpoint], outdated: Sequence[Path], copies: Ranks | None
+) -> None:
+    """Write what is left and publish, and wait for the copy of the model that does. The engine stays alive as long as
+    its memory is being written, and no longer: its end would wait, on the very thread that writes, for the conveyor,
+    which may wait for what is written."""
+
+    def finish() -> None:
+        for unfinished in begun:
+            remove_all(_publish(unfinished.finish, outdated))
+
     try:
-        remove_all(_publish(unfinished.finish, outdated))
+        if copies is None:
+            finish()
+        else:
+            together(JobPeers(copies, "save", behind=True), finish, "outsize.save")
     finally:
         alive.clear()
 

@@ -215,7 +215,7 @@ class Checkpoint:
 
                 def source(slot: Slot, start: int, end: int, key: str = array.name) -> torch.Tensor:
                     if slot.name not in filled:
-                        return torch.zeros(end - start)
+                        return torch.zeros(end - start, device="cpu")
                     return self._state(records[slot.name].state[key], start, end)
 
                 copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))

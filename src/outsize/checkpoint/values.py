@@ -101,4 +101,4 @@ def inline(path: str, tensor: torch.Tensor) -> Any:
 
 def from_inline(value: Any) -> torch.Tensor:
     numbers = [decode(each, from_inline) for each in value["values"]]
-    return torch.tensor(numbers, dtype=DTYPES[value["dtype"]]).reshape(value["shape"])
+    return torch.tensor(numbers, dtype=DTYPES[value["dtype"]], device="cpu").reshape(value["shape"])

@@ -361,8 +361,9 @@ def allow_open_files(files: int) -> None:
     taken = len(os.listdir("/proc/self/fd")) + SPARE_FILES
     if taken + files > most:
         raise ValueError(
-            f"the model's units are {files} files on disk and this process may have {hard} open files in all; raise "
-            f"the limit (ulimit -Hn), name fewer directories, or pass units= for larger units"
+            f"the model's units are {files} files on disk, and of the {hard} that this process may have open in all, "
+            f"{taken} are open or kept for others; raise the limit (ulimit -Hn), name fewer directories, or pass "
+            f"units= for larger units"
         )
     if soft != resource.RLIM_INFINITY and soft < taken + 2 * files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(taken + 2 * files, most), hard))

@@ -115,7 +115,7 @@ def join_master(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     if param.dtype is torch.float16:
         return master
     if param.device.type == "cpu":
-        whole = torch.empty(param.numel(), dtype=torch.float32)
+        whole = torch.empty(param.numel(), dtype=torch.float32, device="cpu")
         _native.join_master(param.data_ptr(), master.data_ptr(), whole.data_ptr(), param.numel())
         return whole
     bits = (param.view(torch.int16).to(torch.int32) << 16) + master.to(torch.int32)

@@ -28,7 +28,8 @@ from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, spli
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
-# Arrays are made by `prepare` alone, so such an option is found before a step by the same probe. Which arrays there are
+# Arrays are made by `prepare` alone, so such an option is found before a step by the same probe, and so is one that
+# makes the optimizer look at whole parameters (a norm) where it has run on pieces. Which arrays there are
 # depends on which numbers are zero and not on their values: a learning rate that changes every step is looked up.
 
 _PROBE_STEPS = 3
@@ -74,7 +75,13 @@ class StreamedRule(Rule):
             if len(self._known) >= _KNOWN_OPTIONS:
                 self._known.clear()
             with self._lock:
-                self._known[options] = self._probe(hyper)[0]
+                arrays, whole = self._probe(hyper)
+            if whole:
+                raise RuntimeError(
+                    f"with its present options {self._name} needs whole parameters, and it was prepared to run on "
+                    f"pieces of them: set such options before prepare. Nothing was updated"
+                )
+            self._known[options] = arrays
         return self._known[options]
 
     def apply(self, piece: Piece) -> None:

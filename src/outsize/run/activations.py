@@ -19,13 +19,17 @@ _top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_sav
 SMALL_BUFFER_BYTES = 64 * 1024
 """Up to here a buffer is copied before each forward; it holds the statistics of 16,384 channels."""
 
+LARGEST_ELEMENT = 16
+"""Bytes; what begins at multiples of it is aligned for every dtype."""
+
 # Note [Layers that change]
 # A forward that changes buffers, a running mean say, and is run again must find in them what it found first, and leave
 # nothing behind. So it remembers each module's table of buffers, and copies of their values. Small ones are always
 # copied; of large ones (quantized weights, masks) only the forwards that change them keep a copy, and after a forward
 # that left them all as they were none is made. The recomputation runs with these in the tables, then the present ones
-# return. An input that the layer changes is the caller's and cannot be put back, so that is refused. What a layer keeps
-# elsewhere, in attributes of Python, is out of sight.
+# return. Buffers that share memory, a view of another say, share it there too. An input that the layer changes is the
+# caller's and cannot be put back, so that is refused. What a layer keeps elsewhere, in attributes of Python, is out of
+# sight.
 
 
 def recomputed(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -70,7 +74,8 @@ class _Layer:
         result = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
         if versions != [_version(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
-                f"layer {self._name} changes its input in place, so it cannot be recomputed: pass "
+                f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
+                f'activations="recompute" asks for and "auto", the default, chooses for such layers: pass '
                 f'activations="keep", or make the operation not in-place'
             )
         self._copies_large = buffers.settle()
@@ -94,6 +99,7 @@ class _Buffers:
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) not in self._buffers:
                     self._buffers[id(tensor)] = _Buffer(tensor, name, copies_large)
+        self._sharing = _sharing({key: buffer.tensor for key, buffer in self._buffers.items()})
 
     def settle(self) -> bool:
         """The forward is over: drop the large copies that it made needless. Whether one was needed."""
@@ -105,6 +111,9 @@ class _Buffers:
         lost = [self._buffers[key].name for key, value in earlier.items() if value is None]
         if lost:
             self._refuse_lost(lost[0])
+        for keys in self._sharing:
+            if any(earlier[key] is not self._buffers[key].tensor for key in keys):
+                _share({key: self._buffers[key].tensor for key in keys}, earlier)
         self._present = [dict(module._buffers) for module in self._modules]
         for module, table in zip(self._modules, self._tables, strict=True):
             _put(module._buffers, {name: earlier.get(id(tensor)) for name, tensor in table.items()})
@@ -129,14 +138,14 @@ class _Buffer:
     def __init__(self, tensor: torch.Tensor, name: str, copies_large: bool) -> None:
         self.name = name
         self.large = tensor.numel() * tensor.element_size() > SMALL_BUFFER_BYTES
-        self._tensor = tensor
+        self.tensor = tensor
         self._version = _version(tensor)
         self._copy = tensor.clone() if copies_large or not self.large else None
 
     def settle(self) -> bool:
         """Whether it has been written to since, also through `.data` if there is a copy; if not, the copy goes."""
-        changed = _version(self._tensor) != self._version
-        changed = changed or (self._copy is not None and not _equal(self._tensor, self._copy))
+        changed = _version(self.tensor) != self._version
+        changed = changed or (self._copy is not None and not _equal(self.tensor, self._copy))
         if not changed:
             self._copy = None
         return changed
@@ -145,7 +154,30 @@ class _Buffer:
         """What a recomputation finds, and may change if the forward did; None: the values are lost."""
         if self._copy is not None:
             return self._copy.clone()
-        return self._tensor if _version(self._tensor) == self._version else None
+        return self.tensor if _version(self.tensor) == self._version else None
+
+
+def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """The keys of tensors that lie in one memory."""
+    found: dict[int, list[int]] = {}
+    for key, tensor in tensors.items():
+        if tensor.layout is torch.strided and type(tensor) is torch.Tensor and tensor.numel():
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(key)
+    return [keys for keys in found.values() if len(keys) > 1]
+
+
+def _share(tensors: Mapping[int, torch.Tensor], values: dict[int, torch.Tensor | None]) -> None:
+    """Make the values of these keys lie in new memory as the tensors do in theirs."""
+    starts = {key: tensor.storage_offset() * tensor.element_size() for key, tensor in tensors.items()}
+    base = min(starts.values()) // LARGEST_ELEMENT * LARGEST_ELEMENT
+    memory = torch.empty(0, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    for key, tensor in tensors.items():
+        value = values[key]
+        assert value is not None
+        first = (starts[key] - base) // tensor.element_size()
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(memory.untyped_storage(), first, tensor.size(), tensor.stride())  # grows it as needed
+        values[key] = view.copy_(value)
 
 
 def _put(table: dict[str, torch.Tensor | None], values: Mapping[str, torch.Tensor | None]) -> None:

@@ -217,7 +217,12 @@ class Collector:
         if not whole.names:  # all were thrown away, as on every rank
             whole.close()
             return
-        whole.start(self._reduction.ranks)
+        try:
+            whole.start(self._reduction.ranks)
+        except BaseException:
+            whole.keep()  # a collective may still write to it
+            self._withdraw(expected, fresh)
+            raise
         self._reduction.launched(lambda: self._lay_to_rest(whole, expected, fresh))
 
     def _lay_to_rest(self, whole: WholeGradients, expected: Mapping[str, RestingGrad], fresh: Collection[str]) -> None:
@@ -229,6 +234,7 @@ class Collector:
             raise
         on_device = self._unit.shard.grads is None
         kept = False
+        unfilled = set(fresh)
         try:
             self._reduction.make_room_to_rest(self._resting_bytes)
             for name, own in reduced.items():
@@ -237,7 +243,11 @@ class Collector:
                     continue  # thrown away meanwhile
                 own = own.clone() if on_device and self._reduction.split else own
                 self._rest.rest_reduced(name, own, None if name in fresh else grad, grad)
+                unfilled.discard(name)
                 kept = kept or (grad.loose is not None and whole.holds(grad.loose))
+        except BaseException:
+            self._withdraw(expected, unfilled)
+            raise
         finally:
             if kept:
                 self._home = whole.keep()

@@ -160,7 +160,7 @@ class Engine:
         """Raise unless the values stay for as long as they are looked at."""
         key = self.key_of(tensor)
         assert key is not None
-        if self._differentiates or not self._by_key[key].holds:
+        if torch.is_grad_enabled() or not self._by_key[key].holds:
             name = self.name_of(tensor)
             raise RuntimeError(
                 f"torch.vmap takes {name!r} apart where outsize cannot see it, and its values may be on disk: pass a "

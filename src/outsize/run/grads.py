@@ -164,6 +164,7 @@ class RestingGrad(torch.Tensor):
         return known if isfinite(self.ops.scale) else torch.zeros_like(known)
 
     def scale(self, factor: float) -> None:
+        self.home.check_current(self)
         self.expect_unspent("scaled or clipped")
         self.home.complete()
         ops = self.ops.scaled(factor)
@@ -244,6 +245,7 @@ def _foreach_mul_(grads: list[Any], factor: Any) -> None:
 
 
 def _zero_(grad: RestingGrad) -> RestingGrad:
+    grad.home.check_current(grad)
     grad.home.complete()
     grad.ops = GradOps(zero=True)
     return grad
@@ -255,6 +257,7 @@ def _foreach_zero_(grads: list[Any]) -> None:
 
 
 def _clamp_(grad: RestingGrad, min: Any = None, max: Any = None) -> RestingGrad:
+    grad.home.check_current(grad)
     grad.expect_unspent("clamped")
     grad.home.complete()
     low = -inf if min is None else _factors.read(min)

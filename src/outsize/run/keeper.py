@@ -258,7 +258,7 @@ class GradKeeper:
         else:
             assert self._shard is not None
             self._open()  # of this step's shard: what is held back is not scaled any more
-            zeros = torch.zeros(self._slots[grad.label].numel, dtype=grad.dtype)
+            zeros = torch.zeros(self._slots[grad.label].numel, dtype=grad.dtype, device="cpu")
             self._shard.put(self._slots[grad.label], zeros, grad.ops)
             self._dirty = True
             self.finish()
@@ -337,7 +337,7 @@ class GradKeeper:
             param = self._unit.parameters[name]
             wide = torch.float64 if param.dtype is torch.float64 else torch.float32
             return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
-        grad.become(torch.zeros(()), None, None)
+        grad.become(torch.zeros((), device="cpu"), None, None)
         return grad
 
     def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:

@@ -12,6 +12,7 @@ from outsize.move.comm import Ranks
 from outsize.move.generations import crc32c
 from outsize.move.memory import Ledger
 from outsize.move.shard import UnitShard
+from outsize.run.activations import in_backward
 from outsize.run.buffers import Buffers
 from outsize.run.grads import RestingGrad
 
@@ -94,7 +95,7 @@ class Reduction:
 
     def collected(self) -> None:
         """A unit has something to reduce."""
-        self._due = self._due or not self.sync  # there the end of the backward says so, on every rank
+        self._due = self._due or not self.sync or not in_backward()  # whose end says so under `sync`, on every rank
 
     def end_of_backward(self) -> None:
         """A backward is over on every rank."""
