@@ -262,6 +262,8 @@ def workshop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worksho
     yield workshop
     torch.ones((), requires_grad=True).backward()  # after an exception torch keeps the last graph until the next one
     gc.collect()
+    if workshop.leftovers():  # a graph that a module had kept went with the module: now its parameters can go
+        gc.collect()
     left, files = workshop.leftovers(), os.listdir(disk)
     gc.freeze()  # what lives now needs no look at the next collection
     for resources in left:

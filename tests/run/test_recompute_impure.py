@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.run.activations import SMALL_BUFFER_BYTES
+from outsize.run.layer_state import SMALL_BUFFER_BYTES
 from tests.conftest import Pair, Workshop, assert_same_gradients, batches, squared_error
 
 REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed.*: pass activations=\"keep\""
@@ -291,3 +291,141 @@ def test_evaluation_between_steps_changes_nothing(workshop: Workshop, activation
                 outs.append(model(batch[0]))  # moves the buffers, once
         torch.testing.assert_close(outs[2:], outs[:2], rtol=0, atol=1e-5)
     check(pair)
+
+
+# -- what the loop or the layer changes in Python --------------------------------------------------------------------
+
+
+class Chooses(nn.Module):
+    """Looks at attributes, at `training`, at hooks on its parts and at what is frozen, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.mix = (nn.Linear(16, 16) for _ in range(3))
+        self.task = "first"
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        branch = self.first if self.task == "first" else self.second
+        scale = 1.5 if self.training else 0.5
+        self.seen = torch.tanh(branch(x)) * scale * (1 + 0.1 * self.count)
+        return torch.tanh(self.mix(self.seen)) + x
+
+
+def by_task(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.task = "second"
+
+
+def by_eval(model: nn.Module) -> None:
+    model.eval()
+
+
+def by_new_attribute(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.forward = lambda x: x
+        layer.unheard_of = 1
+
+
+def by_hook(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.mix.register_forward_hook(lambda module, args, out: out * 3)
+        layer.first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def by_freezing(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.second.requires_grad_(False)
+        layer.mix.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [by_task, by_eval, by_hook, by_freezing])
+def test_what_changes_between_forward_and_backward_is_of_no_concern(
+    workshop: Workshop, change: Any, activations: str
+) -> None:
+    pair = workshop.pair(lambda: Passes(Chooses), tier="host", activations=activations)
+    for model, optimizer in pair.both:
+        for batch in batches(2):
+            first = squared_error(model, batch)
+            change(model)
+            second = squared_error(model, (batch[0] * 2, batch[1]))
+            (first + second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.train()
+    check(pair)
+
+
+def test_a_recomputation_leaves_the_layer_as_the_loop_had_made_it(workshop: Workshop, activations: str) -> None:
+    model = Passes(Chooses)
+    workshop.prepare(model, torch.optim.SGD(model.parameters()), "host", activations=activations)
+    loss = squared_error(model, batches(1)[0])
+    layer: Any = model.layers[0]
+    seen, handle = layer.seen, layer.mix.register_forward_hook(lambda *_: None)
+    by_new_attribute(model)
+    by_eval(model)
+    forward = layer.forward
+    layer.second.requires_grad_(False)
+    loss.backward()
+    assert layer.seen is seen
+    assert (layer.count, layer.unheard_of, layer.forward, layer.training) == (1, 1, forward, False)
+    assert not layer.second.weight.requires_grad
+    assert len(layer.mix._forward_hooks) == 1
+    handle.remove()
+    assert not layer.mix._forward_hooks
+
+
+def test_hooks_of_the_forward_that_are_gone_before_the_backward_have_been_part_of_it(
+    workshop: Workshop, activations: str
+) -> None:
+    pair = workshop.pair(lambda: Passes(Chooses), tier="host", activations=activations)
+    for model, optimizer in pair.both:
+        hooks = [layer.mix.register_forward_hook(lambda module, args, out: out * 0.5) for layer in model.layers]
+        loss = squared_error(model, batches(1)[0])
+        for hook in hooks:
+            hook.remove()
+        loss.backward()
+        optimizer.step()
+    check(pair)
+
+
+def test_batch_norms_and_spectral_norms_are_recomputed(workshop: Workshop, activations: str) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16, bias=False))
+            self.old = nn.utils.spectral_norm(nn.Linear(16, 16))
+            self.norm = nn.BatchNorm1d(16, momentum=None)
+            self.runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return torch.tanh(self.old(torch.tanh(self.norm(self.lin(x))))) + x
+
+    runs: list[int] = []
+    pair = workshop.pair(lambda: Passes(Normed), tier="host", activations=activations)
+    pair.train(batches(4))
+    check(pair)
+    assert len(runs) == 3 * (4 + 2 * 4)  # plain, and twice
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at
+@pytest.mark.parametrize("compiled", ["model", "layers", "before prepare"])
+def test_a_compiled_model_trains_with_recomputation(workshop: Workshop, compiled: str, activations: str) -> None:
+    pair = workshop.pair(
+        lambda: Passes(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())), tier="host", activations=activations
+    )
+    model = pair.model
+    if compiled == "layers":
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.compile(backend="eager")
+    runner = torch.compile(model, backend="eager") if compiled == "model" else model
+    for batch in batches(2):
+        for each, optimizer in ((runner, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+            squared_error(each, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+    del runner
+    torch._dynamo.reset()  # which keeps what it has compiled
