@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
-from tests.ranks.launching import Ended, ends_on_ranks
+from outsize.move import comm
+from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
 DETECTED_SECONDS = 10.0
@@ -299,3 +302,81 @@ def slow_in_a_collective(disk: str) -> str:
 def test_a_rank_that_is_slow_at_what_was_agreed_on_is_waited_for(tmp_path: Path) -> None:
     ends = ends_on_ranks(2, slow_in_a_collective, str(tmp_path))
     assert [end.value for end in ends] == ["went right"] * 2, [end.error for end in ends]
+
+
+def prepares_alone(stage: int, disk: str) -> None:
+    """Both share a model; then one trains it while the other prepares another."""
+    run = Run(Setting(stage, "host"), disk)
+    run.step(0)
+    if run.rank == 0:
+        run.step(1)
+    model, optimizer = make(HOST)
+    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_that_prepares_another_model_ends_with_an_error_on_all(stage: int, tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, prepares_alone, stage, str(tmp_path)):
+        assert end.kind == "RanksError", end.trace
+        assert "rank 1: outsize.prepare of another model" in str(end.error)
+        assert end.seconds < DETECTED_SECONDS
+
+
+def comes_late(disk: str) -> list[str]:
+    """The first rank waits for the other in `prepare`, and says so."""
+    comm.MEETING_WORD_SECONDS = 0.2
+    said: list[str] = []
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        handler = logging.Handler()
+        handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", "1"))  # type: ignore[method-assign]
+        logging.getLogger("outsize").addHandler(handler)
+    else:
+        store.wait(["said"])
+    Run(HOST, disk).step(0)
+    return said
+
+
+def test_who_waits_in_prepare_says_for_whom(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, comes_late, str(tmp_path))
+    assert first == ["rank 0 waits in outsize.prepare for rank 1, as every rank must call it"]
+    assert second == []
+
+
+def never_comes(disk: str) -> None:
+    comm.MEETING = timedelta(seconds=0.5)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank():
+        store.wait(["over"])
+        return
+    try:
+        Run(HOST, disk)
+    finally:
+        store.set("over", "1")
+
+
+def test_a_rank_that_never_comes_to_prepare_is_named(tmp_path: Path) -> None:
+    first, second = ends_on_ranks(2, never_comes, str(tmp_path))
+    assert "rank 1 did not come to outsize.prepare within 0:00:00.5" in str(first.error)
+    assert second.error is None
+
+
+def raises_in_the_loop(disk: str) -> None:
+    """As where nobody catches the error: the interpreter shows it, and ends."""
+    run = Run(HOST, disk)
+    for number in range(3):
+        run.step(number)
+    if run.rank:
+        try:
+            {}["mine"]
+        except KeyError as error:
+            sys.excepthook(KeyError, error, error.__traceback__)
+            os._exit(1)
+    run.step(3)
+
+
+def test_an_error_of_the_loop_is_told_to_the_others(tmp_path: Path) -> None:
+    first, second = ends_on_ranks(2, raises_in_the_loop, str(tmp_path))
+    assert second.killed
+    assert "rank 1 of 2 has failed (KeyError: 'mine')" in str(first.error), first.trace
+    assert first.seconds < DETECTED_SECONDS

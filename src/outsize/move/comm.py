@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
+import logging
 import os
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +24,8 @@ from torch.distributed import distributed_c10d
 
 from outsize.move.purpose import AHEAD, OFFER, WANT, Purpose, Turn, decode, encode, turn_of, words_for
 from outsize.move.watch import Standstill, Watch
+
+logger = logging.getLogger("outsize")
 
 # Note [Lanes]
 # Collectives of one group must start in the same order on every rank. Those of the conveyor's thread, those of the
@@ -43,6 +47,9 @@ from outsize.move.watch import Standstill, Watch
 # their groups would wait for them: they stay open until the process ends.
 
 LANES = ("gather", "reduce", "control", "save")
+MEET = "prepare"
+"""Among the lanes, the place where ranks wait for each other to share one more model."""
+
 STUCK_SECONDS = 3.0
 """Waiting for so long is worth telling the others about."""
 
@@ -52,11 +59,16 @@ GRACE_SECONDS = 1.0
 LOOK = timedelta(seconds=0.25)
 """How often one who waits looks whether the others are still there."""
 
+MEETING_POLL_SECONDS = 0.02
+
 POLL_SECONDS = 0.0002
 """How often one who waits for an accelerator asks: its library takes the end of a wait for the end of the work."""
 
 MEETING = timedelta(minutes=10)
 """How far apart ranks may come to `prepare`."""
+
+MEETING_WORD_SECONDS = 10.0
+"""After so long a wait for the others the log says for whom."""
 
 PATIENCE = timedelta(days=7)
 """Of the groups themselves: how long to wait is decided here."""
@@ -129,7 +141,12 @@ class Ranks:
         self.counts = Counts()
         self.giving: Giving | None = None  # where ranks use different units: see Note [Wanted units]
         number = next(_made)
+        _listen_to_errors()
         store = _own_store(number, self.members)
+        self._waiting: dict[str, tuple[float, Purpose]] = {}  # to agree, by lane: since when, and on what
+        self._come = dict.fromkeys((*LANES, MEET), 0)  # how often this rank has come to agree
+        self._promised = dict.fromkeys((*LANES, MEET), 0)  # how often its conveyor will have, once it has run its queue
+        self._meet(store)
         self.copies = Ranks(copies, backend) if copies else None
         self.tensor = Ranks(tensor) if tensor else None
         self._of: weakref.ref[Ranks] | None = None  # the ranks whose `copies` or `tensor` these are
@@ -140,9 +157,6 @@ class Ranks:
         self._groups = dict(self._agreeing)
         if backend != "gloo":
             self._groups |= {lane: self._open_nccl(lane, store) for lane in LANES[:2]}
-        self._waiting: dict[str, tuple[float, Purpose]] = {}  # to agree, by lane: since when, and on what
-        self._come = dict.fromkeys(LANES, 0)  # how often this rank has come to agree
-        self._promised = dict.fromkeys(LANES, 0)  # how often its conveyor will have, once it has run what is queued
         self._gave_up = False
         self._blocked = 0
         self._watch = Watch(_own_store(number, self.members, apart=True), self.rank, self.size, self._stuck)
@@ -150,15 +164,45 @@ class Ranks:
         with _open_lock:
             _open.add(self)
 
+    def _meet(self, store: Any) -> None:
+        """Wait until all ranks are here. Where they share a model already, its watch finds out if they never will."""
+        store.set(f"come/{self.rank}", "1")
+        purpose, began = Purpose(MEET), time.monotonic()
+        with _open_lock:
+            models = [each for each in _open if each.members == self.members and not each._watch.closed]
+        shared = min(models, key=lambda each: each._number, default=None)
+        if shared is not None:
+            shared._come[MEET] += 1
+            shared._waiting[MEET] = began, purpose
+        try:
+            told = False
+            while missing := [place for place in range(self.size) if not store.check([f"come/{place}"])]:
+                waited = time.monotonic() - began
+                if shared is not None:
+                    shared._check_others(purpose)
+                if waited > MEETING.total_seconds():
+                    raise RanksError(
+                        f"{self._named(missing)} did not come to outsize.prepare within {MEETING}: every rank must "
+                        f"call it, as often as the others"
+                    )
+                if waited > MEETING_WORD_SECONDS and not told:
+                    told = True
+                    logger.warning(
+                        "%s waits in outsize.prepare for %s, as every rank must call it",
+                        self._named([self.rank]),
+                        self._named(missing),
+                    )
+                time.sleep(MEETING_POLL_SECONDS)
+        finally:
+            if shared is not None:
+                del shared._waiting[MEET]
+
     def _open(self, lane: str, store: Any) -> Any:
         own = distributed_c10d.PrefixStore(lane, store)
         try:
             group = dist.ProcessGroupGloo(own, self.rank, self.size, MEETING)
         except RuntimeError as error:
-            raise RanksError(
-                f"{_ranks(self.members)} did not all come to outsize.prepare within {MEETING}: every rank must call "
-                f"it, as often as the others ({error})"
-            ) from error
+            raise RanksError(f"{_ranks(self.members)} could not be connected in outsize.prepare ({error})") from error
         group._set_default_timeout(PATIENCE)
         return group
 
@@ -227,11 +271,12 @@ class Ranks:
     def _stuck_here(self, come: Mapping[str, int]) -> Standstill | None:
         if self.giving is not None and self.giving.busy():
             return None  # slow at most: who waits for it waits for what was agreed on
-        lanes = ("control", "reduce", "gather") if self._blocked else ("control", "reduce")
+        lanes = ("control", "reduce", MEET, "gather") if self._blocked else ("control", "reduce", MEET)
         for lane in lanes:
             since, purpose = self._waiting.get(lane, (0.0, None))
             if purpose is not None and time.monotonic() - since > STUCK_SECONDS:
-                words = f"{purpose.words(self.names)} of model {self._number}"
+                of_this = f"{purpose.words(self.names)} of model {self._number}"
+                words = "outsize.prepare of another model" if lane == MEET else of_this
                 return Standstill(words, self._name_of(lane), self._come[lane], come)
         return None
 
@@ -344,8 +389,8 @@ class Ranks:
     def _different_ways(self, words_of: Sequence[str]) -> RanksError:
         error = RanksError(
             f"the ranks have gone different ways. {self._who_says_what(words_of)}. Every rank must run the same "
-            f"modules in the same order, and take the same number of steps; the state at rest is that of the last "
-            f"completed step"
+            f"modules in the same order, take the same number of steps, and call prepare, save, load, export and "
+            f"gathered with the others; the state at rest is that of the last completed step"
         )
         self.fail(error)
         return error
@@ -396,10 +441,8 @@ class Ranks:
     def _gone(self, said: tuple[int | None, str] | None, purpose: Purpose) -> RanksError:
         place, what = said if said is not None else (None, "a rank is gone")
         who = "" if place is None else f"{self._named([place])} of {dist.get_world_size()} "
-        error = RanksError(
-            f"{who}{what} while {self._named([self.rank])} was in {purpose.words(self.names)}: start the job again and "
-            f"load the last checkpoint"
-        )
+        remedy = "" if purpose.kind == MEET else ": start the job again and load the last checkpoint"
+        error = RanksError(f"{who}{what} while {self._named([self.rank])} was in {purpose.words(self.names)}{remedy}")
         self.fail(error)
         return error
 
@@ -460,6 +503,24 @@ def _own_store(number: int, members: Sequence[int], apart: bool = False) -> Any:
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
 _open_lock = threading.Lock()  # the watches look at all
+
+
+def _tell_all(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An error ends this process: say so to the others, who wait for it."""
+    with _open_lock:
+        every = list(_open)
+    for ranks in every:
+        ranks._watch.tell(f"{kind.__name__}: {error}")
+    _excepthook(kind, error, trace)
+
+
+def _listen_to_errors() -> None:
+    if sys.excepthook is not _tell_all:
+        global _excepthook
+        _excepthook, sys.excepthook = sys.excepthook, _tell_all
+
+
+_excepthook = sys.excepthook
 
 
 def _close_all() -> None:

@@ -17,7 +17,8 @@ _top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_sav
 
 
 # What `torch.utils.checkpoint` is given here cannot be traced: a compiled model runs its recomputed layers uncompiled.
-_outside_of_dynamo: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", lambda function: function)
+_Forward = Callable[..., Any]
+_outside_of_dynamo: Callable[[_Forward], _Forward] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
 def recomputed(module: nn.Module, name: str) -> Callable[..., Any]:
