@@ -44,17 +44,17 @@ def plan(
                 raise ValueError(
                     "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
                 )
-            return plan_of(prepared.survey)
+            return plan_of(prepared.survey, prepared.config)
     kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
     if optimizer is not None:
         kept = kept_by(rule_for(optimizer, made.state_format), made)
-    return plan_of(survey(model, optimizer, made, kept, dry=True, size=ranks))
+    return plan_of(survey(model, optimizer, made, kept, dry=True, size=ranks), made)
 
 
-def plan_of(found: Survey) -> Plan:
+def plan_of(found: Survey, config: Config) -> Plan:
     """The table behind a survey."""
     units = tuple(
-        PlannedUnit(size.name, size, tiers, _traffic(size, tiers))
+        PlannedUnit(size.name, size, tiers, _traffic(size, tiers, config))
         for size, tiers in zip(found.unit_bytes, found.tiers, strict=True)
     )
     trained = [unit for unit in units if unit.size.states]
@@ -65,11 +65,12 @@ def plan_of(found: Survey) -> Plan:
     return Plan(units, parameters, found.budgets, moved, link)
 
 
-def _traffic(size: UnitBytes, tiers: UnitTiers) -> DiskTraffic:
+def _traffic(size: UnitBytes, tiers: UnitTiers, config: Config) -> DiskTraffic:
     """The engine's rule for one unit, in bytes: see `disk_traffic`, here with the unit as the thing that is moved."""
     on_disk = OnDisk(params=tiers.params == "disk", grads=tiers.grads == "disk", states=tiers.states == "disk")
     state = StateBytes(weight=size.params, remainder=0, moments=size.states)
-    return disk_traffic(state, on_disk, gradient_bytes=size.grads, trainable=size.states > 0)
+    gradients = 0 if config.update == "backward" else size.grads  # which are used where they arise
+    return disk_traffic(state, on_disk, gradient_bytes=gradients, trainable=size.states > 0)
 
 
 def _link_bytes(unit: PlannedUnit) -> int:
