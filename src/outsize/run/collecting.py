@@ -192,6 +192,7 @@ class Collector:
         if previous is None:
             previous = self._rest.unfilled(name)
             self._fresh.add(name)
+        previous.contributions += 1
         self._expected[name] = previous
         return previous
 

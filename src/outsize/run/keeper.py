@@ -310,6 +310,7 @@ class GradKeeper:
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
             resting = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
         self._become(resting, norm, loose)
+        resting.contributions = 0
         return resting
 
     def _next(self, name: str) -> RestingGrad | None:
@@ -338,6 +339,7 @@ class GradKeeper:
             wide = torch.float64 if param.dtype is torch.float64 else torch.float32
             return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
         grad.become(torch.zeros((), device="cpu"), None, None)
+        grad.contributions = 0
         return grad
 
     def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
