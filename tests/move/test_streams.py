@@ -72,7 +72,12 @@ def ranks_on(accelerator: Accelerator) -> Any:
     """The first of two ranks, without a job."""
     ranks: Any = Ranks.__new__(Ranks)
     ranks.rank, ranks.size, ranks.step, ranks.counts = 0, 2, 0, comm.Counts()
-    ranks._promised, ranks._agree = {"gather": 0}, lambda lane, purpose: None
+    ranks._agree = lambda lane, purpose: None
+    ranks.waiting = SimpleNamespace(
+        promise=lambda lane, times: None,
+        until_over=lambda work, purpose, asking: None,
+        finish=lambda work, purpose: work.wait(),
+    )
     ranks._agreeing, ranks._groups = {"gather": SimpleNamespace()}, {"gather": accelerator, "reduce": accelerator}
     return ranks
 

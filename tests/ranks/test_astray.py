@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.move import comm
+from outsize.move import waiting
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -241,7 +241,7 @@ def slow(disk: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
     looked: list[int] = []
-    plain = reduction.ranks._check_others  # type: ignore[union-attr]
+    plain = reduction.ranks.waiting.check  # type: ignore[union-attr]
 
     def look(purpose: Any) -> None:
         looked.append(1)
@@ -249,7 +249,7 @@ def slow(disk: str) -> str:
             store.set("looked", "1")
         plain(purpose)
 
-    reduction.ranks._check_others = look  # type: ignore[union-attr, method-assign]
+    reduction.ranks.waiting.check = look  # type: ignore[union-attr, method-assign]
     for number in range(3):
         if number == 2 and run.rank == 1:
             store.wait(["looked"])
@@ -281,15 +281,15 @@ def slow_in_a_collective(disk: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
     ranks: Any = reduction.ranks  # type: ignore[union-attr]
-    compare, group, looked = ranks._watch._compare, ranks._groups["gather"], []
+    compare, group, looked = ranks.waiting.watch._compare, ranks._groups["gather"], []
 
     def look() -> None:
-        looked.extend([1] if ranks._stuck() is not None else [])
+        looked.extend([1] if ranks.waiting.stuck() is not None else [])
         if len(looked) == 10:
             store.set("waited", "1")
         compare()
 
-    ranks._watch._compare = look if run.rank == 0 else compare
+    ranks.waiting.watch._compare = look if run.rank == 0 else compare
     for number in range(3):
         if number == 2 and run.rank == 1:
             ranks._groups["gather"] = SimpleNamespace(
@@ -324,7 +324,7 @@ def test_one_rank_that_prepares_another_model_ends_with_an_error_on_all(stage: i
 
 def comes_late(disk: str) -> list[str]:
     """The first rank waits for the other in `prepare`, and says so."""
-    comm.MEETING_WORD_SECONDS = 0.2
+    waiting.MEETING_WORD_SECONDS = 0.2
     said: list[str] = []
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -344,7 +344,7 @@ def test_who_waits_in_prepare_says_for_whom(tmp_path: Path) -> None:
 
 
 def never_comes(disk: str) -> None:
-    comm.MEETING = timedelta(seconds=0.5)
+    waiting.MEETING = timedelta(seconds=0.5)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank():
         store.wait(["over"])

@@ -1,16 +1,9 @@
 """What ranks that use different units tell each other: which unit is next, and which gradients are ready everywhere."""
 
-import time
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.move.comm import STUCK_SECONDS, Ranks
 from outsize.move.purpose import AHEAD, KINDS, OFFER, WANT, WANT_BACK, Purpose, Turn, decode, encode, turn_of, words_for
-from outsize.move.watch import Standstill
 
 
 def want(unit: int, *ahead: int) -> Purpose:
@@ -51,14 +44,3 @@ def test_rows_say_what_was_put_in(told: list[tuple[Purpose, set[int]]]) -> None:
     found, ready = decode(rows)
     assert found == [purpose for purpose, _ in told]
     assert set(ready) == set.intersection(*(each for _, each in told)) and ready == sorted(ready)
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_who_still_fetches_what_was_agreed_on_is_slow_and_not_stuck(busy: bool) -> None:
-    ranks: Any = Ranks.__new__(Ranks)
-    ranks.names, ranks._number, ranks._blocked = ["an expert"], 0, 0
-    ranks._waiting = {"control": (time.monotonic() - STUCK_SECONDS - 1, want(0))}
-    ranks._come = {"control": 7}
-    ranks.giving = SimpleNamespace(busy=lambda: busy)
-    words = "want of unit 'an expert' in step 3 (0 elements) of model 0"
-    assert ranks._stuck_here({}) == (None if busy else Standstill(words, "0/control", 7, {}))

@@ -6,8 +6,8 @@ import gc
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.api.assemble import prepared_of
 from outsize.checkpoint import writer
-from outsize.move import comm
-from outsize.move.comm import LANES, STUCK_SECONDS, Ranks, RanksError
+from outsize.move import waiting, watch
 from outsize.move.purpose import Purpose
+from outsize.move.waiting import RanksError, Waiting
 from tests.ranks.launching import Ended, ends_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -45,50 +45,77 @@ class OnAccelerator:
         return True
 
 
-def alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The ranks of a job without a job."""
-    monkeypatch.setattr(comm, "POLL_SECONDS", 0.0)
-    ranks: Any = Ranks.__new__(Ranks)
-    ranks._agreeing = {lane: SimpleNamespace() for lane in LANES}
-    ranks._groups = dict(ranks._agreeing) | ({"gather": SimpleNamespace()} if backend == "nccl" else {})
-    ranks._gave_up, ranks.looked = False, 0
-    ranks._watch = SimpleNamespace(find_gone=lambda: (1, "is gone"), close=lambda: None)
-    ranks.members, ranks.names, ranks.rank, ranks._of = [0, 1], ["a layer"], 0, None
-    ranks.copies = ranks.tensor = None
-
-    def look(purpose: Purpose) -> None:
-        ranks.looked += 1
-
-    ranks._check_others = look
-    return ranks
-
-
-def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = alone("nccl", monkeypatch)
-    monkeypatch.setattr(comm, "LOOK", comm.LOOK * 0)  # each time it asks it also looks after the others
-    work = OnAccelerator(asked=40)
-    ranks._await(work, Purpose("gather", 0), moves=True)
-    assert not work.ended and ranks.looked > 10
-
-
-def test_what_went_wrong_on_an_accelerator_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = alone("nccl", monkeypatch)
+@pytest.fixture
+def with_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Waiting]]:
+    """Makes what waits on the first of two ranks, of which the other has come and says nothing more."""
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "_all", set())
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    ranks._watch.tell = lambda message: None
-    with pytest.raises(RanksError, match=r"rank 1 of 2 is gone while rank 0 was in gather of unit 'a layer'"):
-        ranks._await(OnAccelerator(asked=3, fails=True), Purpose("gather", 0), moves=True)
+    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
+    made: list[Waiting] = []
+
+    def make_one() -> Waiting:
+        store = dist.HashStore()
+        store.set("come/1", "1")
+        store.set("beat/1", "0")
+        made.append(
+            Waiting([0, 1], 0, (store, store), lambda each: each.words(["a layer"]), lambda: False, said.append)
+        )
+        return made[0]
+
+    said: list[BaseException] = []
+    yield make_one
+    for each in made:
+        each.watch.close()
 
 
-def test_what_its_conveyor_will_do_counts_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = alone("gloo", monkeypatch)
-    ranks._number, ranks._blocked, ranks.giving = 0, 0, None
-    ranks._come, ranks._promised = dict.fromkeys(LANES, 3), dict.fromkeys(LANES, 0)
-    ranks._waiting = {"control": (time.monotonic() - STUCK_SECONDS - 1, Purpose("step"))}
-    monkeypatch.setattr(comm, "_open", [ranks])
-    assert ranks._stuck().come["0/gather"] == 3
-    ranks._promised["gather"] = 5
-    found = ranks._stuck()
-    assert (found.come["0/gather"], found.come["0/control"], found.lane, found.turn) == (5, 3, "0/control", 3)
+def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(
+    with_another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK", waiting.LOOK * 0)  # each time it asks it also looks after the others
+    found, looked = with_another(), []
+    found.check = looked.append
+    work = OnAccelerator(asked=40)
+    found.until_over(work, Purpose("gather", 0), asking=True)
+    found.finish(work, Purpose("gather", 0))
+    assert not work.ended and len(looked) > 10
+
+
+def test_what_went_wrong_on_an_accelerator_is_said(with_another: Callable[..., Any]) -> None:
+    found, work = with_another(), OnAccelerator(asked=3, fails=True)
+    found.until_over(work, Purpose("gather", 0), asking=True)
+    with pytest.raises(RanksError, match=r"rank 1 of 2 is gone .* while rank 0 was in gather of unit 'a layer'"):
+        found.finish(work, Purpose("gather", 0))
+
+
+def test_what_its_conveyor_will_do_counts_as_done(
+    with_another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "STUCK_SECONDS", -1.0)
+    found = with_another()
+    with found.agreeing("gather", Purpose("gather", 0)):
+        pass
+    with found.agreeing("control", Purpose("step")):
+        assert found.stuck().come["0/gather"] == 1
+        found.promise("gather", 5)
+        stuck = found.stuck()
+    assert (stuck.come["0/gather"], stuck.come["0/control"], stuck.lane, stuck.turn) == (5, 1, "0/control", 1)
+    assert found.stuck() is None
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_who_still_fetches_what_was_agreed_on_is_slow_and_not_stuck(
+    busy: bool, with_another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "STUCK_SECONDS", -1.0)
+    found = with_another()
+    found._busy = lambda: busy
+    with found.agreeing("control", Purpose("want", 0, 3)):
+        stuck = found.stuck()
+    assert (stuck is None) == busy
+    assert busy or stuck.words == "want of unit 'a layer' in step 3 (0 elements) of model 0"
 
 
 def gives_up(disk: str) -> float:
@@ -102,7 +129,7 @@ def gives_up(disk: str) -> float:
     if dist.get_rank() == 1:
         store.wait(["closed"])
         return 0.0
-    ranks._watch.said = (1, "is gone (killed or unreachable)")
+    ranks.waiting.watch.said = (1, "is gone (killed or unreachable)")
     began = time.monotonic()
     try:
         model(batch(0)[0])

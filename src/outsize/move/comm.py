@@ -5,15 +5,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
-import logging
 import os
 import pickle
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, final
@@ -23,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from outsize.move.purpose import AHEAD, OFFER, WANT, Purpose, Turn, decode, encode, turn_of, words_for
-from outsize.move.watch import Standstill, Watch
-
-logger = logging.getLogger("outsize")
+from outsize.move.waiting import LANES, MEETING, Waiting
+from outsize.move.waiting import RanksError as RanksError  # whoever speaks to ranks expects it
 
 # Note [Lanes]
 # Collectives of one group must start in the same order on every rank. Those of the conveyor's thread, those of the
@@ -36,46 +33,8 @@ logger = logging.getLogger("outsize")
 # the stream that is current: for a gathering the one that fills the buffers, beside the computation; for a reduction
 # the backward's, whose gradients it takes.
 
-# Note [Nobody hangs]
-# A rank waits by asking again and again, never inside the library. Meanwhile a thread looks after the others: each rank
-# counts in the store twice a second, and looks whether its neighbour counts; the word of a rank that has failed, ended
-# or stopped counting is left for all, and ends the waiting of all others, with its number in the error. One that is
-# slow but alive is waited for. Where every rank waits for others to agree, and each for one that is waiting elsewhere,
-# nobody will ever come: each says what it waits for, and all end. What was agreed on is never a reason to end: all have
-# begun it, and who is still at it may be short of time or memory.
-# Who gives up leaves collectives behind that a rank which is alive, and does not answer, keeps from ending. Closing
-# their groups would wait for them: they stay open until the process ends.
-
-LANES = ("gather", "reduce", "control", "save")
-MEET = "prepare"
-"""Among the lanes, the place where ranks wait for each other to share one more model."""
-
-STUCK_SECONDS = 3.0
-"""Waiting for so long is worth telling the others about."""
-
-GRACE_SECONDS = 1.0
-"""A rank that ends has given its part to the last collective; the others may still be receiving it."""
-
-LOOK = timedelta(seconds=0.25)
-"""How often one who waits looks whether the others are still there."""
-
-MEETING_POLL_SECONDS = 0.02
-
-POLL_SECONDS = 0.0002
-"""How often one who waits for an accelerator asks: its library takes the end of a wait for the end of the work."""
-
-MEETING = timedelta(minutes=10)
-"""How far apart ranks may come to `prepare`."""
-
-MEETING_WORD_SECONDS = 10.0
-"""After so long a wait for the others the log says for whom."""
-
 PATIENCE = timedelta(days=7)
 """Of the groups themselves: how long to wait is decided here."""
-
-
-class RanksError(RuntimeError):
-    """The ranks of a run do not go together any more: one has gone another way, has failed or is gone."""
 
 
 @dataclass
@@ -140,69 +99,30 @@ class Ranks:
         self.step = 0
         self.counts = Counts()
         self.giving: Giving | None = None  # where ranks use different units: see Note [Wanted units]
-        number = next(_made)
+        self._of: weakref.ref[Ranks] | None = None  # the ranks whose `copies` or `tensor` these are
         _listen_to_errors()
-        store = _own_store(number, self.members)
-        self._waiting: dict[str, tuple[float, Purpose]] = {}  # to agree, by lane: since when, and on what
-        self._come = dict.fromkeys((*LANES, MEET), 0)  # how often this rank has come to agree
-        self._promised = dict.fromkeys((*LANES, MEET), 0)  # how often its conveyor will have, once it has run its queue
-        self._meet(store)
+        number = next(_made)
+        stores = _own_store(number, self.members), _own_store(number, self.members, apart=True)
+        self.waiting = Waiting(self.members, number, stores, self._words, self._busy, self.fail)
         self.copies = Ranks(copies, backend) if copies else None
         self.tensor = Ranks(tensor) if tensor else None
-        self._of: weakref.ref[Ranks] | None = None  # the ranks whose `copies` or `tensor` these are
         for group in (self.copies, self.tensor):
             if group is not None:
                 group._of = weakref.ref(self)
-        self._agreeing: dict[str, Any] = {lane: self._open(lane, store) for lane in LANES}
+        self._agreeing: dict[str, Any] = {lane: self._open(lane, stores[0]) for lane in LANES}
         self._groups = dict(self._agreeing)
         if backend != "gloo":
-            self._groups |= {lane: self._open_nccl(lane, store) for lane in LANES[:2]}
+            self._groups |= {lane: self._open_nccl(lane, stores[0]) for lane in LANES[:2]}
         self._gave_up = False
-        self._blocked = 0
-        self._watch = Watch(_own_store(number, self.members, apart=True), self.rank, self.size, self._stuck)
-        self._number = number
         with _open_lock:
             _open.add(self)
-
-    def _meet(self, store: Any) -> None:
-        """Wait until all ranks are here. Where they share a model already, its watch finds out if they never will."""
-        store.set(f"come/{self.rank}", "1")
-        purpose, began = Purpose(MEET), time.monotonic()
-        with _open_lock:
-            models = [each for each in _open if each.members == self.members and not each._watch.closed]
-        shared = min(models, key=lambda each: each._number, default=None)
-        if shared is not None:
-            shared._come[MEET] += 1
-            shared._waiting[MEET] = began, purpose
-        try:
-            told = False
-            while missing := [place for place in range(self.size) if not store.check([f"come/{place}"])]:
-                waited = time.monotonic() - began
-                if shared is not None:
-                    shared._check_others(purpose)
-                if waited > MEETING.total_seconds():
-                    raise RanksError(
-                        f"{self._named(missing)} did not come to outsize.prepare within {MEETING}: every rank must "
-                        f"call it, as often as the others"
-                    )
-                if waited > MEETING_WORD_SECONDS and not told:
-                    told = True
-                    logger.warning(
-                        "%s waits in outsize.prepare for %s, as every rank must call it",
-                        self._named([self.rank]),
-                        self._named(missing),
-                    )
-                time.sleep(MEETING_POLL_SECONDS)
-        finally:
-            if shared is not None:
-                del shared._waiting[MEET]
 
     def _open(self, lane: str, store: Any) -> Any:
         own = distributed_c10d.PrefixStore(lane, store)
         try:
             group = dist.ProcessGroupGloo(own, self.rank, self.size, MEETING)
         except RuntimeError as error:
-            raise RanksError(f"{_ranks(self.members)} could not be connected in outsize.prepare ({error})") from error
+            raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
         group._set_default_timeout(PATIENCE)
         return group
 
@@ -246,47 +166,6 @@ class Ranks:
         self.counts.add("reduce", 2 * flat.numel())
         return Reducing(self, _all_reduce(self._groups["reduce"], flat), purpose, flat)
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """The user's loop waits in the block for what the conveyor does."""
-        self._blocked += 1
-        try:
-            yield
-        finally:
-            self._blocked -= 1
-
-    def _stuck(self) -> Standstill | None:
-        """What the user's loop has been waiting for, for some time, from these ranks, of whatever model; None while it
-        goes on."""
-        with _open_lock:
-            models = [each for each in _open if each.members == self.members]
-        come = {
-            each._name_of(lane): max(count, each._promised[lane])
-            for each in models
-            for lane, count in each._come.items()
-        }
-        found = (each._stuck_here(come) for each in models)
-        return next((each for each in found if each is not None), None)
-
-    def _stuck_here(self, come: Mapping[str, int]) -> Standstill | None:
-        if self.giving is not None and self.giving.busy():
-            return None  # slow at most: who waits for it waits for what was agreed on
-        lanes = ("control", "reduce", MEET, "gather") if self._blocked else ("control", "reduce", MEET)
-        for lane in lanes:
-            since, purpose = self._waiting.get(lane, (0.0, None))
-            if purpose is not None and time.monotonic() - since > STUCK_SECONDS:
-                of_this = f"{purpose.words(self.names)} of model {self._number}"
-                words = "outsize.prepare of another model" if lane == MEET else of_this
-                return Standstill(words, self._name_of(lane), self._come[lane], come)
-        return None
-
-    def promise(self, lane: str, times: int) -> None:
-        """The conveyor will come to agree so many times more, after what it was asked for before."""
-        self._promised[lane] += times
-
-    def _name_of(self, lane: str) -> str:
-        return f"{self._number}/{lane}"
-
     # -- what is agreed on -------------------------------------------------------------------------------------------
 
     def combine(self, values: torch.Tensor, kind: str, op: str = "sum") -> torch.Tensor:
@@ -317,7 +196,7 @@ class Ranks:
         every = self.collect(dict(mine), "step")
         names = sorted({name for each in every for name in each})
         name = next((name for name in names if len({each.get(name) for each in every}) > 1), "?")
-        parts = self._who_says_what([each.get(name, "no gradient") for each in every])
+        parts = self.waiting.who_says_what([each.get(name, "no gradient") for each in every])
         error = RanksError(
             f"the ranks take different steps in step {self.step}. For {name!r}: {parts}. Clip, scale and schedule "
             f"alike on every rank. Nothing was updated"
@@ -337,7 +216,7 @@ class Ranks:
         """Tell the other ranks, in whatever group, that this one cannot go on."""
         first = self if self._of is None else self._of() or self
         for group in first.everyone():
-            group._watch.tell(f"{type(error).__name__}: {error}")
+            group.waiting.watch.tell(f"{type(error).__name__}: {error}")
 
     def meet(self, kind: str) -> None:
         """Wait until all ranks are here, and give meanwhile what they want."""
@@ -366,7 +245,7 @@ class Ranks:
             if self.giving is not None and turn is not None:
                 self.giving.give(turn)
             elif not any(each.kind == OFFER for each in found):
-                raise self._different_ways([each.words(self.names) for each in found])
+                raise self.waiting.different_ways([self._words(each) for each in found])
 
     def _exchange(self, lane: str, purpose: Purpose) -> list[Purpose]:
         """What every rank is about to do on the lane."""
@@ -375,101 +254,40 @@ class Ranks:
         mine = torch.tensor(encode(purpose, ready, 0 if giving is None else words_for(len(self.names))), device="cpu")
         every = torch.empty(self.size, len(mine), dtype=mine.dtype, device="cpu")
         work = self._agreeing[lane]._allgather_base(every.view(-1), mine)
-        self._come[lane] += 1
-        self._waiting[lane] = time.monotonic(), purpose
-        try:
+        with self.waiting.agreeing(lane, purpose):
             self._await(work, purpose)
-        finally:
-            del self._waiting[lane]
         found, common = decode(every.tolist())
         if giving is not None and common:
             giving.reduce(common)
         return found
 
-    def _different_ways(self, words_of: Sequence[str]) -> RanksError:
-        error = RanksError(
-            f"the ranks have gone different ways. {self._who_says_what(words_of)}. Every rank must run the same "
-            f"modules in the same order, take the same number of steps, and call prepare, save, load, export and "
-            f"gathered with the others; the state at rest is that of the last completed step"
-        )
-        self.fail(error)
-        return error
-
     def _await(self, work: Any, purpose: Purpose, moves: bool = False) -> None:
         """`moves`: it is of a group that may be an accelerator's."""
-        pause = self._pause_asking if moves and self._groups["gather"] is not self._agreeing["gather"] else self._pause
+        asking = moves and self._groups["gather"] is not self._agreeing["gather"]
         try:
-            while not work.is_completed():
-                if not pause(work):
-                    self._check_others(purpose)
+            self.waiting.until_over(work, purpose, asking)
         except BaseException:
             self._leave_open()
             raise
-        self._guard(work.wait, purpose)
+        self.waiting.finish(work, purpose)
 
-    def _pause(self, work: Any) -> bool:
-        """Wait for some time; whether the work may be over."""
-        try:
-            work.wait(LOOK)
-        except RuntimeError:  # the time is over, or it went wrong
-            return bool(work.is_completed())
-        return True
+    def _words(self, purpose: Purpose) -> str:
+        return purpose.words(self.names)
 
-    def _pause_asking(self, work: Any) -> bool:
-        """As `_pause`, without a wait that has an end: NCCL gives the communicator up then."""
-        until = time.monotonic() + LOOK.total_seconds()
-        while time.monotonic() < until:
-            if work.is_completed():
-                return True
-            time.sleep(POLL_SECONDS)
-        return False
+    def _busy(self) -> bool:
+        return self.giving is not None and self.giving.busy()
 
     def _leave_open(self) -> None:
-        """See Note [Nobody hangs]."""
+        """See Note [Nobody hangs] in move/waiting.py."""
         if self._gave_up:
             return
         self._gave_up = True
         for group in {*self._groups.values(), *self._agreeing.values()}:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # never to be closed
 
-    def _guard(self, action: Any, purpose: Purpose) -> None:
-        try:
-            action()
-        except RuntimeError as error:
-            raise self._gone(self._watch.find_gone(), purpose) from error
-
-    def _gone(self, said: tuple[int | None, str] | None, purpose: Purpose) -> RanksError:
-        place, what = said if said is not None else (None, "a rank is gone")
-        who = "" if place is None else f"{self._named([place])} of {dist.get_world_size()} "
-        remedy = "" if purpose.kind == MEET else ": start the job again and load the last checkpoint"
-        error = RanksError(f"{who}{what} while {self._named([self.rank])} was in {purpose.words(self.names)}{remedy}")
-        self.fail(error)
-        return error
-
-    def _check_others(self, purpose: Purpose) -> None:
-        if self._watch.closed:
-            raise RanksError(f"outsize was closed while {self._named([self.rank])} was in {purpose.words(self.names)}")
-        if self._watch.apart:
-            raise self._different_ways(self._watch.apart)
-        said = self._watch.said
-        if said is None or time.monotonic() - self._watch.since < GRACE_SECONDS:  # what has begun may still arrive
-            return
-        raise self._gone(said, purpose)
-
-    def _named(self, places: Sequence[int]) -> str:
-        """Members by their ranks in the job, which a mesh makes others than their places here."""
-        return _ranks([self.members[place] for place in places])
-
-    def _who_says_what(self, words_of: Sequence[str]) -> str:
-        """What each rank says, the ranks that say the same together."""
-        said: dict[str, list[int]] = {}
-        for place, words in enumerate(words_of):
-            said.setdefault(words, []).append(place)
-        return "; ".join(f"{self._named(places)}: {words}" for words, places in said.items())
-
     def close(self) -> None:
         """Leave the groups; safe to repeat."""
-        self._watch.close()
+        self.waiting.watch.close()
         for group in self.everyone()[1:]:
             group.close()
         self._groups, self._agreeing = {}, {}
@@ -479,10 +297,6 @@ def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return group.allreduce([values], options)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 _made = itertools.count()  # every rank makes its groups in the same order
@@ -510,7 +324,7 @@ def _tell_all(kind: type[BaseException], error: BaseException, trace: Any) -> No
     with _open_lock:
         every = list(_open)
     for ranks in every:
-        ranks._watch.tell(f"{kind.__name__}: {error}")
+        ranks.waiting.watch.tell(f"{kind.__name__}: {error}")
     _excepthook(kind, error, trace)
 
 

@@ -431,7 +431,7 @@ class GatherStep(Step):
         self._shard = shard
         self._ranks = ranks
         self._step = ranks.step
-        ranks.promise("gather", len(shard.whole.segments))
+        ranks.waiting.promise("gather", len(shard.whole.segments))
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         return ()

@@ -106,7 +106,7 @@ class Unit:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a wait of the user's loop for this unit."""
-        return nullcontext() if self._ranks is None else self._ranks.blocked()
+        return nullcontext() if self._ranks is None else self._ranks.waiting.blocked()
 
     def arrive(self) -> None:
         """Block until the values are in place; FETCHING -> RESIDENT."""
