@@ -30,7 +30,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def bind(param: torch.Tensor, view: torch.Tensor) -> None:
     """Make `view` the memory of what this rank has of the parameter."""
     if is_distributed(param):
-        param._local_tensor = view  # type: ignore[attr-defined]
+        param._local_tensor = view.data  # type: ignore[attr-defined]  # whose writes are counted apart from fetches
     else:
         param.data = view
 
