@@ -1,9 +1,11 @@
 """The command line takes what its help says and answers a mistake in one line."""
 
 import builtins
+import os
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from outsize.cli import build_parser, main
-from outsize.cli.job import Job, RunFolder
+from outsize.cli.folder import RunFolder
+from outsize.cli.job import Job
 
 
 def parse(*words: str) -> Job:
@@ -43,19 +46,80 @@ def test_every_option_reaches_the_job() -> None:
     assert (job.dtype, job.steps, job.seconds, job.clip) == ("bf16", 7, None, 0.0)
 
 
-def test_resume_command_parses_back_to_the_same_job() -> None:
-    job = parse("--text", "a b", "c", "--steps", "9", "--lr", "0.01", "--out", "elsewhere", "--model", "m")
-    words = Job.command(job, Path("elsewhere/default"), Path("elsewhere/default/checkpoints/step-3"))
-    again = parse(*shlex.split(words)[2:])
-    assert again.resume == "elsewhere/default/checkpoints/step-3"
-    assert (again.text, again.steps, again.lr, again.model, again.out) == (
-        job.text,
-        9,
-        0.01,
-        Path("m"),
-        Path("elsewhere"),
+def test_resume_command_names_the_run_whatever_its_name_and_place(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "some where" / "mine")
+    again = parse(*shlex.split(folder.command("--minutes", "4"))[2:])
+    assert (again.out, again.name, again.resume, again.minutes) == (tmp_path / "some where", "mine", "latest", 4.0)
+
+
+def test_resumed_run_has_its_own_options_but_those_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = parse(
+        "--text", "a b", "c", "--steps", "9", "--lr", "0.01", "--model", "m", "--dtype", "bf16", "--batch", "2"
     )
-    assert again.name == "default"
+    RunFolder(tmp_path).write_options(made)
+    stored = RunFolder(tmp_path).read_options()
+    words = ["--resume", "--lr", "0.001", "--steps", "150", "--text", "a b", str(tmp_path / "c")]
+    job = parse(*words).resumed(words, stored, "run")
+    assert [path.absolute() for path in job.text] == [tmp_path / "a b", tmp_path / "c"]
+    assert (job.model, job.dtype, job.batch, job.minutes) == (tmp_path / "m", "bf16", 2, 8.0)
+    assert (job.lr, job.steps) == (0.001, 150)  # also where the option is given as its default is
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "4"], "run r was made with --batch 2, not with 4; give the same or leave it out"),
+        (["--text", "b"], "run r was made with --text /a, not with .*/b; give the same"),
+        (["--model", "m"], "run r was made without --model, not with .*/m; give the same or leave it out"),
+        (["--seq-len", "64"], "run r was made with --seq-len 128"),
+        (["--seed", "1"], "run r was made with --seed 0"),
+    ],
+)
+def test_resumed_run_keeps_what_it_learns(words: list[str], message: str) -> None:
+    stored = parse("--text", "/a", "--batch", "2").options()
+    with pytest.raises(ValueError, match=message):
+        parse(*words).resumed(words, stored, "r")
+
+
+def test_newest_run_is_the_one_that_saved_last(tmp_path: Path) -> None:
+    for age, (name, step) in enumerate([("b", 7), ("c", 3), ("a", 900)]):
+        checkpoint = RunFolder(tmp_path / name).checkpoint(step)
+        checkpoint.mkdir(parents=True)
+        os.utime(checkpoint, (1000 - age, 1000 - age))
+    (tmp_path / "without").mkdir()
+    assert RunFolder.choose(Job(out=tmp_path, resume="latest")) == RunFolder(tmp_path / "b")
+    assert RunFolder.choose(Job(out=tmp_path, resume="latest", name="c")) == RunFolder(tmp_path / "c")
+
+
+def test_checkpoint_or_folder_of_them_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoint(3).mkdir(parents=True)
+    monkeypatch.chdir(folder.checkpoint(3).parent)
+    for given in ("step-3", str(folder.checkpoint(3)), str(folder.checkpoint(3).parent)):
+        assert RunFolder.choose(Job(resume=given)) == folder
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"outsize {version('outsize')}\n"
+
+
+def test_run_without_a_step_leaves_nothing_that_was_not_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "here" / "run")
+    with pytest.raises(ValueError, match="refused"), folder.removed_if_untrained():
+        folder.corpus.mkdir(parents=True)
+        raise ValueError("refused")
+    assert not any(tmp_path.iterdir())
+    folder.corpus.mkdir(parents=True)
+    with pytest.raises(ValueError, match="refused"), folder.removed_if_untrained():
+        raise ValueError("refused")
+    assert folder.corpus.exists()
+    saved = RunFolder(tmp_path / "saved")
+    with saved.removed_if_untrained():
+        saved.checkpoint(0).mkdir(parents=True)  # interrupted before the first step
+    assert saved.checkpoint(0).exists()
 
 
 @pytest.mark.parametrize(
@@ -69,6 +133,8 @@ def test_resume_command_parses_back_to_the_same_job() -> None:
         (["train", "--model", "no/such/model"], "--model no/such/model"),
         (["train", "--resume", "no/such/step"], "--resume no/such/step"),
         (["train", "--resume", "--name", "never"], "no checkpoint"),
+        (["train", "--resume"], "--resume: no run in runs has a checkpoint"),
+        (["train", "--text", "no/such/text"], "--text no/such/text"),
         (["plan", "--model", "no/such/model"], "--model no/such/model"),
         (["probe", "--disk", "no/such/folder"], "no/such/folder"),
         (["probe", "--megabytes", "1"], "--megabytes is 1"),

@@ -87,7 +87,8 @@ def test_line_says_all_that_the_panel_says() -> None:
         assert part in line
     panel = dict(display.panel_rows(record(3), (2, 7.5)))
     assert "held-out 7.500 at step 2" in panel["loss"]
-    assert panel["state"] == "1.91 GB, 4.8 x the RSS over the imports"
+    assert panel["state"] == "1.91 GB, 4.8 x the memory used"
+    assert dict(display.panel_rows(record(3, state_bytes=3_150_000), None))["state"] == "3.15 MB"
 
 
 def test_plain_lines_are_few_but_keep_held_out_losses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +98,14 @@ def test_plain_lines_are_few_but_keep_held_out_losses(capsys: pytest.CaptureFixt
         lines.show(record(50))
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in out] == ["1/50", "20/50", "50/50"]
+
+
+def test_last_plain_line_is_that_of_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.LineDisplay(50, every_seconds=3600) as lines:
+        for step in range(1, 8):
+            lines.show(record(step))
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in out] == ["1/50", "7/50"]
 
 
 def test_live_panel_draws_a_record() -> None:

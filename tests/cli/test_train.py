@@ -2,14 +2,16 @@
 
 import os
 import shlex
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from outsize.cli import main, metrics
+from outsize.cli import main, metrics, train
 
 FEW = ["--batch", "2", "--seq-len", "16", "--minutes", "0", "--warmup", "2", "--eval-every", "2", "--lr", "0.01"]
 
@@ -51,7 +53,7 @@ def test_run_shows_and_leaves_everything(
     run = tmp_path / "runs" / "default"
     assert main(arguments(text, tiny_model, tmp_path / "runs", "--steps", "6", "--save-every", "2")) == 0
     out = capsys.readouterr().out
-    assert out.startswith("a plan\n")
+    assert out.startswith("loading ...\na plan\n")
     for part in (
         "held-out loss before:",
         " held-out ",
@@ -97,9 +99,151 @@ def test_interruption_saves_and_says_how_to_go_on(
     assert main(words) == 130
     monkeypatch.setattr(metrics, "append", append)
     assert signal.getsignal(signal.SIGINT) is before
-    command = capsys.readouterr().out.strip().splitlines()[-1]
-    assert main(shlex.split(command)[1:]) == 0
+    command = last_command(capsys)
+    assert main(command) == 0
     assert [record.step for record in metrics.read(tmp_path / "runs" / "default" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def signals_after(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> None:
+    append = metrics.append
+
+    def append_and_signal(path: Path, record: metrics.Record) -> None:
+        append(path, record)
+        for number in signals if record.step == step else ():
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(metrics, "append", append_and_signal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_termination_exits_as_of_its_signal(
+    times: int, fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals_after(monkeypatch, 2, *[signal.SIGTERM] * times)
+    assert main(arguments(text, tiny_model, tmp_path / "runs", "--steps", "4")) == 143
+
+
+@pytest.mark.slow
+def test_second_interruption_says_whether_and_how_to_go_on(
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = tmp_path / "runs"
+    signals_after(monkeypatch, 3, signal.SIGINT, signal.SIGINT)
+    assert main(arguments(text, tiny_model, runs, "--steps", "4")) == 130
+    assert capsys.readouterr().err == "outsize: interrupted; there is no checkpoint to go on from\n"
+    assert main(arguments(text, tiny_model, runs, "--steps", "4", "--save-every", "2", "--name", "other")) == 130
+    checkpoint, command = runs / "other/checkpoints/step-2", f"outsize train --out {runs} --name other --resume"
+    said = f"outsize: interrupted; the newest checkpoint is {checkpoint}; go on with: {command}\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.slow
+def test_run_that_stops_by_time_says_so_and_how_to_go_on(
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    append = metrics.append
+
+    def append_and_wait(path: Path, record: metrics.Record) -> None:
+        append(path, record)
+        clock[0] += 60
+
+    monkeypatch.setattr(metrics, "append", append_and_wait)
+    assert main([*arguments(text, tiny_model, tmp_path / "runs", "--steps", "5000"), "--minutes", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2/5000" in out
+    assert "\nstopped: 2 minutes are over (step 2 of 5000); go on with:\n" in out
+    assert main(shlex.split(out.splitlines()[-1])[1:]) == 0
+    assert "stopped: 4 minutes are over (step 4 of 5000)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_resumed_run_needs_no_option_and_no_text(
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments(text, Path("tiny"), Path("runs"), "--steps", "3", "--save-every", "2")) == 0
+    whole = losses(Path("runs/default"))
+    shutil.rmtree(text)
+    capsys.readouterr()
+    assert main(["train", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "loading, to go on with runs/default ..." in out
+    assert "going on after step 3 of 3" in out
+    assert main(["train", "--resume", "runs/default/checkpoints/step-2"]) == 0
+    assert losses(Path("runs/default")) == whole
+    assert main(["train", "--resume", "--steps", "4"]) == 0
+    assert main(["train", "--resume"]) == 0
+    assert len(losses(Path("runs/default"))) == 4
+    assert main(["train", "--resume", "runs/default/checkpoints/step-3", "--name", "branch"]) == 0
+    assert main(["train", "--resume", "--name", "branch"]) == 0
+    assert losses(Path("runs/branch")) == losses(Path("runs/default"))[3:]
+    assert main(["train", "--resume", "runs/default/checkpoints/step-3", "--name", "branch"]) == 2
+    assert "runs/branch holds another run than" in capsys.readouterr().err
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
+def test_resume_that_is_refused_changes_no_file(
+    known: bool, fake_engine: Any, text: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = arguments(text, tiny_model, tmp_path / "runs", "--name", "run", "--steps", "2")
+    assert main(words) == 0
+    if not known:  # as of a run that was made before its options were written
+        (tmp_path / "runs" / "run" / "options.json").unlink()
+    other = tmp_path / "other.txt"
+    other.write_text("other words " * 3000)
+    before = files_of(tmp_path / "runs")
+    assert main([*words, "--resume", "--text", str(other)]) == 2
+    assert ("was made with --text" if known else "was made from other text") in capsys.readouterr().err
+    assert files_of(tmp_path / "runs") == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrong", [["--host-memory", "1 apple"], ["--seq-len", "100000"], ["--minutes", "0.0001"], ["--activations", "x"]]
+)
+def test_run_that_is_refused_leaves_nothing(
+    wrong: list[str], text: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(text, tiny_model, tmp_path / "runs", *wrong)) == 2
+    assert wrong[0] in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_text_is_looked_for_before_all_else(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(tmp_path / "none", tiny_model, tmp_path / "runs")) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "none: no such file or folder" in said.err
+
+
+def last_command(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return shlex.split(capsys.readouterr().out.strip().splitlines()[-1])[1:]
 
 
 @pytest.mark.slow
@@ -116,6 +260,9 @@ def test_resume_with_other_data_is_refused(
 ) -> None:
     words = arguments(text, tiny_model, tmp_path / "runs", "--name", "run", "--steps", "2")
     assert main(words) == 0
+    assert main([*words, "--seed", "5", "--resume"]) == 2
+    assert "run run was made with --seed 0, not with 5; give the same or leave it out" in capsys.readouterr().err
+    (tmp_path / "runs" / "run" / "options.json").unlink()
     assert main([*words, "--seed", "5", "--resume"]) == 2
     assert "give the same text, --batch, --seq-len and --seed" in capsys.readouterr().err
 

@@ -4,8 +4,10 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from outsize.cli import checkpoints, planning, probe, train
+from outsize.cli.wording import in_options
 
 _EXTRA = {"transformers", "tokenizers", "safetensors", "rich", "matplotlib"}  # what the extra `train` brings
 _ROOMS = {"train": train, "plan": planning, "probe": probe, "checkpoint": checkpoints}
@@ -13,7 +15,9 @@ _ROOMS = {"train": train, "plan": planning, "probe": probe, "checkpoint": checkp
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; 0 when it went well, 2 after a mistake (one line on stderr), 130 after Ctrl-C."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser().parse_args(words)
+    args.words = words[1:]
     try:
         code: int = _ROOMS[args.command].run(args)
         return code
@@ -33,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outsize", description="Train PyTorch models whose training state is larger than memory."
     )
+    parser.add_argument("--version", action="version", version=f"outsize {version('outsize')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, room in _ROOMS.items():
         command = commands.add_parser(
@@ -55,6 +60,6 @@ class _Help(argparse.HelpFormatter):
 
 
 def _fail(message: str, code: int = 2) -> int:
-    line = " ".join(message.split())
+    line = " ".join(in_options(message).split())
     print(f"outsize: {line}", file=sys.stderr)
     return code

@@ -71,6 +71,13 @@ class TokenFiles:
     tokenizer: Path
     train: Path
     held_out: Path
+    stamp: Path
+    """Of what the others were made from; written last, so where it is they are whole."""
+
+    @staticmethod
+    def within(directory: Path) -> "TokenFiles":
+        names = ("tokenizer.json", "train.tokens", "held_out.tokens", "corpus.json")
+        return TokenFiles(*(directory / name for name in names))
 
 
 def standard_library(root: Path | None = None, limit_bytes: int = DEFAULT_TEXT_BYTES) -> list[Document]:
@@ -146,21 +153,28 @@ def split(documents: Sequence[Document], held_out_fraction: float = 0.05) -> Cor
 
 
 def prepare_tokens(
-    corpus: Corpus, directory: Path, tokenizer: Path | None = None, vocabulary: int = VOCABULARY
+    corpus: Corpus, directory: Path, tokenizer: Path | None = None, vocabulary: int = VOCABULARY, keep: bool = False
 ) -> TokenFiles:
     """Train the tokenizer (unless one is given) and encode the corpus, once for each run; later calls find the files.
 
-    `vocabulary` is what the model knows; a tokenizer with more tokens is refused.
+    `vocabulary` is what the model knows; a tokenizer with more tokens is refused. With `keep`, files that were made
+    from anything else are refused too, and stay as they are.
     Works in a child process: the memory of training a tokenizer is not the run's.
     """
-    files = TokenFiles(directory / "tokenizer.json", directory / "train.tokens", directory / "held_out.tokens")
-    stamp_path, stamp = directory / "corpus.json", _stamp(corpus, tokenizer, vocabulary)
-    if stamp_path.is_file() and json.loads(stamp_path.read_text()) == stamp:
-        return files
+    files, stamp = TokenFiles.within(directory), _stamp(corpus, tokenizer, vocabulary)
+    if files.stamp.is_file():
+        if json.loads(files.stamp.read_text()) == stamp:
+            return files
+        if keep:
+            raise ValueError(
+                f"{directory} was made from other text, or with another tokenizer, or the text has changed since; give "
+                f"the --text and --model that the run was made with"
+            )
     directory.mkdir(parents=True, exist_ok=True)
+    files.stamp.unlink(missing_ok=True)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(_build_tokens, corpus, files, tokenizer, vocabulary).result()
-    stamp_path.write_text(json.dumps(stamp))
+    files.stamp.write_text(json.dumps(stamp))
     return files
 
 

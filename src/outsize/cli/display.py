@@ -9,7 +9,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any
 
-from outsize.cli.metrics import Record, human
+from outsize.cli.metrics import Record, human, times_memory
 
 LINE_SECONDS = 10.0  # the least time between two plain lines
 _BARS = "▁▂▃▄▅▆▇█"
@@ -52,26 +52,34 @@ def open_display(steps: int, seconds: float | None) -> Display:
 
 
 class LineDisplay(Display):
-    """One line for the first record, then at most one every `LINE_SECONDS`; held-out losses are never left out."""
+    """One line for the first record and the last, between them at most one every `LINE_SECONDS`; held-out losses are
+    never left out."""
 
     def __init__(self, steps: int, every_seconds: float = LINE_SECONDS) -> None:
         self._steps, self._every_seconds = steps, every_seconds
         self._last = float("-inf")
+        self._unsaid: Record | None = None
 
     def __enter__(self) -> Display:
         return self
 
     def show(self, record: Record) -> None:
         now = time.monotonic()
+        self._unsaid = record
         if now - self._last < self._every_seconds and record.held_out_loss is None and record.step < self._steps:
             return
         self._last = now
-        print(line(record, self._steps), flush=True)
+        self._say()
+
+    def _say(self) -> None:
+        if self._unsaid is not None:
+            print(line(self._unsaid, self._steps), flush=True)
+        self._unsaid = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        self._say()
 
 
 class LiveDisplay(Display):
@@ -130,7 +138,7 @@ def panel_rows(record: Record, held_out: tuple[int, float] | None) -> list[tuple
         ("disk", f"{human(record.bytes_read)} read, {human(record.bytes_written)} written a step"),
         ("", f"{human(record.total_read)} read, {human(record.total_written)} written in total"),
         ("memory", f"RSS {human(record.rss_over_imports)} over the imports, {human(record.rss_bytes)} in all"),
-        ("state", f"{human(record.state_bytes)}, {_ratio(record)} the RSS over the imports"),
+        ("state", f"{human(record.state_bytes)}{times_memory(record.state_bytes, record.rss_over_imports)}"),
     ]
 
 
@@ -152,10 +160,6 @@ def _split(record: Record) -> str:
         f"compute {record.compute_seconds:.2f} + wait for disk {record.wait_seconds:.2f}, "
         f"update {record.update_seconds:.2f} behind"
     )
-
-
-def _ratio(record: Record) -> str:
-    return f"{record.state_bytes / record.rss_over_imports:.1f} x" if record.rss_over_imports else "many times"
 
 
 def clock(seconds: float) -> str:

@@ -1,27 +1,34 @@
-"""What the user of `outsize train` asked for, checked, and the folder in which the run leaves its files."""
+"""What the user of `outsize train` asked for, checked."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from outsize.cli.folder import RunFolder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATE_FORMATS = ("exact", "compact")
 TIERS = ("auto", "device", "host", "disk")
-DEFAULT_NAME = "default"
 LATEST = "latest"
 CONFIG_FIELDS = (
     *("device", "device_memory", "host_memory", "disk_space"),
     *("stage", "params", "grads", "states", "activations", "state_format"),
 )
 """The options that are fields of `outsize.Config` under the same name."""
+
+FIXED = ("text", "model", "batch", "seq_len", "seed")
+"""The options that a run keeps from its first step to its last: what it learns, and from what."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,10 @@ class Job:
         if not math.isfinite(value) or value < least:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
 
+    def check_ranks(self, ranks: int) -> None:
+        if self.batch % ranks:
+            raise ValueError(f"--batch {self.batch} cannot be shared by {ranks} ranks; give a multiple of {ranks}")
+
     @property
     def seconds(self) -> float | None:
         return self.minutes * 60 or None
@@ -84,16 +95,30 @@ class Job:
         delay = self.delayed_update or False
         return {**given, "disk": disk, "compute_dtype": DTYPES[self.dtype], "delayed_update": delay}
 
-    def command(self, folder: Path, resume: Path) -> str:
-        """The command line that goes on in `folder` from a checkpoint."""
-        words = ["outsize", "train"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name in ("name", "out", "resume"):
-                continue
-            words.append("--" + field.name.replace("_", "-"))
-            words += [str(part) for part in (value if isinstance(value, tuple) else (value,))]
-        return shlex.join([*words, "--out", str(folder.parent), "--name", folder.name, "--resume", str(resume)])
+    def options(self) -> dict[str, Any]:
+        """What a run is made with, as JSON holds it; paths are absolute."""
+        return {
+            field.name: _plain(getattr(self, field.name))
+            for field in fields(self)
+            if field.name not in ("name", "out", "resume")
+        }
+
+    def resumed(self, words: Sequence[str], stored: Mapping[str, Any], name: str) -> Job:
+        """The job of a run that was made with the `stored` options; those of the command line, `words`, win. Raises
+        `ValueError` for another value of one that a run keeps."""
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        lists = {each: tuple(map(Path, stored[each])) for each in ("text", "disk") if each in stored}
+        parser.set_defaults(**{**stored, **lists})
+        job = Job.parse(parser.parse_args(words))
+        for each, now in job.options().items():
+            if each in FIXED and each in stored and now != stored[each]:
+                option = "--" + each.replace("_", "-")
+                made = (
+                    f"with {option} {_words(stored[each])}" if stored[each] not in (None, []) else f"without {option}"
+                )
+                raise ValueError(f"run {name} was made {made}, not with {_words(now)}; give the same or leave it out")
+        return job
 
     @staticmethod
     def parse(args: argparse.Namespace) -> Job:
@@ -113,7 +138,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=LATEST,
         metavar="CHECKPOINT",
-        help="go on from this checkpoint, or from the latest of the run named by --name",
+        help="go on from this checkpoint, or from the latest of the run named by --name, or of the run in --out that "
+        "saved last; the run's own options hold where no others are given, and --text, --model, --batch, --seq-len "
+        "and --seed cannot be others",
     )
     files.add_argument(
         "--save-every",
@@ -212,66 +239,11 @@ class _Tuple(argparse.Action):
         setattr(namespace, self.dest, tuple(values))
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """`runs/<name>`: every file that a run writes."""
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return os.path.abspath(value)
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
-    path: Path
 
-    @staticmethod
-    def choose(job: Job) -> RunFolder:
-        """The folder of a new run, never one that holds a run already; the run's own when it is resumed."""
-        if job.resume is not None:
-            if job.name is None and job.resume != LATEST:
-                return RunFolder(Path(job.resume).parent.parent)
-            return RunFolder(job.out / (job.name or DEFAULT_NAME))
-        folder = RunFolder(job.out / (job.name or DEFAULT_NAME))
-        if not folder.metrics.exists():
-            return folder
-        if job.name is not None:
-            raise ValueError(f"{folder.path} holds a run already; add --resume to go on, or choose another --name")
-        number = 2
-        while (numbered := RunFolder(job.out / f"{DEFAULT_NAME}-{number}")).metrics.exists():
-            number += 1
-        return numbered
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.png"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def disk(self) -> Path:
-        return self.path / "disk"
-
-    @property
-    def corpus(self) -> Path:
-        return self.path / "corpus"
-
-    def checkpoint(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step-{step}"
-
-    def checkpoints(self) -> list[Path]:
-        """Those that are there, in the order of their steps."""
-        found = [path for path in (self.path / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-    def to_resume(self, resume: str) -> Path:
-        if resume != LATEST:
-            if not Path(resume).is_dir():
-                raise FileNotFoundError(f"--resume {resume}: no such checkpoint folder")
-            return Path(resume)
-        if not self.checkpoints():
-            raise FileNotFoundError(f"--resume: no checkpoint in {self.path / 'checkpoints'}")
-        return self.path / "checkpoints"  # the newest complete one in it
+def _words(value: Any) -> str:
+    return shlex.join(map(str, value)) if isinstance(value, list) else str(value)

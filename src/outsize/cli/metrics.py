@@ -126,6 +126,13 @@ def process_memory(field: str = "VmRSS") -> int:
     return 0
 
 
+def times_memory(state_bytes: int, used_bytes: int) -> str:
+    """`, 5.0 x the memory used`; nothing where the state is not the larger of the two."""
+    if used_bytes <= 0 or state_bytes < used_bytes:
+        return ""
+    return f", {state_bytes / used_bytes:.1f} x the memory used"
+
+
 def human(count: float) -> str:
     """`1.43 GB`: decimal units, three figures."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import signal
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,9 +17,11 @@ from torch import nn
 
 import outsize
 from outsize.cli import corpus, job, metrics, models, report
+from outsize.cli.asked import Asked
 from outsize.cli.display import Display, NoDisplay, open_display
-from outsize.cli.job import Job, RunFolder
-from outsize.cli.metrics import Counters, Record, human, process_memory
+from outsize.cli.folder import RunFolder
+from outsize.cli.job import Job
+from outsize.cli.metrics import Counters, Record, human, process_memory, times_memory
 from outsize.cli.schedule import Schedule
 from outsize.cli.team import Team
 
@@ -30,20 +34,38 @@ HELD_OUT_TOKENS = 4096  # held-out loss is the mean over this many tokens, sprea
 SAMPLE_TOKENS = 40
 PROMPTS = ("def __init__(self, ", "The ")  # of source code, of other text
 KEPT_CHECKPOINTS = 2
-INTERRUPTED = 130
+EXIT_OF_SIGNAL = 128  # and its number: 130 after Ctrl-C, 143 after SIGTERM
 add_arguments = job.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    wanted = Job.parse(args)
     team = Team.open()
-    if wanted.batch % team.size:
-        raise ValueError(
-            f"--batch {wanted.batch} cannot be shared by {team.size} ranks; give a multiple of {team.size}"
-        )
-    folder = team.share(RunFolder.choose(wanted))
-    checkpoint = folder.to_resume(wanted.resume) if wanted.resume is not None else None
+    asked = Asked.of(args)
+    asked.job.check_ranks(team.size)
+    asked = team.share(asked)
+    try:
+        with asked.folder.removed_if_untrained() if team.first else nullcontext():
+            return _train(_prepared(asked, team, started))
+    except KeyboardInterrupt as error:
+        (number,) = error.args or (signal.SIGINT,)
+        if team.first:
+            print(f"outsize: interrupted; {_way_on(asked.folder)}", file=sys.stderr)
+        return EXIT_OF_SIGNAL + int(number)
+
+
+def _way_on(folder: RunFolder) -> str:
+    newest = max(folder.checkpoints(), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return "there is no checkpoint to go on from"
+    return f"the newest checkpoint is {newest}; go on with: {folder.command()}"
+
+
+def _prepared(asked: Asked, team: Team, started: float) -> Training:
+    """The run, ready for its first step or for the one after its checkpoint."""
+    wanted, folder = asked.job, asked.folder
+    documents = asked.documents() if team.first else []
+    team.say("loading ..." if asked.checkpoint is None else f"loading, to go on with {folder.path} ...")
     for package in ("tokenizers", "matplotlib", "rich.live", "safetensors.torch"):
         importlib.import_module(package)  # a missing one is found now, not after the training
     config = models.configuration(wanted.model)
@@ -53,13 +75,16 @@ def run(args: argparse.Namespace) -> int:
     if team.first:
         _prepare_folder(wanted, folder)
         _print_plan(wanted, folder, config, team.size)
-        files = _tokens(wanted, folder, config)
+        files = asked.tokens(documents, config)
     files = team.share(files)
     assert files is not None
     training = Training(wanted, folder, config, files, started, base_rss, team)
-    if checkpoint is not None:
-        training.resume(checkpoint)
-    return _train(training)
+    if asked.checkpoint is not None:
+        training.resume(asked.checkpoint)
+        team.say(f"going on after step {training.step} of {wanted.steps}")
+    if team.first:
+        folder.write_options(wanted)
+    return training
 
 
 def _prepare_folder(wanted: Job, folder: RunFolder) -> None:
@@ -72,14 +97,6 @@ def _print_plan(wanted: Job, folder: RunFolder, config: Any, ranks: int) -> None
     model = models.on_meta(config)
     optimizer = torch.optim.AdamW(models.parameter_groups(model, wanted.weight_decay), lr=wanted.lr)
     print(outsize.plan(model, optimizer, ranks=ranks, **wanted.config_fields(folder)), flush=True)
-
-
-def _tokens(wanted: Job, folder: RunFolder, config: Any) -> corpus.TokenFiles:
-    documents = corpus.text_files(wanted.text) if wanted.text else corpus.standard_library()
-    parts = corpus.split(documents)
-    size = human(parts.train_bytes)
-    print(f"text: {len(parts.train)} documents, {size}; {len(parts.held_out)} more are held out", flush=True)
-    return corpus.prepare_tokens(parts, folder.corpus, models.given_tokenizer(wanted.model), config.vocab_size)
 
 
 class Training:
@@ -198,7 +215,7 @@ class Training:
         extra = outsize.load(str(checkpoint), self.model, self.optimizer)
         if extra["data"] != self._data_order():
             raise ValueError(
-                f"{checkpoint} was made with {extra['data']}, now it is {self._data_order()}; "
+                f"{checkpoint} was made with {_listed(extra['data'])}, now it is {_listed(self._data_order())}; "
                 "give the same text, --batch, --seq-len and --seed"
             )
         if extra["scaler"]:
@@ -249,6 +266,10 @@ class Training:
         models.export_companions(self.model, self.files.tokenizer, source, self.folder.model)
 
 
+def _listed(values: dict[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in values.items())
+
+
 def _build(wanted: Job, folder: RunFolder, config: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:
     fields = wanted.config_fields(folder)
     torch.manual_seed(wanted.seed)
@@ -276,10 +297,15 @@ def _train(training: Training) -> int:
             _one_step(training, display)
     if not training.over:
         training.save()
-        team.say("interrupted; go on with:")
-        team.say("  " + wanted.command(training.folder.path, training.folder.checkpoint(training.step)))
-        return INTERRUPTED
+        team.say(f"interrupted after step {training.step}; go on with:\n  {training.folder.command()}")
+        return EXIT_OF_SIGNAL + (interruption.number or signal.SIGINT)
     _finish(training)
+    if training.step < wanted.steps:
+        longer = training.elapsed_seconds / 60 + wanted.minutes
+        team.say(
+            f"stopped: {wanted.minutes:g} minutes are over (step {training.step} of {wanted.steps}); go on with:\n"
+            f"  {training.folder.command('--minutes', f'{longer:.3g}')}"
+        )
     return 0
 
 
@@ -310,7 +336,7 @@ def _finish(training: Training) -> None:
     over = max(1, peak - training.base_rss)
     print(
         f"peak RSS: {human(over)} over the imports ({human(peak)} in all) for {human(state)} of "
-        f"parameters, gradients and optimizer state: {state / over:.1f} x"
+        f"parameters, gradients and optimizer state{times_memory(state, over)}"
     )
     print(outsize.memory(training.model))
     held_out = [(0, before), (training.step, after)]
@@ -324,9 +350,13 @@ class Interruption:
     """Ctrl-C and SIGTERM ask for the end of the run after the step at hand; a second one ends it at once."""
 
     def __init__(self, team: Team) -> None:
-        self.asked = False
+        self.number: int | None = None  # of the signal that asked
         self._team = team
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return self.number is not None
 
     def __enter__(self) -> Interruption:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -335,8 +365,8 @@ class Interruption:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+            raise KeyboardInterrupt(number)
+        self.number = number
         self._team.say("\nfinishing this step, then saving (once more: stop at once)")
 
     def __exit__(

@@ -212,7 +212,10 @@ class _Placer:
         if wanted in ("device", "host"):
             name = "device_memory" if wanted == "device" and self._budgets.device is not None else "host_memory"
             given = format_bytes(self._budgets.device or 0) if name == "device_memory" else host
-            return f"{needs} do not fit {name}={given} beside the working set; raise {name} or let {kind} be 'auto'"
+            remedy = f"raise {name} or let {kind} be 'auto'"
+            if kind == "params" and wanted == "device":
+                remedy += " with stage=3 (stages 1 and 2 keep whole parameters on the device of each rank)"
+            return f"{needs} do not fit {name}={given} beside the working set; {remedy}"
         if disk is None:
             return f"{needs} do not fit host_memory={host} and no disk is given; pass disk='/path' or raise host_memory"
         return f"{needs} do not fit the disk: {format_bytes(disk)} may be used there; free some, or raise disk_space"

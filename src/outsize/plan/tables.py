@@ -7,36 +7,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from outsize.plan.memory import BytesPerSecond, DiskTraffic, Stage, zero_bytes_per_device
+from outsize.plan.memory import (
+    EXACT_STATE,
+    BytesPerSecond,
+    DiskTraffic,
+    Stage,
+    zero_bytes_per_device,
+)
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, accumulates_whole
 from outsize.plan.sizes import format_bytes
 
-OWN_BYTES_A_PARAMETER = {0: (14.0, 0.0), 1: (2.0, 12.0), 2: (2.0, 12.0), 3: (0.0, 14.0)}
-"""Of outsize, by stage: what every rank holds, what the ranks share. bf16 weights and gradients, exact AdamW states."""
+COMPACT_MOMENT_BYTES = 1 + 4 / 64
+"""An 8-bit code, and its share of the fp32 scale of 64 of them."""
+
+_STATE = {"fp32": EXACT_STATE["float32"], "bf16": EXACT_STATE["bfloat16"], "fp16": EXACT_STATE["float16"]}
 
 
-def zero_rows(parameters: float, ranks: int) -> list[tuple[int, float, float]]:
+def own_bytes(stage: Stage, dtype: str = "bf16", state_format: str = "exact") -> tuple[float, float]:
+    """Of outsize with AdamW, for one parameter: (bytes that every rank holds, bytes that the ranks share)."""
+    state = _STATE[dtype]
+    weight, gradient = state.weight, state.weight
+    moments = state.moments if state_format == "exact" else 2 * COMPACT_MOMENT_BYTES
+    total = weight + gradient + state.remainder + moments
+    whole = {0: total, 1: weight, 2: weight, 3: 0}[stage]
+    return whole, total - whole
+
+
+def zero_rows(
+    parameters: float, ranks: int, dtype: str = "bf16", state_format: str = "exact"
+) -> list[tuple[int, float, float]]:
     """(stage, bytes on a rank by the ZeRO paper, bytes with outsize) for each stage.
 
-    The paper's 16 bytes a parameter (Rajbhandari et al. 2020, table 1); here the master is the weight and a remainder,
-    and gradients are reduced unit by unit from stage 1 on.
+    The paper's 16 bytes a parameter (Rajbhandari et al. 2020, table 1), whatever `dtype` is; here the master is the
+    weight and a remainder, and gradients are reduced unit by unit from stage 1 on.
     """
     stages: tuple[Stage, ...] = (0, 1, 2, 3)
     rows: list[tuple[int, float, float]] = []
     for stage in stages:
-        whole, shared = OWN_BYTES_A_PARAMETER[stage]
+        whole, shared = own_bytes(stage, dtype, state_format)
         own = parameters * (whole + shared / ranks)
         rows.append((stage, zero_bytes_per_device(int(parameters), ranks, stage), own))
     return rows
 
 
-def zero_table(parameters: float, ranks: int) -> str:
+def zero_table(parameters: float, ranks: int, dtype: str = "bf16", state_format: str = "exact") -> str:
     """`zero_rows` as a person reads them, in GB (1e9 bytes) as in the paper."""
     lines = [
         f"{parameters / 1e9:,.4g} B parameters, {ranks} rank{'s' if ranks > 1 else ''}: model states on each, GB",
+        f"(parameters, gradients and AdamW states; outsize computes in {dtype} with {state_format} states, the "
+        f"paper in fp16)",
         f"{'stage':<6} {'ZeRO, table 1':>14} {'outsize':>10}",
     ]
-    for stage, paper, own in zero_rows(parameters, ranks):
+    for stage, paper, own in zero_rows(parameters, ranks, dtype, state_format):
         lines.append(f"{stage:<6} {paper / 1e9:>14,.2f} {own / 1e9:>10,.2f}")
     return "\n".join(lines)
 
