@@ -2,16 +2,9 @@
 
 import re
 
-_OPTIONS = {
-    **{
-        name: "--" + name.replace("_", "-") for name in ("device", "device_memory", "host_memory", "disk", "disk_space")
-    },
-    **{name: "--" + name for name in ("stage", "params", "grads", "states", "activations")},
-    "compute_dtype": "--dtype",
-    "state_format": "--state-format",
-    "delayed_update": "--delayed-update",
-    "ranks": "--ranks",
-}
+_FIELDS = ("device", "device_memory", "host_memory", "disk", "disk_space", "stage", "ranks")
+_CHOICES = ("params", "grads", "states", "activations", "state_format", "delayed_update")
+_OPTIONS = {name: "--" + name.replace("_", "-") for name in (*_FIELDS, *_CHOICES)} | {"compute_dtype": "--dtype"}
 _NAMES = "|".join(sorted(_OPTIONS, key=len, reverse=True))
 _LONG = "|".join(name for name in _OPTIONS if "_" in name)  # no other word reads like these
 _SENTENCES = (  # what the command line has another remedy for, or none
