@@ -124,6 +124,15 @@ def test_a_tied_weight_is_written_under_all_its_names_and_found_under_any(tmp_pa
     assert torch.equal(everything(model)["embed.weight"], 2 * expected["embed.weight"])
 
 
+def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: Path) -> None:
+    model = Tied()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    prepare(model, None, "disk", tmp_path)
+    plain_save({"model": {**state, "head.weight": torch.zeros(31, 8)}}, tmp_path / "folder")
+    with pytest.raises(ValueError, match="another shape: head.weight is 31x8 there and 30x8 here"):
+        load(tmp_path / "folder", model)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

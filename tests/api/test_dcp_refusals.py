@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import math
 import os
 import pickle
 import struct
+import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -13,12 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from outsize.checkpoint import files
-from outsize.formats.dcp_folder import DcpFolder
+from outsize.formats import dcp_archive
+from outsize.formats.dcp_folder import DcpFolder, _fills
 from tests.api.dcp_runs import (
     adamw,
     assert_same,
@@ -358,3 +366,150 @@ def test_an_entry_without_a_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Metadata({1: 2}, storage_data={})))  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="an entry has no name"):
         DcpFolder(tmp_path / "folder")
+
+
+def replaced(folder: Path, key: str, content: bytes) -> None:
+    """Put other bytes at the end of the file in place of an entry."""
+    data = folder / "__0_0.distcp"
+    at = data.stat().st_size
+    with data.open("ab") as file:
+        file.write(content)
+
+    def point(found: Metadata) -> None:
+        for index, info in found.storage_data.items():
+            if index.fqn == key:
+                info.offset, info.length = at, len(content)
+
+    changed(folder, point)
+
+
+def written(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def deflated(value: Any) -> bytes:
+    """The same archive with its records compressed."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(written(value))) as archive, zipfile.ZipFile(file, "w") as packed:
+        for record in archive.infolist():
+            packed.writestr(record.filename, archive.read(record), zipfile.ZIP_DEFLATED)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (deflated(torch.zeros(70)), "compressed"),
+        (written(torch.zeros(300_000)[:70]), "bytes, too many for"),
+        (written(torch.zeros(71)), "no tensor of its shape and dtype"),
+        (written(torch.zeros(70, dtype=torch.float64)), "no tensor of its shape and dtype"),
+        (written([1.0] * 70), "no tensor of its shape and dtype"),
+        (written(torch.zeros(70))[:-9], "BadZipFile"),
+        (b"\x80\x02K\1.", "it ends too soon"),
+    ],
+    ids=["deflated", "view", "shape", "dtype", "list", "cut", "pickle"],
+)
+def test_a_piece_that_is_no_archive_of_its_tensor_is_refused(
+    content: bytes, match: str, target: Target, tmp_path: Path
+) -> None:
+    saved_run(tmp_path / "folder")
+    replaced(tmp_path / "folder", "model.frozen", content)
+    target.refuses(tmp_path / "folder", f"is damaged: .*'model.frozen'.*{match}")
+
+
+def test_a_value_that_inflates_is_refused(target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    replaced(tmp_path / "folder", "optim.param_groups.0.lr", deflated([0.0] * 100_000))
+    target.refuses(tmp_path / "folder", "is damaged: .*'optim.param_groups.0.lr'.*compressed")
+
+
+def test_an_archive_of_endlessly_many_records_is_refused(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path / "folder")
+    monkeypatch.setattr(dcp_archive, "LARGEST_DIRECTORY", 100)
+    target.refuses(tmp_path / "folder", "is damaged: .*more than 100 bytes of names")
+
+
+def test_values_that_share_their_bytes_are_refused(target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    content = written("x" * 900_000)
+    (tmp_path / "folder" / "value").write_bytes(content)
+
+    def share(found: Metadata) -> None:
+        for index, info in found.storage_data.items():
+            if index.fqn.startswith("optim.param_groups."):
+                info.relative_path, info.offset, info.length = "value", 0, len(content)
+
+    changed(tmp_path / "folder", share)
+    target.refuses(tmp_path / "folder", "more bytes than the files")
+
+
+def test_a_flipped_byte_is_found_before_anything_changes(target: Target, tmp_path: Path) -> None:
+    saved_run(tmp_path / "folder")
+    data = tmp_path / "folder" / "__0_0.distcp"
+    infos = pickle.loads((tmp_path / "folder" / ".metadata").read_bytes()).storage_data
+    plain = data.read_bytes()
+    for key in ("model.head.weight", "optim.state.head.weight.exp_avg"):
+        info = next(info for index, info in infos.items() if index.fqn == key)
+        content = bytearray(plain)
+        content[info.offset + info.length // 2] ^= 1
+        data.write_bytes(content)
+        target.refuses(tmp_path / "folder", f"is damaged: .*{key!r}.*")
+
+
+def test_a_folder_without_checksums_loads(target: Target, tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        plain, plain_optimizer = saved_run(tmp_path / "folder")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    load(tmp_path / "folder", target.model, target.optimizer)
+    assert_same(everything(target.model, target.optimizer), everything(plain, plain_optimizer))
+
+
+def test_no_message_advises_to_load_without_care(target: Target, tmp_path: Path) -> None:
+    plain, plain_optimizer = plain_run()
+    weights, states = get_state_dict(plain, plain_optimizer)
+    states["param_groups"][0]["lr"] = Evil(tmp_path / "ran")  # type: ignore[assignment]
+    plain_save({"model": weights, "optim": states}, tmp_path / "folder")
+    with pytest.raises(ValueError, match="more than tensors and plain values") as raised:
+        load(tmp_path / "folder", target.model, target.optimizer)
+    assert "weights_only" not in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(1, 20_000), (20_000, 1), (140, 140), (27, 27, 27)], ids=str)
+def test_the_pieces_of_a_grid_are_told_apart_at_once(shape: tuple[int, ...]) -> None:
+    boxes = [(at, (1,) * len(shape)) for at in itertools.product(*map(range, shape))]
+    start = time.process_time()
+    assert _fills(shape, boxes)
+    assert not _fills(shape, [*boxes[1:], boxes[-1]])
+    assert time.process_time() - start < 5
+
+
+@given(st.data())
+def test_pieces_that_were_cut_anyhow_make_up_the_tensor(data: st.DataObject) -> None:
+    boxes = [((0, 0, 0), (6, 5, 4))]
+    for _ in range(data.draw(st.integers(0, 12))):
+        low, size = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, 2))
+        cut = data.draw(st.integers(0, size[dim]))
+        boxes.append((low, (*size[:dim], cut, *size[dim + 1 :])))
+        further = (*low[:dim], low[dim] + cut, *low[dim + 1 :])
+        boxes.append((further, (*size[:dim], size[dim] - cut, *size[dim + 1 :])))
+    assert _fills((6, 5, 4), boxes)
+    at, (low, size) = data.draw(st.sampled_from(list(enumerate(boxes))))
+    moved = (low[0] + data.draw(st.sampled_from([-1, 1])), *low[1:])
+    others = [*boxes[:at], *boxes[at + 1 :]]
+    assert not _fills((6, 5, 4), [*others, (moved, size)]) or not math.prod(size)
+
+
+def test_pieces_that_interlock_without_end_are_refused() -> None:
+    ring = [((0, 0), (1, 9)), ((0, 9), (9, 1)), ((9, 1), (1, 9)), ((1, 0), (9, 1))]
+    assert _fills((10, 10), [*ring, ((1, 1), (8, 8))])
+    assert not _fills((10, 10), [*ring, ((1, 1), (8, 7)), ((4, 4), (1, 8))])
+    slanted = [((at, at), (3_000, 1)) for at in range(3_000)]
+    with pytest.raises(ValueError, match="too many to be told apart"):
+        _fills((6_000, 3_000), [*slanted, ((0, 0), (3_000, 3_000))])

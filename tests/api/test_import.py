@@ -209,6 +209,14 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
     assert torch.equal(values(target)["embed.weight"], tensors["head.weight"])
 
 
+def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: Path) -> None:
+    tensors = {**Small(1).state_dict(), "head.weight": torch.zeros(31, 8)}
+    safetensors.save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    target = prepared(Small(2), tmp_path)
+    with pytest.raises(ValueError, match="of another model: head.weight is 31x8 there and 30x8 here"):
+        outsize.load(tmp_path, target)
+
+
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {name: value.clone() for name, value in Small(1).state_dict().items() if name != "head.weight"}
@@ -314,7 +322,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "a fractional shape": (single(one(shape=[2, 4.0])), "whole numbers"),
     "an unknown dtype": (single(one(dtype="F3")), "unknown dtype 'F3'"),
     "no offsets": (single({"weight": {"dtype": "F32", "shape": [2, 4]}}), "damaged: KeyError"),
-    "a list": (single([1]), "damaged: TypeError"),
+    **{
+        f"the header {header!r}": (single(header), "its header is no JSON object")
+        for header in ([1], 5, "abc", None, True)
+    },
     "no JSON": (single(b"{", b""), "damaged"),
     "deep JSON": (single(b"[" * 100_000), "damaged: RecursionError"),
     "an empty file": (raw(b""), "no header"),

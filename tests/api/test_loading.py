@@ -18,9 +18,8 @@ from torch import nn
 
 import outsize
 from outsize.checkpoint import files
-from outsize.checkpoint.files import file_record
-from outsize.checkpoint.manifest import sealed
-from outsize.checkpoint.reader import open_manifest
+from outsize.checkpoint.files import DataReader, file_record, open_manifest
+from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import CodedRegion, Joined, Piece, Region, narrow
 
 TIERS = ("device", "host", "disk")
@@ -116,6 +115,90 @@ def test_incomplete_and_damaged_checkpoints_are_passed_over_and_named(
         outsize.load(ckpts, run.model, run.optimizer)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         outsize.load(tmp_path / "nowhere", run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("text", ["", "{"])
+def test_a_damaged_manifest_is_passed_over_and_named(
+    text: str, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "ckpts" / "step-10" / "manifest.json").write_text(text)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert outsize.load(tmp_path / "ckpts", run.model, run.optimizer) == "step-2"
+    assert f"passed over {tmp_path / 'ckpts' / 'step-10'}: its manifest is damaged" in caplog.text
+
+
+def test_a_manifest_wins_over_weights_beside_it(run: Run, tmp_path: Path) -> None:
+    outsize.export(tmp_path / "weights", run.model)
+    outsize.export(tmp_path / "dcp", run.model, format="dcp")
+    for folder in ("weights", "dcp"):
+        shutil.copytree(tmp_path / folder, tmp_path / "ckpts" / "step-2", dirs_exist_ok=True)
+    assert outsize.load(tmp_path / "ckpts" / "step-2", run.model, run.optimizer) == "step-2"
+    for format in ("safetensors", "dcp"):
+        with pytest.raises(FileExistsError, match="holds a checkpoint|an empty folder"):
+            outsize.export(tmp_path / "ckpts" / "step-1", run.model, format=format)
+
+
+def test_files_that_were_verified_are_read_though_the_checkpoint_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for at in range(40):
+        (folder / f"{at}.bin").write_bytes(bytes([at]) * 100)
+    records = {file.name: file_record(file) for file in folder.iterdir()}
+    reader = DataReader(folder, Manifest(records, {}, {}, None, {}, None), os.open(folder, os.O_RDONLY))
+    reader.verify(files=records)
+    shutil.rmtree(folder)
+    for at in range(40):
+        assert reader.read(Region.at(f"{at}.bin", 0, torch.uint8, (100,))).unique().tolist() == [at]
+    reader.close()
+
+
+@pytest.mark.parametrize("hyper", [{"params": []}, {"$items": [["param_names", []]]}, {"$tuple": []}])
+def test_options_that_would_replace_the_parameters_of_a_group_are_damage(hyper: Any, run: Run, tmp_path: Path) -> None:
+    edit(tmp_path / "ckpts" / "step-2", lambda content: content["optimizer"]["groups"][0].update(hyper=hyper))
+    with pytest.raises(ValueError, match="the options of a parameter group"):
+        outsize.load(tmp_path / "ckpts" / "step-2", run.model, run.optimizer)
+    assert run.optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2)])
+def test_numbers_of_ranks_that_cannot_be_are_damage(ranks: tuple[int, int], run: Run, tmp_path: Path) -> None:
+    world, tensor = ranks
+    own = [{"rng": {}, "extra": None}] * (world - 1)
+    edit(
+        tmp_path / "ckpts" / "step-2",
+        lambda content: content.update(world_size=world, tensor_ranks=tensor, **({"ranks": own} if own else {})),
+    )
+    with pytest.raises(ValueError, match="manifest.json is damaged: .*ranks"):
+        outsize.load(tmp_path / "ckpts" / "step-2", run.model, run.optimizer)
+
+
+def test_damage_that_stands_in_the_way_of_decoding_is_named_by_its_file(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path = tmp_path / "with-tensors"
+    outsize.save(path, run.model, run.optimizer, {"x": torch.ones(5)}).wait()
+    for name in ("extra.safetensors", "model.bin"):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(bytes(len(content)))
+        with pytest.raises(ValueError, match=rf"{path}/{name} is damaged: chunk 0"):
+            outsize.load(path, run.model, run.optimizer)
+        (path / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "match"),
+    [
+        ({"n": 10**5000}, ValueError, r"extra\['n'\] is an integer of 16610 bits"),
+        ({"a": {-(10**5000): 1}}, ValueError, r"a key of extra\['a'\] is an integer of 16610 bits"),
+        ({"z": torch.ones(2, dtype=torch.complex128)}, TypeError, r"extra\['z'\] is a tensor of torch.complex128"),
+    ],
+    ids=["integer", "key", "complex"],
+)
+def test_what_extra_cannot_hold_is_refused_at_the_call(
+    extra: Any, error: type[Exception], match: str, run: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=match):
+        outsize.save(tmp_path / "refused", run.model, run.optimizer, extra)
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("tier", TIERS)

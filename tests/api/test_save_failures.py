@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -17,7 +18,9 @@ from torch import nn
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.checkpoint import files, folder, parts, shelf, writer
+from outsize.checkpoint import folder, parts, shelf, writer
+from outsize.checkpoint.manifest import sealed
+from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
 from outsize.move.generations import Generations
 
@@ -259,6 +262,73 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-2"]
 
 
+@pytest.mark.parametrize("text", ["zzz", "9999-12-31T23:59:59.999999+00:00", "2026-01-01T00:00:00"])
+def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+    manifest = tmp_path / "step-1" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["saved_at"] = text
+    manifest.write_text(sealed(json.dumps(content)))
+    run.train()
+    run.save(tmp_path / "step-2", keep=2)
+    assert outsize.load(tmp_path, run.model, run.optimizer) == 2
+    run.save(tmp_path / "step-3", keep=2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-2", "step-3"]
+
+
+def test_keep_counts_only_what_can_be_opened(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    for step in (1, 2, 3, 4):
+        run.save(tmp_path / f"step-{step}")
+    os.truncate(tmp_path / "step-4" / "model.bin", 10)
+    (tmp_path / "step-1" / "manifest.json").write_text("{")
+    run.save(tmp_path / "step-5", keep=2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-1", "step-3", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize("name", [".step-1", ".zz.new-0123456789ab"])
+def test_a_name_that_begins_with_a_dot_is_refused(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    with pytest.raises(ValueError, match="begins with a dot"):
+        run.save(tmp_path / name)
+    with pytest.raises(ValueError, match="begins with a dot"):
+        outsize.export(tmp_path / name, run.model, format="dcp")
+    assert [each.name for each in tmp_path.iterdir()] == ["disk"]
+
+
+@pytest.mark.parametrize("where", ["mkdir", "flock", "fsync"])
+def test_an_interrupted_save_leaves_nothing_open_and_nothing_behind(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+    before = len(os.listdir("/proc/self/fd"))
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    made = Path.mkdir
+
+    def interrupted_after(path: Path, *args: Any, **fields: Any) -> None:
+        made(path, *args, **fields)
+        if ".new-" in path.name:
+            raise KeyboardInterrupt
+
+    place = {"mkdir": (Path, "mkdir"), "flock": (folder.fcntl, "flock"), "fsync": (os, "fsync")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*place[where], interrupted_after if where == "mkdir" else interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(tmp_path / "step-2")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-1"]
+    assert len(os.listdir("/proc/self/fd")) == before
+    run.save(tmp_path / "step-2")
+
+
 def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train()
@@ -321,7 +391,7 @@ def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
     manifest = tmp_path / "ckpts" / "step-2" / "manifest.json"
     manifest.rename(tmp_path / "elsewhere")
     manifest.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="manifest"):
+    with pytest.raises(ValueError, match="manifest.json is not a regular file"):
         run.load(tmp_path / "ckpts" / "step-2")
     manifest.unlink()
     os.mkfifo(manifest)
@@ -334,17 +404,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
     run, other = Run(tmp_path), Run(tmp_path, seed=1)
     run.train()
     run.save(tmp_path / "ckpt")
-    saved, plain = run.values(), files.DataReader.verify
+    saved, plain = run.values(), Checkpoint.verify
 
-    def verify(reader: files.DataReader, *given: Any) -> None:
-        plain(reader, *given)
-        monkeypatch.undo()
+    def verify(checkpoint: Checkpoint, *given: Any, **fields: Any) -> None:
+        plain(checkpoint, *given, **fields)
         run.train()
         run.save(tmp_path / "ckpt")
 
-    monkeypatch.setattr(files.DataReader, "verify", verify)
-    try:
-        other.load(tmp_path / "ckpt")
-    except OSError:  # its files are gone; never those of the other
-        return
+    monkeypatch.setattr(Checkpoint, "verify", verify)
+    other.load(tmp_path / "ckpt")
     assert same(saved, other.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.checkpoint.manifest import sealed
 from outsize.cli import main
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -99,3 +102,53 @@ def test_prune_keeps_the_newest_and_sweeps_what_killed_saves_left(
     assert sorted(entry.name for entry in folder.iterdir()) == ["step-10", "step-11", "step-2"]
     assert main(["checkpoint", "prune", str(folder), "--keep", "0"]) == 2
     assert main(["checkpoint", "prune", str(folder / "nowhere"), "--keep", "1"]) == 2
+
+
+def test_prune_counts_only_what_can_be_opened(folder: Path) -> None:
+    os.truncate(folder / "step-10" / "model.bin", 10)
+    assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 0
+    assert sorted(entry.name for entry in folder.iterdir()) == ["step-10", "step-11", "step-2"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "link"])
+def test_a_checkpoint_with_a_damaged_manifest_is_seen_and_never_pruned(
+    text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = folder / "step-2" / "manifest.json"
+    if text == "link":
+        manifest.rename(folder.parent / "elsewhere.json")
+        manifest.symlink_to(folder.parent / "elsewhere.json")
+    else:
+        manifest.write_text(text)
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+    caught = capsys.readouterr()
+    assert caught.out.count("every checksum is right") == 2
+    assert str(manifest) in caught.err and ("not a regular file" in caught.err) == (text == "link")
+    assert main(["checkpoint", "ls", str(folder)]) == 0
+    assert "damaged: " in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step-2 "))
+    assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 0
+    assert sorted(entry.name for entry in folder.iterdir()) == ["step-10", "step-11", "step-2"]
+
+
+def test_ls_shows_a_directory_in_which_nothing_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("step-1", "step-2", "step-10"):
+        shutil.rmtree(folder / name)
+    assert main(["checkpoint", "ls", str(folder)]) == 0
+    assert "incomplete: no manifest" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["checkpoint", "verify", str(folder)]) == 2
+
+
+def test_ls_prints_nothing_that_a_terminal_obeys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = folder / "step-10" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["saved_at"], content["optimizer"]["class"] = "\ud800\x1b[2J", "\x1b]0;owned\a"
+    manifest.write_text(sealed(json.dumps(content)))
+    assert main(["checkpoint", "ls", str(folder)]) == 0
+    found = capsys.readouterr().out
+    assert r"\x1b]0;owned\x07" in found and r"\ud800\x1b[2J" in found
+
+
+def test_export_does_not_hide_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "export", str(folder / "step-10"), str(folder / "step-10")]) == 2
+    assert "holds a checkpoint" in capsys.readouterr().err
+    assert not (folder / "step-10" / "model.safetensors").exists()

@@ -167,7 +167,7 @@ def test_a_load_is_of_one_checkpoint_whatever_takes_its_name_meanwhile(
         run.step()
         run.digest()
 
-    monkeypatch.setattr(files, "MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(files, "_most_open", lambda: 1)
     monkeypatch.setattr(Checkpoint, "verify", replaced_after)
     error = error_of(lambda: outsize.load(last, reader.model, reader.optimizer))
     assert str(last) in str(error) if error is not None else reader.digest() == expected

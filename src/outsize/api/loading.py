@@ -21,6 +21,7 @@ from outsize.checkpoint.match import Live, check_match
 from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
+from outsize.checkpoint.shelf import is_checkpoint
 from outsize.formats.dcp import is_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES, UnitShard
@@ -60,14 +61,16 @@ def load(
     prepared.resources.saver.settle()
     source = Path(os.path.realpath(path))
     Saving.settle_at(source)
-    if (is_safetensors(source) or is_dcp(source)) and cuts_of(prepared):
+    ours = is_checkpoint(source)
+    of_weights, of_dcp = not ours and is_safetensors(source), not ours and is_dcp(source)
+    if (of_weights or of_dcp) and cuts_of(prepared):
         raise ValueError(
             f"{source} cannot be loaded into tensor-parallel parameters: load it into the model before "
             f"parallelize_module, or load a checkpoint of outsize.save"
         )
-    if is_safetensors(source):
+    if of_weights:
         return _load_safetensors(prepared, source, model, optimizer, strict)
-    if is_dcp(source):
+    if of_dcp:
         return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
     checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, os.fspath(path), strict))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -13,13 +14,13 @@ from typing import final
 
 import torch
 
-from outsize.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from outsize.checkpoint.regions import AnyRegion, Joined, Narrowed, Region
 from outsize.move.generations import joined_sums, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.sizes import format_bytes
 
-MAX_OPEN_FILES = 16
+MIN_OPEN_FILES = 16
 READ_BYTES = 8 << 20
 MAPPED_BYTES = 1 << 18
 
@@ -96,6 +97,8 @@ def _open_regular(path: Path, folder: int | None) -> int:
         try:
             fd = os.open(path if folder is None else path.name, flags, dir_fd=folder)
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a symbolic link
+                raise ValueError(f"{path} is not a regular file; the checkpoint is damaged") from error
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -136,9 +139,18 @@ def _read(fd: int, offset: int, out: torch.Tensor, path: Path) -> None:
             offset, left = offset + count, left[count:]
 
 
+def _most_open() -> int:
+    """How many files a reader may keep open: half of what the limit on them leaves."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max((limit - len(os.listdir("/proc/self/fd"))) // 2, MIN_OPEN_FILES)
+
+
 @final
 class DataReader:
-    """The data files of one checkpoint, open a few at a time. Opening checks that every file has its length.
+    """The data files of one checkpoint. Opening checks that every file has its length.
+
+    What was verified stays open as far as the limit on open files goes, and is then read whole even where another
+    process removes the checkpoint meanwhile.
 
     They are found through `held`, a descriptor of the folder which the reader takes over: another checkpoint that takes
     the folder's name meanwhile is not mixed with this one.
@@ -149,6 +161,7 @@ class DataReader:
         self._held = held
         self._files = manifest.files
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._most_open = _most_open()
         for name, record in manifest.files.items():
             try:
                 status = os.stat(name, dir_fd=held, follow_symlinks=False)
@@ -213,7 +226,7 @@ class DataReader:
         if name in self._open:
             self._open.move_to_end(name)
         else:
-            if len(self._open) >= MAX_OPEN_FILES:
+            if len(self._open) >= self._most_open:
                 os.close(self._open.popitem(last=False)[1])
             self._open[name] = _open_regular(self._folder / name, self._held)
         return self._open[name]
@@ -226,6 +239,25 @@ class DataReader:
         while self._open:
             os.close(self._open.popitem()[1])
         os.close(self._held)
+
+
+def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
+    """The manifest and the files behind it, whose lengths are checked. Raises `ValueError` that names what is wrong."""
+    file = folder / MANIFEST_NAME
+    with naming(folder, "opening"):
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        content = read_manifest(file, folder=held)
+        try:
+            manifest = Manifest.from_text(content.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{file} {error}") from error
+        return manifest, DataReader(folder, manifest, held)
+    except BaseException:
+        os.close(held)
+        raise
 
 
 def _runs(chunks: list[int], longest: int) -> Iterator[tuple[int, int]]:

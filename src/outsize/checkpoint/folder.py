@@ -41,8 +41,13 @@ class NewFolder:
         self._lock = -1
         while self._lock < 0:
             self.path = target.parent / f".{target.name}.new-{secrets.token_hex(6)}"
-            self.path.mkdir()
-            self._lock = _locked(self.path)
+            try:
+                self.path.mkdir()
+                self._lock = _locked(self.path)
+            except BaseException:
+                with suppress(OSError):
+                    self.path.rmdir()
+                raise
 
     @classmethod
     def of_another_rank(cls, target: Path, path: Path) -> NewFolder:
@@ -100,20 +105,26 @@ def _locked(folder: Path) -> int:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return -1
-    except BaseException:
-        folder.rmdir()
-        raise
-    swept = False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        swept = True
-    except OSError:  # a file system without locks: its leftovers are the user's to remove
-        pass
-    if not swept and folder.exists():
+        swept = not _lock(lock) or not folder.exists()
+    except BaseException:
+        os.close(lock)
+        raise
+    if not swept:
         return lock
     os.close(lock)
     return -1
+
+
+def _lock(fd: int) -> bool:
+    """Lock a folder that nobody else has locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: its leftovers are the user's to remove
+        pass
+    return True
 
 
 def write_text(path: Path, text: str) -> None:
@@ -135,7 +146,10 @@ def sync(path: Path) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise `FileExistsError` where a save would destroy anything but a checkpoint of ours."""
+    """Raise `FileExistsError` where a save would destroy anything but a checkpoint of ours, and `ValueError` for a
+    hidden name."""
+    if target.name.startswith("."):
+        raise ValueError(f"{str(target)!r} begins with a dot, as what a killed save leaves does; choose another name")
     if not target.exists():
         return
     if not target.is_dir():

@@ -285,8 +285,11 @@ class Manifest:
             tensor_ranks=natural(value.get("tensor_ranks", 1)),
             ranks=[dict(each) for each in value.get("ranks", [])],
         )
-        if len(manifest.ranks) not in (0, manifest.world_size - 1):
-            raise ValueError(f"{len(manifest.ranks)} further ranks of {manifest.world_size}")
+        size, tensor = manifest.world_size, manifest.tensor_ranks
+        if not 1 <= tensor <= size or size % tensor:
+            raise ValueError(f"{tensor} tensor-parallel ranks of {size}")
+        if len(manifest.ranks) not in (0, size - 1):
+            raise ValueError(f"{len(manifest.ranks)} further ranks of {size}")
         if value["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError(f"checksums of {value['chunk_bytes']!r} bytes; they are of {CHUNK_BYTES}")
         for name in manifest.files:

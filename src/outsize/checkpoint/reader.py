@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -13,18 +13,14 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
-from outsize.checkpoint.files import DataReader, naming, read_manifest
+from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.joint import Cut, own_name
 from outsize.checkpoint.library import require_safetensors
-from outsize.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    ParameterRecord,
-)
+from outsize.checkpoint.manifest import MANIFEST_NAME, ParameterRecord
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.checkpoint.rng import check_rng
-from outsize.checkpoint.shelf import checkpoints_in, incomplete_in
+from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in
 from outsize.checkpoint.values import decode, from_inline
 from outsize.checkpoint.writer import EXTRA_FILE, MODEL_FILE
 from outsize.move.memory import HostBuffer
@@ -62,6 +58,8 @@ def find_checkpoint(path: Path) -> Path:
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(path))
     for entry in incomplete_in(folder):
         logger.warning("passed over %s: it has no manifest, so it was never completed", entry)
+    for entry in damaged_in(folder):
+        logger.warning("passed over %s: its manifest is damaged", entry)
     for shelved in checkpoints_in(folder):
         try:
             open_manifest(shelved.path)[1].close()
@@ -77,23 +75,15 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
-    """The manifest and the files behind it, whose lengths are checked. Raises `ValueError` that names what is wrong."""
-    file = folder / MANIFEST_NAME
-    with naming(folder, "opening"):
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def _naming_damage(folder: Path) -> Iterator[None]:
+    """Whatever a damaged checkpoint leads to is a `ValueError` that names it."""
     try:
-        content = read_manifest(file, folder=held)
-        try:
-            manifest = Manifest.from_text(content.decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{file} {error}") from error
-        return manifest, DataReader(folder, manifest, held)
-    except BaseException:
-        os.close(held)
+        yield
+    except (OSError, ImportError):
         raise
+    except Exception as error:
+        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 @final
@@ -114,36 +104,37 @@ class Checkpoint:
     ) -> None:
         """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
-        self._rank, self._ranks, self._tensor_ranks = rank, ranks, tensor_ranks
+        self._rank = rank
         self._codecs = codecs
         self._cuts = cuts or {}
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
+        if (self.manifest.world_size, self.manifest.tensor_ranks) != (ranks, tensor_ranks):
+            self._rank = 0  # what one rank had of its own belongs to nobody in particular any more
         try:
-            self._decode(folder)
-        except BaseException as error:
+            others = {own_name(name, of) for name in (MODEL_FILE, EXTRA_FILE) for of in (0, self._rank)}
+            self.data.verify(files=sorted(others & self.manifest.files.keys()))
+            with _naming_damage(folder):
+                self._decode()
+        except BaseException:
             self.data.close()
-            if not isinstance(error, Exception) or isinstance(error, (OSError, ImportError)):
-                raise
-            raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+            raise
 
     def verify(self, weights: bool, state: bool) -> None:
-        """Compare all that is going to be read with its checksums. Raises `ValueError` that names file and chunk."""
+        """Compare the arrays that are going to be read with their checksums. Raises `ValueError` that names file and
+        chunk. The files that were decoded were compared before that."""
         regions = [record.region for record in self.manifest.buffers.values()] + self._scalar_regions
         for record in self.manifest.parameters.values():
             regions += record.weights() if weights else []
             regions += record.states() if state else []
-        others = {own_name(name, rank) for name in (MODEL_FILE, EXTRA_FILE) for rank in {0, self._rank}}
-        self.data.verify(regions, sorted(others & self.manifest.files.keys()))
+        self.data.verify(regions)
 
-    def _decode(self, folder: Path) -> None:
+    def _decode(self) -> None:
         manifest = self.manifest
         self.records = dict(manifest.parameters)
         for name, cut in self._cuts.items():
             if name in self.records and cut.fits(self.records[name].shape):
                 self.records[name] = self.records[name].of_part(cut.dim, cut.first, cut.count)
-        if (manifest.world_size, manifest.tensor_ranks) != (self._ranks, self._tensor_ranks):
-            self._rank = 0  # what one rank had of its own belongs to nobody in particular any more
         own = manifest.ranks[self._rank - 1] if self._rank else {"rng": manifest.rng, "extra": manifest.extra}
         tensors: dict[str, torch.Tensor] = {}
         extra = own_name(EXTRA_FILE, self._rank)
@@ -154,6 +145,8 @@ class Checkpoint:
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()
         self.hyper: list[dict[str, Any]] = [decode(group.hyper, from_inline) for group in groups]
+        if any(type(values) is not dict or {"params", "param_names"} & values.keys() for values in self.hyper):
+            raise ValueError("the options of a parameter group are no dict, or hold its parameters")
         self._unread = sum(file.nbytes for name, file in manifest.files.items() if name.endswith(MODEL_FILE))
         self.scalars: dict[str, dict[str, Any]] = {
             name: dict(decode(record.scalars, self._scalar))

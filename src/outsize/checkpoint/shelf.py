@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from outsize.checkpoint.files import read_manifest
+from outsize.checkpoint.files import open_manifest, read_manifest
 from outsize.checkpoint.folder import is_stranded, set_aside
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 from outsize.plan.sizes import format_bytes
@@ -21,6 +21,10 @@ from outsize.plan.sizes import format_bytes
 _HEAD_BYTES = 4096
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
 _SERIES = re.compile(r"(.*?)\d+")
+_NO_TIME = datetime.min.replace(tzinfo=timezone.utc)
+_LAST_YEAR = 8999
+"""A later time is of no clock, and what is saved next could not be newer."""
+
 _OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?((unit-.*|grads|model)\.bin|extra\.safetensors)")
 
 logger = logging.getLogger("outsize")
@@ -28,18 +32,18 @@ logger = logging.getLogger("outsize")
 
 @dataclass(frozen=True)
 class Shelved:
-    """One checkpoint folder that has a manifest. `saved_at` orders by age."""
+    """One checkpoint folder that has a manifest. `saved_at` orders by age; where it says no time that can be, it is the
+    oldest."""
 
     path: Path
-    saved_at: str
+    saved_at: datetime
 
 
 def checkpoints_in(parent: Path) -> list[Shelved]:
     """The folders with a manifest of ours, newest first. Reads their first lines only. Links are passed over."""
     found = []
     for entry in parent.iterdir() if parent.is_dir() else ():
-        hidden = entry.is_symlink() or (entry.name.startswith(".") and not is_stranded(entry))
-        saved_at = _saved_at(entry / MANIFEST_NAME) if not hidden else None
+        saved_at = _saved_at(entry / MANIFEST_NAME) if not _is_hidden(entry) else None
         if saved_at is not None:
             found.append(Shelved(entry, saved_at))
     return sorted(found, key=lambda each: (each.saved_at, each.path.name), reverse=True)
@@ -47,11 +51,36 @@ def checkpoints_in(parent: Path) -> list[Shelved]:
 
 def incomplete_in(parent: Path) -> list[Path]:
     """Folders that look like checkpoints and have no manifest: a save that never ended, or a copy that was cut off."""
+    return [entry for entry in _lookalikes(parent) if not os.path.lexists(entry / MANIFEST_NAME)]
+
+
+def damaged_in(parent: Path) -> list[Path]:
+    """Folders that look like checkpoints and whose manifest does not even begin as one: nobody knows how old they are,
+    and nothing removes them."""
+    return [entry for entry in _lookalikes(parent) if not _is_hidden(entry) and _has_damaged_manifest(entry)]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it holds a manifest of ours, be it damaged."""
+    return _saved_at(folder / MANIFEST_NAME) is not None or (_has_data(folder) and _has_damaged_manifest(folder))
+
+
+def _lookalikes(parent: Path) -> list[Path]:
     return sorted(
-        entry
-        for entry in (parent.iterdir() if parent.is_dir() else ())
-        if entry.is_dir() and not (entry / MANIFEST_NAME).exists() and any(entry.glob("unit-*.bin"))
+        entry for entry in (parent.iterdir() if parent.is_dir() else ()) if entry.is_dir() and _has_data(entry)
     )
+
+
+def _has_data(folder: Path) -> bool:
+    return any(folder.glob("unit-*.bin"))
+
+
+def _has_damaged_manifest(folder: Path) -> bool:
+    return os.path.lexists(folder / MANIFEST_NAME) and _saved_at(folder / MANIFEST_NAME) is None
+
+
+def _is_hidden(entry: Path) -> bool:
+    return entry.is_symlink() or (entry.name.startswith(".") and not is_stranded(entry))
 
 
 def check_in_series(target: Path, keep: int) -> None:
@@ -64,7 +93,7 @@ def check_in_series(target: Path, keep: int) -> None:
 
 
 def no_longer_kept(target: Path, keep: int | None) -> list[Path]:
-    """What goes once `target` is complete: the oldest of its series beyond `keep`, itself included.
+    """What goes once `target` is complete: the oldest of its series beyond `keep` whole ones, itself included.
 
     A series are the folders of one directory whose names differ in their last digits only: step-100, step-200.
     """
@@ -72,7 +101,27 @@ def no_longer_kept(target: Path, keep: int | None) -> list[Path]:
         return []
     check_in_series(target, keep)
     same = [each for each in checkpoints_in(target.parent) if _stem(each.path.name) == _stem(target.name)]
-    return without_foreign([each.path for each in same if each.path != target][keep - 1 :])
+    return without_foreign(beyond([each.path for each in same if each.path != target], keep - 1))
+
+
+def beyond(checkpoints: Iterable[Path], keep: int) -> list[Path]:
+    """Those that are older than the `keep` newest that can be opened: one that is damaged takes the place of none.
+
+    `checkpoints` are newest first.
+    """
+    older = iter(checkpoints)
+    while keep and (path := next(older, None)) is not None:
+        if _opens(path):
+            keep -= 1
+    return list(older)
+
+
+def _opens(folder: Path) -> bool:
+    try:
+        open_manifest(folder)[1].close()
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
@@ -95,14 +144,22 @@ def _stem(name: str) -> str | None:
     return found[1] if found else None
 
 
-def _saved_at(manifest: Path) -> str | None:
-    """When it was saved, out of the first lines of a manifest; None if it is not one of ours."""
+def _saved_at(manifest: Path) -> datetime | None:
+    """When it was saved, out of the first lines of a manifest; None if they are not those of one of ours."""
     try:
         head = read_manifest(manifest, _HEAD_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None
     found = _SAVED_AT.search(head)
-    return found[1] if found is not None and FORMAT in head else None
+    return _time(found[1]) if found is not None and FORMAT in head else None
+
+
+def _time(text: str) -> datetime:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return _NO_TIME
+    return time if time.tzinfo is not None and time.year <= _LAST_YEAR else _NO_TIME
 
 
 def set_all_aside(checkpoints: Iterable[Path]) -> list[Path]:
@@ -123,9 +180,8 @@ def next_saved_at(parent: Path) -> str:
     """The time, or just after the newest checkpoint of the directory where the clock was set back."""
     now = datetime.now(timezone.utc)
     for newest in checkpoints_in(parent)[:1]:
-        with suppress(ValueError, TypeError):
-            now = max(now, datetime.fromisoformat(newest.saved_at) + timedelta(microseconds=1))
-    return now.isoformat(timespec="microseconds")
+        now = max(now, newest.saved_at + timedelta(microseconds=1))
+    return now.astimezone(timezone.utc).isoformat(timespec="microseconds")
 
 
 def given_back(going: Iterable[Path]) -> dict[int, int]:

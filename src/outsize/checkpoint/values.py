@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 MAX_DEPTH = 64
+MAX_INT_BITS = 2048
+"""Python turns integers of this size into text and back whatever its limit on digits (640 at least)."""
+
 INLINE_NUMEL = 256
 """Elements of a tensor that may stand in the manifest itself: a step count, a learning rate."""
 
@@ -37,6 +40,8 @@ def encode(value: Any, path: str, tensor: TensorToJson) -> Any:
 def _encode(value: Any, path: str, tensor: TensorToJson, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep, or holds itself; it cannot be saved")
+    if type(value) is int and value.bit_length() > MAX_INT_BITS:
+        raise ValueError(f"{path} is an integer of {value.bit_length()} bits; at most {MAX_INT_BITS} can be saved")
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -61,6 +66,8 @@ def _encode_dict(value: dict[Any, Any], path: str, tensor: TensorToJson, depth: 
     for key in value:
         if type(key) not in (str, int, bool):
             raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be str or int")
+        if type(key) is int:
+            _encode(key, f"a key of {path}", tensor, depth)
     pairs = [(key, _encode(each, f"{path}[{key!r}]", tensor, depth + 1)) for key, each in value.items()]
     if type(value) is Counter:
         return {"$counter": [list(pair) for pair in pairs]}

@@ -67,6 +67,8 @@ class Extra:
             require_safetensors("outsize.save with tensors in extra")
 
     def _keep(self, path: str, tensor: torch.Tensor) -> str:
+        if tensor.dtype is torch.complex128:
+            raise TypeError(f"{path} is a tensor of {tensor.dtype}, which safetensors cannot store; convert it first")
         self.tensors[path] = tensor
         return path
 
@@ -150,11 +152,11 @@ class UnfinishedCheckpoint:
         self._snapshot = snapshot
         self._grads = FilePlan(own_name(GRADS_FILE, snapshot.rank))
         self._model = ModelFile(own_name(MODEL_FILE, snapshot.rank))
-        self._folder = _new_folder(target, snapshot.peers)
         self._parts: list[Part] = []
         self._files: dict[str, FileRecord] = {}
         self._frozen: list[Generations] = []  # by this save
         self._linked: list[Generation] = []
+        self._folder = _new_folder(target, snapshot.peers)
         try:
             self._plans = [_UnitPlan(shard, snapshot, self._grads, self._model) for shard in snapshot.shards]
             places = [plan.places for plan in self._plans]
@@ -429,7 +431,12 @@ def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
         made.append(NewFolder(target))
         return made[0].path
 
-    path = folder_of(peers, make)
+    try:
+        path = folder_of(peers, make)
+    except BaseException:
+        for each in made:
+            each.abandon()
+        raise
     return made[0] if made else NewFolder.of_another_rank(target, path)
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from outsize.api.saving import MASTERS
-from outsize.checkpoint.files import DataReader
+from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import remove_leftovers
 from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
-from outsize.checkpoint.reader import open_manifest
-from outsize.checkpoint.shelf import checkpoints_in, incomplete_in, remove_all, set_all_aside, without_foreign
+from outsize.checkpoint.shelf import (
+    beyond,
+    checkpoints_in,
+    damaged_in,
+    incomplete_in,
+    remove_all,
+    set_all_aside,
+    without_foreign,
+)
 from outsize.cli.job import DTYPES
 from outsize.formats.stored import stored_weights
 from outsize.formats.weights import merged_folder, write_shards
@@ -34,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--max-shard-size", default="5GB", help="bytes of one file, such as 500MB (default: 5GB)")
     prune = actions.add_parser("prune", help="remove all but the newest checkpoints of a directory")
     prune.add_argument("path", type=Path, help="a directory of checkpoints")
-    prune.add_argument("--keep", type=int, required=True, help="how many complete checkpoints stay")
+    prune.add_argument(
+        "--keep", type=int, required=True, help="how many complete checkpoints stay, damaged ones not counted"
+    )
     prune.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
 
 
@@ -43,29 +53,33 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _found(path: Path) -> list[Path]:
-    """A checkpoint itself, or those of a directory, newest first. Raises `FileNotFoundError` where there are none."""
+def _found(path: Path, incomplete: Sequence[Path] = ()) -> list[Path]:
+    """A checkpoint itself, or those of a directory, newest first, and at the end those with a damaged manifest.
+
+    Raises `FileNotFoundError` where there are none, nor any incomplete ones.
+    """
     if (path / MANIFEST_NAME).is_file():
         return [path]
-    found = [each.path for each in checkpoints_in(path)]
-    if not found:
+    found = [*(each.path for each in checkpoints_in(path)), *damaged_in(path)]
+    if not found and not incomplete:
         raise FileNotFoundError(f"{path}: there is no checkpoint")
     return found
 
 
 def _ls(args: argparse.Namespace) -> int:
     rows = [("checkpoint", "saved (UTC)", "steps", "parameters", "size", "state")]
-    for path in _found(args.path):
+    incomplete = [] if (args.path / MANIFEST_NAME).is_file() else incomplete_in(args.path)
+    for path in _found(args.path, incomplete):
         try:
             manifest, data = open_manifest(path)
             data.close()
             rows.append(_row(path, manifest))
         except (ValueError, OSError) as error:
             rows.append((path.name, "", "", "", "", f"damaged: {error}"))
-    if not (args.path / MANIFEST_NAME).is_file():
-        rows += [(path.name, "", "", "", "", "incomplete: no manifest") for path in incomplete_in(args.path)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
+    rows += [(path.name, "", "", "", "", "incomplete: no manifest") for path in incomplete]
+    cells = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(5)]
+    for row in cells:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip())
     return 0
 
@@ -82,6 +96,11 @@ def _row(path: Path, manifest: Manifest) -> tuple[str, str, str, str, str, str]:
         format_bytes(size),
         f"complete, {optimizer.kind if optimizer is not None else 'no optimizer'}",
     )
+
+
+def _printable(text: str) -> str:
+    """A manifest may hold what a terminal obeys, or cannot print."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -126,7 +145,7 @@ def _prune(args: argparse.Namespace) -> int:
         raise ValueError(f"--keep is {args.keep}; at least one checkpoint stays")
     if not args.path.is_dir():
         raise FileNotFoundError(f"{args.path}: there is no such directory")
-    outdated = without_foreign(each.path for each in checkpoints_in(args.path)[args.keep :])
+    outdated = without_foreign(beyond((each.path for each in checkpoints_in(args.path)), args.keep))
     for path in outdated:
         print(f"{'would remove' if args.dry_run else 'removed'} {path}")
     if not args.dry_run:

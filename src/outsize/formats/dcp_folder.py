@@ -1,8 +1,9 @@
 """A folder of `torch.distributed.checkpoint`, opened for reading: its metadata runs no code, its tensors come singly.
 
 torch does the file work. Three things are ours: the metadata, which torch unpickles without restriction, is read by
-`dcp_metadata`; plain values load as weights only; and nothing is read from a place that was not checked. Importing this
-module imports `torch.distributed.checkpoint`, which takes seconds.
+`dcp_metadata`; plain values load as weights only; and nothing is read from a place that was not checked, nor from an
+archive that `dcp_archive` has not looked into. Importing this module imports `torch.distributed.checkpoint`, which
+takes seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, final
@@ -27,11 +29,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 
+from outsize.checkpoint.files import naming
 from outsize.formats.dcp import METADATA_NAME, is_dcp
+from outsize.formats.dcp_archive import archive_at, check_records, check_tensor, reason_of
 from outsize.formats.dcp_metadata import read_metadata, shown
 
 LARGEST_VALUE = 1 << 20
-"""Bytes of a plain value: a learning rate, a list of parameter names."""
+"""Bytes of a plain value (a learning rate, a list of parameter names), and of what an archive has beside its tensor."""
+
+LARGEST_TANGLE = 1 << 20
+"""Pairs of pieces of one tensor that no cut through all of it parts. Those of a grid are all parted."""
 
 TAKES_NO_DIST = "no_dist" in inspect.signature(load).parameters
 """Whether torch's `load` and `save` can be told to run in this process alone; in torch 2.6 their forerunners can."""
@@ -44,6 +51,8 @@ _WARNINGS = (
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""(offsets, sizes)"""
 
 
 @final
@@ -81,24 +90,25 @@ class DcpFolder:
         return tuple(place[:-1]) if isinstance(place, (tuple, list)) else ()
 
     def check(self, keys: Iterable[str]) -> None:
-        """Raise unless the files have all bytes of these entries, in regular files of this folder.
+        """Raise unless the files have all bytes of these entries, in regular files of this folder and sound archives.
 
-        `ValueError` that names the file, or `FileNotFoundError`.
+        `ValueError` that names the file, or `FileNotFoundError`. All bytes are read; memory: the piece at hand.
         """
+        value_bytes = 0
         for key in keys:
             with self._sound():
                 if key in self.values:
-                    length = self._check_piece(key, None)
-                    if length > LARGEST_VALUE:
-                        raise ValueError(f"{key!r} has {length} bytes, too many for a plain value")
+                    value_bytes += self._check_piece(key)
+                    if value_bytes > sum(self._lengths.values()):
+                        raise ValueError(f"the values up to {key!r} are more bytes than the files that hold them")
                     continue
-                shape, _ = self.tensors[key]
+                shape, dtype = self.tensors[key]
                 boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in self._record(key).chunks]
                 if not _fills(shape, boxes):
                     raise ValueError(f"the pieces of {key!r} do not make up the whole tensor")
                 for offsets, sizes in boxes:
                     if prod(sizes):
-                        self._check_piece(key, offsets)
+                        self._check_piece(key, offsets, sizes, dtype)
 
     def tensor(self, key: str) -> torch.Tensor:
         """The whole tensor on the CPU, put together from its pieces. Memory: twice its bytes while it is read."""
@@ -130,14 +140,17 @@ class DcpFolder:
             raise
         except Exception as error:
             names = ", ".join(sorted(wanted)[:3])
-            raise ValueError(f"{self.folder} is damaged at {names}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{self.folder} is damaged at {names}: {reason_of(error)}") from error
 
     def _record(self, key: str) -> TensorStorageMetadata:
         record = self._metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
         return record
 
-    def _check_piece(self, key: str, offsets: Shape | None) -> int:
+    def _check_piece(
+        self, key: str, offsets: Shape | None = None, sizes: Shape = (), dtype: torch.dtype | None = None
+    ) -> int:
+        """The bytes of a piece of a tensor, or of a plain value where no `dtype` is given."""
         info = self._metadata.storage_data[MetadataIndex(key, offsets)]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{key!r} went through {shown(info.transform_descriptors)}, which outsize does not undo")
@@ -149,6 +162,16 @@ class DcpFolder:
             raise ValueError(
                 f"{name!r} has {nbytes} bytes and {key!r} lies at {first} to {first + length} of it: the file was cut"
             )
+        if length > LARGEST_VALUE + (prod(sizes) * dtype.itemsize if dtype is not None else 0):
+            raise ValueError(f"{key!r} has {length} bytes, too many for {'a value' if dtype is None else 'its tensor'}")
+        with naming(self.folder / name, f"reading {key!r}"), open(self.folder / name, "rb") as file:
+            archive = archive_at(file.fileno(), first, length)
+            try:
+                check_records(archive, length)
+                if dtype is not None:
+                    check_tensor(archive, sizes, dtype)
+            except ValueError as error:
+                raise ValueError(f"{key!r} at {first} of {name!r}: {error}") from error
         return length
 
     def _length_of(self, name: str) -> int:
@@ -181,7 +204,7 @@ def _dtype(record: TensorStorageMetadata) -> torch.dtype:
     return dtype
 
 
-def _fills(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+def _fills(shape: Shape, boxes: Sequence[Box]) -> bool:
     """Whether the boxes (offsets, sizes) lie in the tensor, apart from each other, and make up all of it."""
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
@@ -190,16 +213,34 @@ def _fills(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
             return False
     if sum(prod(sizes) for _, sizes in boxes) != prod(shape):
         return False
-    active: list[tuple[Shape, Shape]] = []  # those that reach past where the sweep along the first dimension stands
-    for box in sorted(box for box in boxes if prod(box[1])):
-        active = [other for other in active if shape and other[0][0] + other[1][0] > box[0][0]]
-        if any(_overlap(box, other) for other in active):
-            return False
-        active.append(box)
-    return True
+    return _apart([box for box in boxes if prod(box[1])], len(shape))
 
 
-def _overlap(one: tuple[Shape, Shape], other: tuple[Shape, Shape]) -> bool:
+def _apart(boxes: list[Box], ndim: int) -> bool:
+    """Whether no two boxes overlap. Cuts through all of them part those that need not be compared."""
+    groups = [boxes]
+    for dim in 2 * list(range(ndim)):
+        groups = [slab for group in groups for slab in _slabs(group, dim)]
+    if sum(len(group) * (len(group) - 1) for group in groups) > 2 * LARGEST_TANGLE:
+        raise ValueError("a tensor is in pieces that are no grid, and too many to be told apart")
+    return not any(_overlap(*pair) for group in groups for pair in combinations(group, 2))
+
+
+def _slabs(boxes: list[Box], dim: int) -> Iterator[list[Box]]:
+    """The boxes between one cut across the dimension and the next."""
+    slab: list[Box] = []
+    reach = 0
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        if slab and box[0][dim] >= reach:
+            yield slab
+            slab = []
+        slab.append(box)
+        reach = max(reach, box[0][dim] + box[1][dim])
+    if slab:
+        yield slab
+
+
+def _overlap(one: Box, other: Box) -> bool:
     return all(
         low < start + size and start < low + length
         for low, length, start, size in zip(one[0], one[1], other[0], other[1], strict=True)

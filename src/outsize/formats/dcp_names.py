@@ -82,7 +82,14 @@ def find_model(folder: DcpFolder, live: Live, aliases: Mapping[str, str], label:
         "unexpected weights": _unexpected(folder, prefix, keys.values(), called),
     }
     problems = [noted for what, names in one_sided.items() for noted in _noted(what, names)] if strict else []
-    problems += _different(folder, wanted, keys)
+    # A tied parameter is loaded from one name; under the others, where the folder has them, it must fit too.
+    others = {each: name for each, name in called.items() if prefix + each in folder.tensors}
+    others = {each: name for each, name in others.items() if keys[name] != prefix + each}
+    problems += _different(
+        folder,
+        wanted | {each: wanted[name] for each, name in others.items()},
+        keys | {each: prefix + each for each in others},
+    )
     if problems:
         where = f"under {prefix!r}" if prefix else "at the top"
         raise ValueError(

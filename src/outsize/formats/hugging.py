@@ -82,7 +82,14 @@ def open_safetensors(
     if strict:
         _check_names(folder, one_sided)
     weights = {name: stored[chosen[name]] for name in names}
-    _check_weights(folder, weights, live, buffers)
+    # A tied parameter is loaded from one name; under the others, where the folder has them, it must fit too.
+    further = {alias: name for alias, name in aliases.items() if alias in stored and chosen.get(name, alias) != alias}
+    _check_weights(
+        folder,
+        weights | {alias: stored[alias] for alias in further},
+        live | {alias: live[name] for alias, name in further.items()},
+        buffers,
+    )
     return SafetensorsWeights(weights, {what: found for what, found in one_sided.items() if found})
 
 
@@ -272,6 +279,8 @@ def _read_header(path: Path) -> dict[str, StoredWeight]:
         if nbytes < LENGTH_BYTES or length > min(nbytes - LENGTH_BYTES, MAX_HEADER_BYTES):
             raise ValueError(f"a file of {nbytes} bytes has no header of {length}")
         header = json.loads(file.read(length), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)  # free text
         begin = LENGTH_BYTES + length
         spans = sorted((_span(name, record), name) for name, record in header.items())

@@ -21,6 +21,7 @@ import torch
 
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
+from outsize.checkpoint.shelf import is_checkpoint
 from outsize.formats.pieces import SLAB_BYTES, NamedWeight, Piece, TypedPiece, drain_all
 from outsize.move.disk import Engine, StripedFile, open_engine
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
@@ -283,6 +284,8 @@ def merged_folder(target: Path) -> Iterator[Path]:
     """
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the export; choose another path", str(target))
+    if is_checkpoint(target):
+        raise FileExistsError(errno.EEXIST, "the folder holds a checkpoint; export into another one", str(target))
     exists = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     # Inside an existing folder, since that may be a file system of its own.
