@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.checkpoint import writer
+from outsize.checkpoint.manifest import sealed
 from outsize.formats import weights as exported_weights
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
@@ -111,6 +112,74 @@ def test_going_on_from_a_checkpoint_is_exact(large: bool, tmp_path: Path) -> Non
     for one, other in zip(before, after, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             assert_equal(mine, theirs)
+
+
+class Runs(nn.Module):
+    """Its buffers follow what its rank has seen: one that persists, one that does not, and the same mask on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(48)
+        self.lin = nn.Linear(48, 8)
+        self.register_buffer("seen", torch.zeros(48), persistent=False)
+        self.register_buffer("mask", torch.ones(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lin((self.norm(x) - self.seen.clone()) * self.mask)
+        if self.training:
+            self.seen.lerp_(x.detach().mean(0), 0.2)
+        return out
+
+
+def go_on_with_buffers(stage: int, mesh: tuple[int, ...], disk: str, load: bool) -> tuple[list[float], list[Tensor]]:
+    """(losses of this rank after the checkpoint, its buffers at its time)."""
+    torch.manual_seed(3)
+    model = Runs()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fields = fields_of(Setting(stage, "host"), disk)
+    outsize.prepare(model, optimizer, **fields, **({"mesh": init_device_mesh("cpu", mesh)} if mesh else {}))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    losses, steps = [], range(3, 5) if load else range(5)
+    if load:
+        outsize.load(f"{disk}/ckpt", model, optimizer)
+        buffers = [value.clone() for value in model.buffers()]
+    for step in steps:
+        if step == 3 and not load:
+            outsize.save(f"{disk}/ckpt", model, optimizer)
+            buffers = [value.clone() for value in model.buffers()]
+        x, y = batch(step, rank)
+        loss = nn.functional.mse_loss(model(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses[-2:], buffers
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_gets_its_own_buffers_back(stage: int, tmp_path: Path) -> None:
+    before = run_on_ranks(2, go_on_with_buffers, stage, (), str(tmp_path), False)
+    assert not torch.equal(before[0][1][0], before[1][1][0])
+    after = run_on_ranks(2, go_on_with_buffers, stage, (), str(tmp_path), True)
+    for (losses, buffers), (again, restored) in zip(before, after, strict=True):
+        assert losses == again
+        assert all(torch.equal(one, other) for one, other in zip(buffers, restored, strict=True))
+    manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
+    assert sorted(manifest["ranks"][0]["buffers"]) == ["norm.running_mean", "norm.running_var", "seen"]
+    for _, restored in run_on_ranks(3, go_on_with_buffers, stage, (), str(tmp_path), True):  # another number of ranks
+        assert all(torch.equal(one, other) for one, other in zip(before[0][1], restored, strict=True))
+
+
+def test_buffers_of_another_rank_that_do_not_fit_are_damage(tmp_path: Path) -> None:
+    run_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), False)
+    file = tmp_path / "ckpt" / "manifest.json"
+    content = json.loads(file.read_text())
+    content["ranks"][0]["buffers"]["seen"]["shape"] = [8]
+    content.pop("crc32c")
+    file.write_text(sealed(json.dumps(content, indent=2)))
+    first, second = ends_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), True)
+    assert "outsize.load: rank 1 failed" in str(first.error), first.trace
+    assert "buffer 'seen' of rank 1 has another shape" in str(second.error), second.trace
 
 
 def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[dict[str, Tensor]]:

@@ -355,7 +355,7 @@ REFUSALS = {
     "other names": "split over the mesh dimension 'tp', which mesh does not name",
     "pipeline": "outsize takes data-parallel ones",
     "another part": "lies on the ranks",
-    "fully_shard": "'data'",
+    "fully_shard": "do not wrap",
 }
 
 

@@ -42,7 +42,7 @@ from outsize.checkpoint.writer import (
 )
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
-from outsize.move.generations import Generations
+from outsize.move.generations import Generations, crc32c_of
 from outsize.optim.rules import join_master, split_master
 from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
@@ -108,6 +108,7 @@ def save(
     stored, outdated, saved_at, record = found
     if reduction is not None and peers is not None:
         in_all_copies(reduction.ranks, partial(_check_same_name, peers, target), "save")
+        buffers = _not_those_of_the_first(peers, buffers)
         reduction.complete()
     settle(prepared)
     # What is whole on every data-parallel rank is saved by the first.
@@ -118,7 +119,7 @@ def save(
         shards=shards,
         grads=_gradients(prepared) if optimizer is not None else {},
         held=_held(prepared) if optimizer is not None else {},
-        buffers=buffers if first else {},
+        buffers=buffers,
         optimizer=record,
         rng=capture_rng(prepared.config.compute_device),
         extra=stored,
@@ -175,6 +176,23 @@ def cuts_of(prepared: Prepared) -> dict[str, Cut]:
     """The parts that this rank has of the parameters that tensor parallelism has split."""
     found = {name: part_of(param) for name, param in prepared.survey.parameters.items()}
     return {name: Cut(*part) for name, part in found.items() if part is not None}
+
+
+def _not_those_of_the_first(
+    peers: JobPeers, buffers: dict[str, tuple[torch.Tensor, bool]]
+) -> dict[str, tuple[torch.Tensor, bool]]:
+    """The buffers that this rank saves: the first one all, each other one those whose values are its own."""
+    sums = {
+        name: (tuple(value.shape), str(value.dtype), crc32c_of(value.resolve_conj().resolve_neg()))
+        for name, (value, _) in buffers.items()
+    }
+    firsts: dict[str, tuple[Any, ...]] = peers.exchange(sums)[0]
+    own = {
+        name
+        for name, found in sums.items()
+        if name in firsts and firsts[name][:2] == found[:2] and firsts[name] != found
+    }
+    return {name: each for name, each in buffers.items() if not peers.rank or name in own}
 
 
 def _check_same_name(peers: JobPeers, target: Path) -> None:

@@ -227,7 +227,7 @@ class Manifest:
     world_size: int = 1
     tensor_ranks: int = 1
     ranks: Sequence[Any] = ()
-    """Of the ranks but the first: {"rng": ..., "extra": ...} each."""
+    """Of the ranks but the first: {"rng": ..., "extra": ...} each, and "buffers" where some are not the first one's."""
 
     def to_text(self) -> str:
         content = {

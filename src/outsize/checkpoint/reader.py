@@ -17,7 +17,7 @@ from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.joint import Cut, own_name
 from outsize.checkpoint.library import require_safetensors
-from outsize.checkpoint.manifest import MANIFEST_NAME, ParameterRecord
+from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, ParameterRecord
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.checkpoint.rng import check_rng
 from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in
@@ -123,7 +123,7 @@ class Checkpoint:
     def verify(self, weights: bool, state: bool) -> None:
         """Compare the arrays that are going to be read with their checksums. Raises `ValueError` that names file and
         chunk. The files that were decoded were compared before that."""
-        regions = [record.region for record in self.manifest.buffers.values()] + self._scalar_regions
+        regions = [record.region for record in self.buffers.values()] + self._scalar_regions
         for record in self.manifest.parameters.values():
             regions += record.weights() if weights else []
             regions += record.states() if state else []
@@ -136,6 +136,15 @@ class Checkpoint:
             if name in self.records and cut.fits(self.records[name].shape):
                 self.records[name] = self.records[name].of_part(cut.dim, cut.first, cut.count)
         own = manifest.ranks[self._rank - 1] if self._rank else {"rng": manifest.rng, "extra": manifest.extra}
+        self.buffers = dict(manifest.buffers)
+        for name, value in own.get("buffers", {}).items():
+            record, firsts = BufferRecord.from_json(value), manifest.buffers[name].region
+            manifest.check(record.region)
+            if (record.region.shape, record.region.dtype) != (firsts.shape, firsts.dtype):
+                raise ValueError(
+                    f"buffer {name!r} of rank {self._rank} has another shape or dtype than the first rank's"
+                )
+            self.buffers[name] = record
         tensors: dict[str, torch.Tensor] = {}
         extra = own_name(EXTRA_FILE, self._rank)
         if extra in manifest.files:

@@ -76,7 +76,7 @@ class Extra:
 @dataclass(frozen=True)
 class Snapshot:
     """What a checkpoint holds. The shards are settled; `held` are the gradients that a delayed update holds
-    back; `buffers` maps names to (values, persistent)."""
+    back; `buffers` maps names to (values, persistent): on a further rank those that differ from the first one's."""
 
     shards: Sequence[UnitShard]
     grads: Mapping[str, GradAtRest]
@@ -271,6 +271,8 @@ class UnfinishedCheckpoint:
                 sync(self._folder.path)
             records = dict(Records(self._plans))
             aside = {"rng": self._rng, "extra": self._snapshot.extra.encoded}
+            if peers.rank and self._buffers:
+                aside["buffers"] = {name: record.to_json() for name, record in self._buffers.items()}
             return RankPart(self._files, records, self._snapshot.shapes, aside, self._snapshot.cuts)
 
         def publish() -> Path | None:
