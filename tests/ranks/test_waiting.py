@@ -235,6 +235,17 @@ def test_weights_that_one_rank_cannot_load_are_loaded_by_none(
     assert str(second.value).startswith("ValueError"), second.trace
 
 
+def loads_what_is_not_there(disk: str) -> None:
+    model, optimizer = make(HOST)
+    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    outsize.load(f"{disk}/nowhere", model, optimizer)
+
+
+def test_a_checkpoint_that_is_not_there_is_no_other_ranks_fault(tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, loads_what_is_not_there, str(tmp_path)):
+        assert end.kind == "FileNotFoundError" and "nowhere" in str(end.error), end.trace
+
+
 def loads_what_was_just_saved(behind: bool, disk: str) -> None:
     """With copies of the model, of which the first alone saves."""
     if behind:

@@ -80,8 +80,9 @@ def together(peers: Peers, own: Callable[[], Any], what: str) -> list[Any]:
         every = peers.exchange((peers.name, said, value))
     except Exception as ended:  # the others cannot go on without this one
         raise ended if error is None else error from ended
-    gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first
-    if error is not None and not gone:
+    gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first, unless all miss it
+    all_gone = all((other or "").startswith(FileNotFoundError.__name__) for _, other, _ in every)
+    if error is not None and (not gone or all_gone):
         raise error
     for name, other, _ in every:
         if other is not None and name != peers.name:
