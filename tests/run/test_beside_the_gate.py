@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.run.grads import RestingGrad
-from tests.conftest import Block, Stack, Workshop, adamw, batches, prepared, squared_error
+from tests.conftest import Block, Stack, Workshop, adamw, batches, prepared, squared_error, train
 
 NAME = "model.safetensors"
 
@@ -211,3 +211,213 @@ def test_a_fetch_that_finds_no_memory_may_be_tried_again(workshop: Workshop, mon
         model(x)
     monkeypatch.setattr(type(buffer), "_grow", grow)
     assert squared_error(model, (x, y)).item() == expected
+
+
+# -- TorchScript ---------------------------------------------------------------------------------------------------
+
+ignores_its_deprecation = pytest.mark.filterwarnings("ignore:.*torch.jit")
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+class ScriptedNorm(nn.Module):
+    """A norm whose arithmetic is a function of TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16) + 0.5)
+        self.apply_norm = [torch.jit.script(rms)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.apply_norm[0](x, weight=self.weight)
+        return out
+
+    def __deepcopy__(self, memo: Any) -> ScriptedNorm:
+        copied = ScriptedNorm()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+def scripted_norms() -> nn.Module:
+    model = Stack(depth=3)
+    for block in model.blocks:
+        block.norm = ScriptedNorm()
+    return model
+
+
+@ignores_its_deprecation
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_scripted_functions_of_parameters_train_as_in_torch(workshop: Workshop, tier: str, activations: str) -> None:
+    pair = workshop.pair(scripted_norms, tier=tier, activations=activations)
+    trace = train(pair.model, pair.optimizer, batches(5))  # first, before TorchScript has optimized the function
+    trace.close_to(train(pair.plain, pair.plain_optimizer, batches(5)))
+    pair.check()
+
+
+def add_residual(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return residual + torch.tanh(x + bias)
+
+
+class EndsScripted(Block):
+    """A block whose last operation that saves anything is in a function of TorchScript."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.linear(torch.tanh(self.up(self.norm(x))), self.down.weight)
+        out: Tensor = torch.jit.script(add_residual)(hidden, self.down.bias, x)
+        return out
+
+
+@ignores_its_deprecation
+def test_a_recomputation_may_end_in_a_scripted_function(workshop: Workshop, tier: str) -> None:
+    if tier == "device":
+        pytest.skip("nothing passes the gate there: torch's own checkpointing of such a layer fails")
+    pair = workshop.pair(
+        lambda: nn.Sequential(*(EndsScripted(16, 40) for _ in range(3)), nn.Linear(16, 4)),
+        tier=tier,
+        activations="recompute",
+    )
+    pair.train(batches(4))
+
+
+@ignores_its_deprecation
+def test_a_scripted_function_of_a_parameter_at_rest_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(scripted_norms, tier="squeezed")
+    x = torch.randn(4, 16)
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.norm\.weight' is at rest"):
+        torch.jit.script(rms)(x, pair.model.blocks[0].norm.weight)
+    assert torch.equal(torch.jit.script(rms)(x, torch.ones(16)), rms(x, torch.ones(16)))
+
+
+@ignores_its_deprecation
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_scripted_modules_with_parameters_that_move_are_refused(workshop: Workshop, kind: str) -> None:
+    plain = nn.Linear(16, 40)
+    model = Stack()
+    model.blocks[1].up = torch.jit.script(plain) if kind == "script" else torch.jit.trace(plain, torch.randn(2, 16))
+    with pytest.raises(ValueError, match=r"module 'blocks\.1\.up' is of TorchScript .* use the plain module"):
+        workshop.prepare(model, adamw(model), "disk")
+    assert type(model.head.weight) is nn.Parameter
+
+
+# -- what reads values without an operation ------------------------------------------------------------------------
+
+
+class Unwrapped(nn.Module):
+    """Sees its weight as a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(F.linear(x, layer.weight.as_subclass(Tensor), layer.bias))
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_as_subclass_keeps_the_guard(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(Unwrapped, tier=tier, activations="keep")
+    pair.train(batches(4))
+    if tier == "squeezed":
+        with pytest.raises(RuntimeError, match="'as_subclass' needs its values"):
+            pair.model.head.weight.as_subclass(Tensor)
+        with outsize.gathered(pair.model), pytest.raises(TypeError, match="cannot be seen as Own"):
+            pair.model.head.weight.as_subclass(type("Own", (Tensor,), {}))
+
+
+def test_vmap_over_a_parameter_at_rest_says_what_to_do(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="squeezed")
+    with pytest.raises(RuntimeError, match=r"torch.vmap takes 'head.weight' apart .*pass a copy"):
+        torch.vmap(lambda row: row.sum())(pair.model.head.weight)
+
+
+def test_a_parameter_cannot_be_swapped_with_another_tensor(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with pytest.raises(RuntimeError, match=r"'head.bias' is managed by outsize, so it cannot be swapped"):
+        torch.utils.swap_tensors(pair.model.head.bias, nn.Parameter(torch.ones(4)))
+    pair.train(batches(2))
+
+
+def test_a_hook_on_several_gradients_needs_no_values_and_runs(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    called = []
+    for model, _ in pair.both:
+        params = [model.head.weight, model.blocks[0].up.bias]
+        handle = torch.autograd.graph.register_multi_grad_hook(params, lambda grads: called.append(len(grads)))
+        squared_error(model, batches(1)[0]).backward()
+        handle.remove()
+    assert called == [2, 2]
+
+
+def test_a_view_of_a_parameter_is_one_node_of_the_graph(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    names = []
+    for model, _ in pair.both:
+        with outsize.gathered(model) if model is pair.model else torch.enable_grad():
+            names.append(model.head.weight.t().grad_fn.next_functions[0][0].name())
+    assert names[0] == names[1]
+
+
+def test_a_backward_may_begin_at_a_view_of_a_parameter(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, _ in pair.both:
+        with outsize.gathered(model) if model is pair.model else torch.enable_grad():
+            weight = model.head.weight
+            (found,) = torch.autograd.grad(weight.t(), weight, grad_outputs=weight.detach().t())
+            assert torch.equal(found, weight.detach())
+
+
+# -- two models ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_two_models_meet_in_one_operation(workshop: Workshop, tier: str) -> None:
+    student, teacher = workshop.pair(tier=tier), workshop.pair(tier=tier)
+    for pair in (student, teacher):
+        train(pair.plain, pair.plain_optimizer, batches(2 if pair is student else 1))
+        train(pair.model, pair.optimizer, batches(2 if pair is student else 1))
+
+    def average(to: nn.Module, of: nn.Module) -> None:
+        with torch.no_grad():
+            for one, other in zip(to.parameters(), of.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+    average(teacher.plain, student.plain)
+    with outsize.gathered(teacher.model, modify=True), outsize.gathered(student.model):
+        average(teacher.model, student.model)
+    teacher.check()
+
+
+class Tied(nn.Module):
+    """Uses weights of another model beside its own, in one operation."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.linspace(-1, 1, 64).view(4, 16))
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.own * self.others[0].head.weight).t()
+
+
+def test_each_of_two_models_gets_its_weights_back_for_the_backward(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    x, y = batches(1)[0]
+    grads = []
+    for other, _ in pair.both:
+        model = Tied(other)
+        if other is pair.model:
+            workshop.prepare(model, adamw(model), tier)
+        with outsize.gathered(other) if other is pair.model else torch.enable_grad():
+            loss = (model(x) - y).square().mean()
+        loss.backward()
+        if other is pair.model:
+            with outsize.gathered(model, grads=True), outsize.gathered(other.head, grads=True):
+                grads.append((model.own.grad.clone(), other.head.weight.grad.clone()))
+        else:
+            grads.append((model.own.grad, other.head.weight.grad))
+    for mine, theirs in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(mine, theirs)

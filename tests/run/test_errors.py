@@ -5,6 +5,7 @@ import errno
 import os
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import outsize
+from outsize.run.activations import in_backward
 from tests.conftest import (
     AT_REST_TIERS,
     Pair,
@@ -407,8 +409,8 @@ def test_after_an_exception_in_a_backward_the_next_step_is_right(
 
 def test_after_an_exception_in_a_recomputation_the_next_step_is_right(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier, activations="recompute")
+    handle = pair.model.blocks[1].up.register_forward_hook(lambda *_: fail() if in_backward() else None)
     loss = squared_error(pair.model, batches(1)[0])
-    handle = pair.model.blocks[1].up.register_forward_hook(fail)
     with pytest.raises(Boom):
         loss.backward()
     handle.remove()
@@ -533,3 +535,74 @@ def test_a_model_whose_engine_was_closed_says_so(workshop: Workshop) -> None:
     prepared(pair.model).resources.close()
     with pytest.raises(RuntimeError, match="closed"):
         pair.model(batches(1)[0][0])
+
+
+# -- another optimizer, another wrapper ----------------------------------------------------------------------------
+
+
+def test_a_step_of_an_optimizer_that_was_not_passed_is_refused(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    other = torch.optim.SGD(pair.model.parameters(), lr=0.1)
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"this SGD was not passed to outsize\.prepare, and steps on 'blocks\.0"):
+        other.step()
+    pair.optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_what_wraps_the_models_own_optimizer_steps(workshop: Workshop, tier: str) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+            super().__init__([torch.ones(1)], {})
+            self.wrapped, self.param_groups = wrapped, wrapped.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            self.wrapped.step()
+
+    pair = workshop.pair(tier=tier)
+    train(pair.plain, pair.plain_optimizer, batches(3))
+    train(pair.model, Wrapper(pair.optimizer), batches(3))
+    pair.check()
+
+
+@pytest.mark.parametrize("what", ["deepcopy", "pickle"])
+def test_copies_of_the_optimizer_are_refused_with_the_remedy(workshop: Workshop, what: str) -> None:
+    pair = workshop.pair(tier="disk")
+    with pytest.raises(RuntimeError, match=r"optimizer of a prepared model cannot be copied .*outsize\.save"):
+        copy.deepcopy(pair.optimizer) if what == "deepcopy" else pickle.dumps(pair.optimizer)
+    pair.train(batches(2))
+
+
+def test_an_embedding_that_writes_its_weight_is_refused_in_prepare(workshop: Workshop) -> None:
+    model = nn.Sequential(nn.Embedding(8, 16, max_norm=1.0), nn.Linear(16, 4))
+    refused(model, adamw(model), r"'0' has max_norm=1\.0, which writes its weight", **workshop.fields("disk"))
+
+
+def test_an_error_without_text_is_named_by_its_type(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    prepared(pair.model).engine.streamer.stop(MemoryError())
+    with pytest.raises(RuntimeError, match=r"training stopped after an error \(MemoryError\);"):
+        pair.model(batches(1)[0][0])
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_models_that_are_wrapped_for_data_parallelism_are_refused() -> None:
+    model: Any = nn.parallel.DistributedDataParallel(Stack())
+    refused(model, adamw(model), r"the model is wrapped in DistributedDataParallel: .*pass the plain module")
+    refused(nn.Sequential(model), None, r"'0' is wrapped in DistributedDataParallel")
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrapping_a_prepared_model_for_data_parallelism_is_refused(workshop: Workshop) -> None:
+    model = Stack()
+    workshop.prepare(model, adamw(model), "squeezed", stage=0)
+    with pytest.raises(RuntimeError, match="do not wrap a prepared model"):
+        nn.parallel.DistributedDataParallel(model)

@@ -5,7 +5,18 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, train, weights
+from tests.conftest import (
+    AT_REST_TIERS,
+    Stack,
+    Workshop,
+    adamw,
+    assert_same_gradients,
+    batches,
+    prepared,
+    squared_error,
+    train,
+    weights,
+)
 
 
 def test_values_inside_are_those_before_prepare(workshop: Workshop, tier: str) -> None:
@@ -191,3 +202,64 @@ def test_a_step_inside_a_modifying_block_is_exact_in_fp32(workshop: Workshop, ti
     with outsize.gathered(pair.model, modify=True):
         train(pair.model, pair.optimizer, batches(3))
     pair.check()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_backward_after_a_modification_is_refused_as_in_torch(
+    workshop: Workshop, tier: str, activations: str
+) -> None:
+    pair = workshop.pair(tier=tier, activations=activations)
+    for model, _ in pair.both:
+        loss = squared_error(model, batches(1)[0])
+        block = outsize.gathered(model.head, modify=True) if model is pair.model else torch.no_grad()
+        with block, torch.no_grad():
+            model.head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+        del loss
+    pair.plain_optimizer.zero_grad()
+    pair.optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_a_backward_after_a_modification_of_what_it_does_not_use_is_right(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier, activations="keep")
+    for model, _ in pair.both:
+        loss = squared_error(model, batches(1)[0])
+        block = outsize.gathered(model, modify=True) if model is pair.model else torch.no_grad()
+        with block, torch.no_grad():
+            model.head.bias.mul_(2)
+        loss.backward()
+    assert_same_gradients(pair.model, pair.plain)
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_gradient_that_is_written_without_modify_is_refused(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, _ in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+    with (
+        pytest.raises(RuntimeError, match=r"gradient of 'head\.weight' was written .* pass modify=True too"),
+        outsize.gathered(pair.model, grads=True),
+    ):
+        pair.model.head.weight.grad.mul_(2)
+    assert_same_gradients(pair.model, pair.plain)
+
+
+def test_a_backward_adds_to_gradients_that_are_shown(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    first, second = batches(2)
+    for model, _ in pair.both:
+        squared_error(model, first).backward()
+    squared_error(pair.plain, second).backward()
+    with outsize.gathered(pair.model, grads=True):
+        squared_error(pair.model, second).backward()
+    assert_same_gradients(pair.model, pair.plain)
+
+
+def test_an_error_inside_a_block_that_shows_gradients_comes_through(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(KeyError), outsize.gathered(pair.model, grads=True):
+        pair.model.head.weight.grad.mul_(2)
+        raise KeyError

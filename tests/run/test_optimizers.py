@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -504,3 +505,73 @@ def test_the_table_in_the_documentation_is_true() -> None:
     page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     missing = [line for line in table_of_optimizers().splitlines() if line not in page]
     assert not missing, "write these lines into docs/optimizers.md:\n" + "\n".join(missing)
+
+
+def reset(optimizer: torch.optim.Optimizer, how: str) -> None:
+    """The ways in which users let Adam begin anew."""
+    if how == "replace":
+        optimizer.state = defaultdict(dict)
+    elif how == "clear":
+        optimizer.state.clear()
+    else:
+        for param in list(optimizer.state):
+            del optimizer.state[param]
+
+
+@pytest.mark.parametrize("update", ["fetch", "backward"])
+@pytest.mark.parametrize("how", ["replace", "clear", "delete"])
+def test_a_reset_of_the_state_begins_anew_as_in_torch(workshop: Workshop, tier: str, how: str, update: str) -> None:
+    pair = workshop.pair(tier=tier, update=update)
+    pair.train(batches(4))
+    for _, optimizer in pair.both:
+        reset(optimizer, how)
+    pair.train(batches(3))
+    entry = pair.optimizer.state[pair.model.head.weight]
+    assert entry["step"] == 3
+    torch.testing.assert_close(entry["exp_avg"], pair.plain_optimizer.state[pair.plain.head.weight]["exp_avg"])
+
+
+def test_entries_of_a_state_that_replaces_the_optimizers_own_are_taken_over(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(4))
+    for model, optimizer in pair.both:
+        kept = {key: value.clone() for key, value in optimizer.state[model.head.weight].items()}
+        optimizer.state = defaultdict(dict, {model.head.weight: kept})
+    pair.train(batches(3))
+
+
+def test_a_state_of_other_parameters_in_place_of_the_optimizers_own_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    pair.train(batches(2))
+    squared_error(pair.model, batches(1)[0]).backward()
+    pair.optimizer.state = {nn.Parameter(torch.ones(3)): {"step": 1}}
+    with pytest.raises(ValueError, match="an entry of a parameter that the model does not have"):
+        pair.optimizer.step()
+
+
+def test_a_change_of_an_entry_of_the_state_is_refused_with_the_remedy(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(2))
+    weight = pair.model.head.weight
+    for change in (
+        lambda: pair.optimizer.state[weight].__setitem__("exp_avg", torch.zeros(4, 16)),
+        lambda: pair.optimizer.state[weight].update(exp_avg=torch.zeros(4, 16)),
+        lambda: pair.optimizer.state[weight].pop("exp_avg"),
+    ):
+        with pytest.raises(RuntimeError, match=r"is a copy .* write the whole entry"):
+            change()
+    for model, optimizer in pair.both:
+        entry = optimizer.state[model.head.weight]
+        optimizer.state[model.head.weight] = {**entry, "exp_avg": torch.zeros(4, 16)}
+    pair.train(batches(2))
+
+
+def test_a_state_dict_has_plain_dicts(workshop: Workshop, tmp_path: Path) -> None:
+    pair = workshop.pair(tier="disk")
+    pair.train(batches(2))
+    state = pair.optimizer.state_dict()
+    assert {type(entry) for entry in state["state"].values()} == {dict}
+    torch.save(state, tmp_path / "state.pt")
+    pair.optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert type(copy.deepcopy(pair.optimizer.state[pair.model.head.weight])) is dict
+    pair.train(batches(2))

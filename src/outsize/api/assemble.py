@@ -90,6 +90,7 @@ def assemble(
     load: Callable[[nn.Parameter], torch.Tensor],
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
+    _refuse_wrapped(model)
     rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
     ranks = open_ranks(config, list(model.parameters()))
     try:
@@ -126,6 +127,37 @@ def _assemble(
     except BaseException:
         resources.close()
         raise
+
+
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise ValueError(
+                f"{repr(name) if name else 'the model'} is wrapped in {wrapper}: do not wrap, outsize averages the "
+                f"gradients over ranks and splits parameters itself; pass the plain module"
+            )
+
+
+def _refuse_unseen(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse modules that would read or write, where nothing sees it, parameters that come and go."""
+    moving = {id(param) for unit in units if not unit.resident for param in unit.parameters.values()}
+    for name, module in model.named_modules():
+        if not any(id(param) in moving for param in module.parameters()):
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {(name or type(module).__name__)!r} is of TorchScript (torch.jit.script, torch.jit.trace), "
+                f"which would read parameters at rest as they lie there; use the plain module it was made from"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"module {name!r} has max_norm={module.max_norm}, which writes its weight in every forward; set "
+                f"max_norm=None and renormalize after step() inside outsize.gathered(weight, modify=True)"
+            )
 
 
 def _element_bytes(plan: Survey) -> int:
@@ -199,6 +231,7 @@ def _build(
     units = [
         Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
     ]
+    _refuse_unseen(model, units)
     reduction = None
     if ranks is not None:
         for group in ranks.everyone():
@@ -247,6 +280,7 @@ def _build(
     if reduction is not None:
         reduction.complete()
     hooks.install(engine, model, framed, recompute)
+    hooks.refuse_other_optimizers(engine, optimizer)
     weakref.finalize(engine, resources.close)
     return prepared
 

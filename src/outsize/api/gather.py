@@ -24,7 +24,8 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         target: a module (all its parameters), a parameter, or an iterable of these. Nesting is fine.
         modify: in-place changes (`param.copy_(...)`, `nn.init.*`) are allowed and stored on leaving, on every tier.
         grads: `param.grad` shows the gradient's values ([param.shape], the parameter's dtype) instead of the gradient
-            at rest; with `modify` changes of it are stored too.
+            at rest; with `modify` changes of it are stored too, without it they are refused on leaving
+            (`RuntimeError`), except on the device where nothing is at rest.
 
     With several ranks that have parts of the parameters (stages 1 to 3) every rank enters the block, and `grads` needs
     all of them at any stage. A pending update of the parameters runs first, so the values are those after the last
@@ -44,7 +45,10 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         try:
             yield
         finally:
-            for param, (resting, value) in shown.items():
+            written = [
+                each for each, (_, value, first) in shown.items() if each.grad is value and value._version != first
+            ]
+            for param, (resting, value, _) in shown.items():
                 _hide_gradient(prepared, param, resting, value, modify)
             try:
                 for unit, values in before.items():
@@ -52,6 +56,11 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
             except OSError as error:
                 engine.streamer.stop(error)
                 raise
+        if written and not modify:
+            raise RuntimeError(
+                f"the gradient of {engine.name_of(written[0])!r} was written to inside gathered(..., "
+                f"grads=True), and the change is lost: pass modify=True too"
+            )
 
 
 def _parameters(target: Target) -> Iterator[torch.Tensor]:
@@ -114,14 +123,15 @@ def _reset_master(shard: UnitShard, name: str, old: torch.Tensor) -> None:
 
 def _show_gradients(
     prepared: Prepared, params: list[torch.Tensor]
-) -> dict[torch.Tensor, tuple[RestingGrad, torch.Tensor]]:
+) -> dict[torch.Tensor, tuple[RestingGrad, torch.Tensor, int]]:
+    """By parameter: (the gradient at rest, the values in its place, their version)."""
     shown = {}
     for param in params:
         if isinstance(param.grad, RestingGrad):
             resting = param.grad
             value = resting.home.value(resting)
             param.grad = value
-            shown[param] = (resting, value)
+            shown[param] = (resting, value, value._version)
     return shown
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch
@@ -108,11 +110,7 @@ class Engine:
         elif unit.holds or unit.always_resident:
             self.streamer.bring(unit)
         else:
-            raise RuntimeError(
-                f"parameter {self.name_of(tensor, unit)!r} is at rest ({unit.shard.tiers.params}) and {operation!r} "
-                f"needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
-                f"(checkpoints: outsize.save; weights: outsize.export; device, dtype and shape are fixed by prepare)"
-            )
+            self._refuse_read(tensor, unit, operation)
         if unit.index not in self._watched and self._differentiates:
             self._watch_gradients(unit)
 
@@ -127,13 +125,19 @@ class Engine:
     def updates_of(self, key: int) -> int:
         return self._by_key[key].updates
 
-    def bring_back(self, key: int, view: torch.Tensor, updates: int) -> torch.Tensor:
+    def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
         unit = self._by_key[key]
         if unit.updates != updates:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation was modified: optimizer.step() has updated "
-                f"{self.name_of(view, unit)!r} between the forward and this backward; call backward() before step(), "
-                f"or run the forward again"
+                f"one of the variables needed for gradient computation was modified: optimizer.step() has updated, or "
+                f"outsize.load replaced, {self.name_of(view, unit)!r} between the forward and this backward; call "
+                f"backward() before, or run the forward again"
+            )
+        if view._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation was modified: {self.name_of(view, unit)!r} was "
+                f"written to inside outsize.gathered(..., modify=True) between the forward and this backward; call "
+                f"backward() before, or run the forward again"
             )
         self._acquire_for_node(unit)
         return view.detach()
@@ -180,6 +184,18 @@ class Engine:
             return name
         names = list(unit.parameters) if unit is not None else []
         return names[0] if len(names) == 1 else f"a view of unit {unit.name}" if unit is not None else "?"
+
+    def _refuse_read(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
+        found = f"parameter {self.name_of(tensor, unit)!r} is at rest ({unit.shard.tiers.params}) and {operation!r} "
+        if _is_being_wrapped():
+            raise RuntimeError(
+                f"{found}cannot read it: do not wrap a prepared model (DistributedDataParallel, FSDP), outsize "
+                f"averages the gradients over ranks itself"
+            )
+        raise RuntimeError(
+            f"{found}needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
+            f"(checkpoints: outsize.save; weights: outsize.export; device, dtype and shape are fixed by prepare)"
+        )
 
     def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
         name = self.name_of(tensor, unit)
@@ -351,6 +367,19 @@ class Engine:
             for name, param in unit.parameters.items():
                 if isinstance(param.grad, RestingGrad):
                     yield unit, name, param.grad
+
+
+def _is_being_wrapped() -> bool:
+    """Whether torch's own data parallelism asks, and not what runs inside it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        place = str(frame.f_globals.get("__name__"))
+        if place.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.")):
+            return True
+        if not place.startswith(("outsize.", "torch.")):
+            break
+        frame = frame.f_back
+    return False
 
 
 def _in_transform() -> bool:

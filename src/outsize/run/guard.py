@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, wraps
 from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import nn
+from torch.jit._fuser import optimized_execution
 from torch.utils._pytree import tree_map_only
 
 from outsize.run.local import is_distributed
@@ -26,6 +28,14 @@ from outsize.run.local import is_distributed
 # backward needs no hooks on outputs: while the operation runs, saved-tensor hooks replace each view of a gathered
 # buffer that autograd saves by a reference which brings the unit back when the backward asks for it. Everything that
 # is no view of a gathered buffer goes to whatever saved-tensor hooks the user has in place (a checkpoint's, say).
+
+
+# Note [Functions of TorchScript]
+# A function of `torch.jit.script` looks at no `__torch_function__` (its methods do): a parameter at rest would be read
+# as it lies there. So the class of these functions is taught to, for guarded tensors alone; there is no other place
+# from which such a call can be seen. What it saves for the backward goes through saved-tensor hooks as everything does.
+# TorchScript optimizes a function after its first calls, and saves other tensors from then on, so that a recomputation
+# does not match its forward: these calls run as they are written.
 
 
 class Gate(Protocol):
@@ -49,10 +59,10 @@ class Gate(Protocol):
         """How many updates the unit has been given so far."""
         ...
 
-    def bring_back(self, key: int, view: torch.Tensor, updates: int) -> torch.Tensor:
+    def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
         """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`.
 
-        Raises `RuntimeError` if the unit was updated since `view` was saved.
+        Raises `RuntimeError` if the unit was updated, or `view` written to, since it was saved.
         """
         ...
 
@@ -117,6 +127,9 @@ _top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_sav
 
 
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+_TO_ITSELF = {torch.Tensor.view_as, torch.Tensor.expand_as}
+"""`param.view_as(param).grad_fn` is how torch asks for the node that accumulates a gradient."""
+_NO_VALUES = _AUTOGRAD | _TO_ITSELF
 
 
 def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +156,7 @@ def _unguarded(value: Any, edges: bool) -> Any:
     tensor: Any = value
     if edges:
         return torch.autograd.graph.get_gradient_edge(tensor)
-    return tensor if is_distributed(tensor) else tensor.as_subclass(torch.Tensor)
+    return tensor if is_distributed(tensor) else torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
 class _Guarded:
@@ -156,6 +169,15 @@ class _Guarded:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return through_gate(cls.gate, func, args, kwargs or {})
+
+    def as_subclass(self, cls: type) -> Any:
+        """A guarded view: what carries another class would be read unseen."""
+        if cls is not torch.Tensor:
+            raise TypeError(
+                f"a tensor of a prepared model cannot be seen as {cls.__name__}, as its values may be on disk: take a "
+                f"copy, `tensor.clone().as_subclass({cls.__name__})`"
+            )
+        return pass_gate(self.gate, torch.Tensor.as_subclass, (self, cls), {})
 
 
 class _View(_Guarded):
@@ -180,6 +202,10 @@ class ManagedParameter:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.gate.refuse_copy(self, "pickled")  # type: ignore[arg-type]
+
+    def _use_count(self) -> NoReturn:
+        """What `torch.utils.swap_tensors` asks before it changes anything."""
+        self.gate.refuse_copy(self, "swapped with another tensor")  # type: ignore[arg-type]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
@@ -211,6 +237,7 @@ class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
 
     def __init__(self, gate: Gate) -> None:
+        see_script_functions()
         self._own = {"gate": gate}
         self.guarded = self._made(GuardedParameter, nn.Parameter)
         self.resident = self._made(ResidentParameter, nn.Parameter)
@@ -233,11 +260,9 @@ class Classes:
         return self._made(_View, DTensor, _guarded_local(DTensor))
 
     def guard(self, view: torch.Tensor) -> torch.Tensor:
-        """The same view of a gathered buffer, guarded."""
-        if is_distributed(view):
-            view.__class__ = self.distributed_view
-            return view
-        return view.as_subclass(self.view)
+        """The same view of a gathered buffer, guarded; no other tensor of it, which would be a node of its own."""
+        view.__class__ = self.distributed_view if is_distributed(view) else self.view
+        return view
 
 
 def _guarded_local(kind: Any) -> dict[str, object]:
@@ -283,35 +308,43 @@ def _guarded_local(kind: Any) -> dict[str, object]:
 def through_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What every guarded tensor does with an operation: shape and the like are free, values pass the gate."""
     if func in METADATA:
-        if func is torch.Tensor.dim and sys._getframe(2).f_globals.get("__name__") == _VMAP:
-            gate.refuse_vmap(args[0])  # its next step takes the memory, and no operation
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.dim and sys._getframe(2).f_globals.get("__name__") == _VMAP:
+                gate.refuse_vmap(args[0])  # its next step takes the memory, and no operation
             return func(*args, **kwargs)
     return pass_gate(gate, func, args, kwargs)
 
 
 def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, which has a guarded tensor among its arguments."""
-    if func in _AUTOGRAD:
-        return _differentiate(func, args, kwargs)
+    if func in _NO_VALUES:
+        if func in _AUTOGRAD:
+            return _differentiate(func, args, kwargs)
+        if len(args) == 2 and args[0] is args[1]:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _wrap((gate,), func(*args))
     writes = _written(func, args, kwargs)
     name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         guarded = _guarded(args, kwargs)
+        gates = {gate}  # several where parameters of several models meet
         for tensor in guarded:
-            gate.admit(tensor, name if func not in _SET_DATA else "data=", any(tensor is each for each in writes))
+            gates.add(tensor.gate)
+            tensor.gate.admit(
+                tensor, name if func not in _SET_DATA else "data=", any(tensor is each for each in writes)
+            )
         versions = [tensor._version for tensor in guarded]
         if func in _PICKLE:
             return args[0].clone().__reduce_ex__(*args[1:])
-        result = _run(gate, func, args, kwargs)
+        result = _run(gates, func, args, kwargs)
         for tensor, version in zip(guarded, versions, strict=True):
             if tensor._version != version:  # a write that the operation's name does not tell
-                gate.admit(tensor, name, True)
+                tensor.gate.admit(tensor, name, True)
         if func in _COMPUTE:
             return result
         if func in TO_NUMPY:
             return result.copy()
-        return _wrap(gate, result)
+        return _wrap(gates, result)
 
 
 def _name_of(func: Any) -> str:
@@ -322,21 +355,24 @@ def _name_of(func: Any) -> str:
     return str(name)
 
 
-def _run(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(gates: Iterable[Gate], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
-        return _run_uncached(gate, func, args, kwargs)
+        return _run_uncached(gates, func, args, kwargs)
     if not torch.is_grad_enabled():
         return func(*args, **kwargs)
-    saving = _Saving(gate, _top_hooks(True) if _top_hooks is not None else None)
+    outer = _top_hooks(True) if _top_hooks is not None else None
+    for gate in gates:
+        saving = _Saving(gate, outer)
+        outer = saving.pack, saving.unpack
     with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
         return func(*args, **kwargs)
 
 
-def _run_uncached(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_uncached(gates: Iterable[Gate], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Autocast keeps the cast of every weight until its outermost block is left: a copy of the whole model."""
     torch.set_autocast_cache_enabled(False)
     try:
-        return _run(gate, func, args, kwargs)
+        return _run(gates, func, args, kwargs)
     finally:
         torch.set_autocast_cache_enabled(True)
 
@@ -352,8 +388,10 @@ class _Saving:
 
     def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         key = self._gate.key_of(tensor)
+        if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
+            tensor = tensor.detach()
         if key is not None:
-            return key, (tensor, self._gate.updates_of(key))
+            return key, (tensor, self._gate.updates_of(key), tensor._version)
         return None, tensor if self._outer is None else self._outer[0](tensor)
 
     def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
@@ -368,13 +406,14 @@ class _Saving:
     def _watch_node(self) -> None:
         """create_graph: what the running node saves for a further backward needs the same care."""
         outer = _top_hooks(True) if _top_hooks is not None else None
-        if outer is None or not isinstance(getattr(outer[0], "__self__", None), _Saving):
+        top = getattr(outer[0], "__self__", None) if outer is not None else None
+        if not isinstance(top, _Saving) or top._gate is not self._gate:
             saving = _Saving(self._gate, outer)  # autograd takes these hooks away again when the node has run
             torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
 
 
-def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
     _collect(args, found)
     if kwargs:
         _collect(kwargs.values(), found)
@@ -407,16 +446,60 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def _wrap(gate: Gate, result: Any) -> Any:
+def _wrap(gates: Iterable[Gate], result: Any) -> Any:
     """Views of a gathered buffer leave the gate guarded; every other result as it is."""
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, _Guarded) or gate.key_of(tensor) is None:
+        if isinstance(tensor, _Guarded):
             return tensor
-        return gate.classes.guard(tensor)
+        owner = next((gate for gate in gates if gate.key_of(tensor) is not None), None)
+        return tensor if owner is None else owner.classes.guard(tensor)
 
     if isinstance(result, torch.Tensor):
         return guard(result)
     if type(result) in (tuple, list):
         return tree_map_only(torch.Tensor, guard, result)
     return result
+
+
+_script_function: Any = torch.jit.ScriptFunction
+_call_plain = _script_function.__call__
+
+
+def see_script_functions() -> None:
+    """Let the functions of `torch.jit.script` pass the gate too. See Note [Functions of TorchScript]."""
+    _script_function.__call__ = _call_script_function
+
+
+@wraps(_call_plain)
+def _call_script_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    guarded = _guarded(args, kwargs)
+    if not guarded or not torch._C._is_torch_function_enabled():
+        return _call_plain(self, *args, **kwargs)
+    with optimized_execution(False), _own_errors():
+        return pass_gate(guarded[0].gate, self, args, kwargs)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
+    hooks = _top_hooks(True) if _top_hooks is not None else None
+    if hooks is None:
+        yield
+        return
+    raised: list[BaseException] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        try:
+            return hooks[0](tensor)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
+            yield
+    except RuntimeError:
+        if raised:
+            raise raised.pop() from None
+        raise

@@ -1,13 +1,18 @@
-"""The only file that changes `nn.Module` objects: forwards get frames, and moves of a prepared model are refused."""
+"""The only file that changes `nn.Module` objects: forwards get frames, and moves of a prepared model are refused.
+
+So are steps of another optimizer than the model's own.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.run.activations import recomputed
 from outsize.run.engine import Engine
@@ -30,6 +35,31 @@ def _framed(engine: Engine, module: nn.Module, forward: Callable[..., Any]) -> C
             return forward(*args, **kwargs)
 
     return run
+
+
+def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse steps of optimizers that `prepare` was not given: they would change values that are at rest.
+
+    What wraps the model's own optimizer has the same groups, and is let through to it.
+    """
+    prepared = weakref.ref(engine)
+    own = None if optimizer is None else weakref.ref(optimizer)  # the hook is torch's, and must keep nothing alive
+
+    def check(stepping: torch.optim.Optimizer, *_: object) -> None:
+        engine, known = prepared(), None if own is None else own()
+        if engine is None or stepping is known or (known and stepping.param_groups is known.param_groups):
+            return
+        for param in (each for group in stepping.param_groups for each in group["params"]):
+            if engine.owns(param) and param.grad is not None:
+                raise RuntimeError(
+                    f"this {type(stepping).__name__} was not passed to outsize.prepare, and steps on "
+                    f"{engine.name_of(param)!r} of a prepared model: make the optimizer before, and pass it, "
+                    f"`outsize.prepare(model, optimizer)`; a model has one optimizer, with several parameter groups if "
+                    f"need be"
+                )
+
+    handle: Any = register_optimizer_step_pre_hook(check)
+    weakref.finalize(engine, handle.remove)
 
 
 def _refuse_moves(model: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from typing import Any, final
+from collections.abc import ItemsView, Iterator, MutableMapping
+from typing import Any, NoReturn, final
 
 import torch
 
@@ -45,6 +45,35 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
 
 
 @final
+class StateEntry(dict[str, Any]):
+    """A copy of one parameter's state, which says so when it is written to."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "optimizer.state[param] is a copy after outsize.prepare, and a change of it would be lost: write the whole "
+            "entry, `optimizer.state[param] = {**optimizer.state[param], key: value}`"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+@final
+class _PlainItems(ItemsView[torch.Tensor, dict[str, Any]]):
+    """What `optimizer.state_dict()` reads and the user stores: plain dicts, one after the other."""
+
+    def __init__(self, state: StreamedState) -> None:
+        super().__init__(state)
+        self._state = state
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        for param in self._state:
+            yield param, dict(self._state[param])
+
+
+@final
 class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
 
@@ -59,13 +88,16 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         unit.await_written()
         state = unit.shard.slot_states.get(slot.name)
         if state is None or not state.initialised:
-            return {}
+            return StateEntry()
         entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
         for name, array in unit.shard.arrays.items():
             if array.public and name not in state.scalars:  # SGD without momentum has None there
                 value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
                 entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
-        return entry
+        return StateEntry(entry)
+
+    def items(self) -> ItemsView[torch.Tensor, dict[str, Any]]:
+        return _PlainItems(self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for unit in self._engine.units:
@@ -88,4 +120,15 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         store_state(unit.shard, slot.name, state)
 
     def __delitem__(self, param: torch.Tensor) -> None:
-        raise RuntimeError("optimizer state cannot be deleted after outsize.prepare; build a new optimizer")
+        """The parameter's state begins anew at its next update, as in torch."""
+        self[param] = {}
+
+    def clear(self) -> None:
+        for param in list(self):
+            del self[param]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "the optimizer of a prepared model cannot be copied or pickled: its state may be on disk. Use "
+            "outsize.save, or optimizer.state_dict()"
+        )

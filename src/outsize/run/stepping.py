@@ -99,7 +99,7 @@ class Stepper:
         optimizer._step_supports_amp_scaling = True  # so that a scaler tells us of the steps that it skips
         optimizer.load_state_dict = self.load_state_dict
         optimizer.add_param_group = self.add_param_group
-        optimizer.state = StreamedState(self._engine)
+        optimizer.state = self._state = StreamedState(self._engine)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if
@@ -141,6 +141,7 @@ class Stepper:
                 )
             if not self._applied:
                 self._check_options()
+                self._take_state()
             groups = self._groups()
             pending = {
                 name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)
@@ -211,6 +212,7 @@ class Stepper:
 
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
+        self._take_state()
         if self._engine.reduction is not None:
             self._engine.reduction.complete()
         self._check_promises()
@@ -248,6 +250,33 @@ class Stepper:
         if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
             self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
+
+    def _take_state(self) -> None:
+        """Take over a mapping that the user has put in place of `optimizer.state`: an empty one begins anew."""
+        given: Any = self._optimizer.state
+        if given is self._state:
+            return
+        entries: dict[str, dict[str, Any]] = {}
+        for param, state in given.items():
+            if not self._engine.owns(param):
+                raise ValueError(
+                    "optimizer.state was replaced, with an entry of a parameter that the model does not have"
+                )
+            if state:
+                unit, slot = self._engine.unit_of(param)
+                self._check_state(unit, slot, state)
+                entries[slot.name] = state
+        self._put_state(entries)
+        self._optimizer.state = self._state  # type: ignore[assignment]
+
+    def _put_state(self, entries: Mapping[str, dict[str, Any]]) -> None:
+        """Replace the state of all parameters; those without an entry begin anew."""
+        for unit in self._engine.units:
+            self._engine.streamer.settle(unit)
+            unit.await_written()
+            for name in unit.parameters:
+                if name in entries or name in unit.shard.slot_states:
+                    store_state(unit.shard, name, entries.get(name, {}))
 
     def _check_options(self) -> None:
         """An option that was set after `prepare` may need an array that nobody made."""
@@ -378,14 +407,9 @@ class Stepper:
                     wanted.append((unit, slot, entry))
         for group, other in zip(groups, copy.deepcopy(saved), strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
-        given = {slot.name: entry for _, slot, entry in wanted}
         self.forget()
-        for unit in self._engine.units:
-            self._engine.streamer.settle(unit)
-            unit.await_written()
-            for name in unit.parameters:
-                if name in given or name in unit.shard.slot_states:
-                    store_state(unit.shard, name, given.get(name, {}))
+        self._put_state({slot.name: entry for _, slot, entry in wanted})
+        optimizer.state = self._state
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
 

@@ -313,8 +313,9 @@ class Streamer:
 
     def _check_running(self) -> None:
         if self._stopped is not None:
+            cause = str(self._stopped) or type(self._stopped).__name__
             raise RuntimeError(
-                f"training stopped after an error ({self._stopped}); the state in memory is no longer whole: restart "
+                f"training stopped after an error ({cause}); the state in memory is no longer whole: restart "
                 f"and load the last checkpoint with outsize.load"
             ) from self._stopped
 
