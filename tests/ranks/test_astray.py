@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,3 +381,42 @@ def test_an_error_of_the_loop_is_told_to_the_others(tmp_path: Path) -> None:
     assert second.killed
     assert "rank 1 of 2 has failed (KeyError: 'mine')" in str(first.error), first.trace
     assert first.seconds < DETECTED_SECONDS
+
+
+def zeroes_alone(stage: int, accumulate: bool, disk: str) -> None:
+    """Two backwards a step; the first rank throws the gradients of the first one away."""
+    run = Run(Setting(stage, "host"), disk)
+    for part in range(2):
+        x, y = batch(part, run.rank)
+        with outsize.no_sync(run.model) if accumulate and part == 0 else nullcontext():
+            nn.functional.mse_loss(run.model(x), y).backward()
+        if part == 0 and run.rank == 0:
+            run.optimizer.zero_grad()
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_that_one_rank_has_thrown_away_are_missed(stage: int, accumulate: bool, tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, zeroes_alone, stage, accumulate, str(tmp_path)):
+        assert end.kind == "RanksError", end.trace
+        assert "rank 0: a gradient of 1 backwards" in str(end.error)
+        assert "rank 1: a gradient of 2 backwards" in str(end.error)
+
+
+def writes_otherwise(stage: int, mesh: tuple[int, ...], disk: str) -> None:
+    run = Run(Setting(stage, "host", mesh=mesh), disk)
+    with torch.no_grad(), outsize.gathered(run.model, modify=True):
+        for param in run.model.parameters():
+            param.mul_(0.5)  # the same on all
+    run.step(0)
+    with torch.no_grad(), outsize.gathered(run.model.head, modify=True):
+        if run.rank == 0:
+            run.model.head.weight.fill_(7.0)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(0, ()), (3, ()), (3, (2, 1))], ids=str)
+def test_other_changes_on_one_rank_are_an_error_on_all(stage: int, mesh: tuple[int, ...], tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, writes_otherwise, stage, mesh, str(tmp_path)):
+        assert end.kind == "ValueError", end.trace
+        assert "'head.weight' is " in str(end.error) and "make the same change on every rank" in str(end.error)

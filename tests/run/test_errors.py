@@ -120,6 +120,8 @@ def test_unknown_fields_and_values_are_refused(fields: dict[str, Any], match: st
 def test_what_is_no_model_or_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not list"):
         outsize.prepare([], None)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="a model has one optimizer; give it several parameter groups"):
+        outsize.prepare(nn.Linear(2, 2), [], host_memory="1MiB")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, not dict"):
         outsize.prepare(Stack(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameters"):

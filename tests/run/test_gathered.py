@@ -1,5 +1,7 @@
 """`gathered` shows full values for a while and stores what was modified, on every tier."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -263,3 +265,14 @@ def test_an_error_inside_a_block_that_shows_gradients_comes_through(workshop: Wo
     with pytest.raises(KeyError), outsize.gathered(pair.model, grads=True):
         pair.model.head.weight.grad.mul_(2)
         raise KeyError
+
+
+def test_a_backward_after_a_load_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    model = Stack(depth=2)
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "host")
+    outsize.save(tmp_path / "ckpt", model, optimizer).wait()
+    loss = squared_error(model, batches(1)[0])
+    outsize.load(tmp_path / "ckpt", model)
+    with pytest.raises(RuntimeError, match=r"outsize\.load replaced"):
+        loss.backward()

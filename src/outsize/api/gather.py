@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
+from outsize.api.ranks import check_same
+from outsize.move.generations import crc32c_of
 from outsize.move.shard import MASTER, MASTER_BYTES, UnitShard
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
@@ -42,8 +44,10 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
     with engine.hold(units, modify):
         before = {unit: _exact_before(unit) for unit in units} if modify else {}
         shown = _show_gradients(prepared, params) if grads else {}
+        ended = False
         try:
             yield
+            ended = True
         finally:
             written = [
                 each for each, (_, value, first) in shown.items() if each.grad is value and value._version != first
@@ -51,9 +55,11 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
             for param, (resting, value, _) in shown.items():
                 _hide_gradient(prepared, param, resting, value, modify)
             try:
+                if ended:
+                    _check_alike(prepared, before)
                 for unit, values in before.items():
                     _store(unit, values)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 engine.streamer.stop(error)
                 raise
         if written and not modify:
@@ -61,6 +67,17 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
                 f"the gradient of {engine.name_of(written[0])!r} was written to inside gathered(..., "
                 f"grads=True), and the change is lost: pass modify=True too"
             )
+
+
+def _check_alike(prepared: Prepared, units: Iterable[Unit]) -> None:
+    """Raise `ValueError` on every rank unless all have made the same changes."""
+    reduction = prepared.engine.reduction
+    if reduction is not None:
+        sums = {name: f"{crc32c_of(unit.shard.param(name)):08x}" for unit in units for name in unit.parameters}
+        what = "what they wrote inside gathered(..., modify=True), by its checksum"
+        remedy = "make the same change on every rank (torch.distributed.broadcast it inside the block)"
+        if sums:
+            check_same(reduction.ranks.alike(), what, sums, "gathered", remedy)
 
 
 def _parameters(target: Target) -> Iterator[torch.Tensor]:

@@ -45,6 +45,8 @@ def prepare(
 def check_arguments(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(optimizer, (list, tuple)):
+        raise TypeError("a model has one optimizer; give it several parameter groups in place of several optimizers")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
 

@@ -156,11 +156,22 @@ def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
 
 
-def check_same(groups: Sequence[Ranks], what: str, mine: Mapping[str, object], kind: str = "prepare") -> None:
+BUILD_ALIKE = (
+    "every rank must build the same model with the same seed, make the same optimizer and pass the same fields"
+)
+
+
+def check_same(
+    groups: Sequence[Ranks],
+    what: str,
+    mine: Mapping[str, object],
+    kind: str = "prepare",
+    remedy: str = BUILD_ALIKE,
+) -> None:
     """Raise `ValueError` on every rank of the groups unless all have the same entries; names the first that differs."""
     error = ""
     for group in groups:
-        found = _difference(group, what, mine, kind)
+        found = _difference(group, what, mine, kind, remedy)
         error = error or found
     for group in groups if len(groups) > 1 else ():  # the ranks in whose groups all agree hear of it too
         error = next((each for each in group.collect(error, kind) if each), "")
@@ -168,7 +179,7 @@ def check_same(groups: Sequence[Ranks], what: str, mine: Mapping[str, object], k
         raise ValueError(error)
 
 
-def _difference(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str) -> str:
+def _difference(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str, remedy: str) -> str:
     every = ranks.collect(dict(mine), kind)
     first = every[0]
     for rank, other in zip(ranks.members, every, strict=True):
@@ -177,8 +188,7 @@ def _difference(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str) 
         name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
         return (
             f"the ranks differ in {what}: {name!r} is {first.get(name, 'missing')} on rank {ranks.members[0]} and "
-            f"{other.get(name, 'missing')} on rank {rank}; every rank must build the same model with the same seed, "
-            f"make the same optimizer and pass the same fields"
+            f"{other.get(name, 'missing')} on rank {rank}; {remedy}"
         )
     return ""
 

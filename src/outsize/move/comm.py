@@ -198,8 +198,8 @@ class Ranks:
         name = next((name for name in names if len({each.get(name) for each in every}) > 1), "?")
         parts = self.waiting.who_says_what([each.get(name, "no gradient") for each in every])
         error = RanksError(
-            f"the ranks take different steps in step {self.step}. For {name!r}: {parts}. Clip, scale and schedule "
-            f"alike on every rank. Nothing was updated"
+            f"the ranks take different steps in step {self.step}. For {name!r}: {parts}. Clip, scale, schedule and "
+            f"call zero_grad alike on every rank. Nothing was updated"
         )
         self.fail(error)
         raise error

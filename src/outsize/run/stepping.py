@@ -223,7 +223,7 @@ class Stepper:
                 "zero_grad() after it)"
             )
         if self._engine.reduction is not None:
-            self._engine.reduction.check_step(_told(pendings))
+            self._engine.reduction.check_step(_told(pendings, counted=not self._engine.reduction.sync))
         self._check_options()
         self._check_masters(pendings)
         self._check_finite(pendings)
@@ -458,17 +458,20 @@ class Stepper:
                 raise
 
 
-def _told(pendings: Mapping[Unit, Pending]) -> dict[str, str]:
-    """What a step does, for comparison with other ranks: by parameter its operations, and hyper-parameters."""
+def _told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
+    """What a step does, for comparison with other ranks: by parameter its operations, and hyper-parameters. `counted`:
+    and how many backwards made the gradient, which is the same unless a rank alone has thrown some away."""
     told: dict[str, str] = {}
     known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
-    for pending in pendings.values():
+    for unit, pending in pendings.items():
         for name, owed in pending.items():
+            grad = unit.parameters[name].grad
+            sums = f" of {grad.contributions} backwards" if counted and isinstance(grad, RestingGrad) else ""
             hyper = known.get(id(owed.hyper))
             if hyper is None:
                 values = {key: _plain(value) for key, value in owed.hyper.items()}
                 hyper = known[id(owed.hyper)] = ", ".join(f"{key}={value}" for key, value in values.items())
-            told[name] = f"a gradient times {owed.ops.scale!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
+            told[name] = f"a gradient{sums} times {owed.ops.scale!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
             if owed.ops.zero:
                 told[name] = f"a zero gradient, {hyper}"
     return told
