@@ -104,6 +104,22 @@ def test_codes_of_anything_but_optimizer_state_are_damage(key: str, form: Any, t
     refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*8-bit codes")
 
 
+@pytest.mark.parametrize("key", ["grad", "held"])
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "int32", "complex64"])
+def test_a_gradient_of_a_dtype_that_cannot_be_trained_is_damage(key: str, dtype: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, ("disk", "host", "disk"))
+    run.train(1)
+    run.backward()
+    run.save(tmp_path / "checkpoint")
+
+    def change(content: Any) -> None:
+        record = content["parameters"]["embed.weight"]
+        record[key] = {**record["grad"], "dtype": dtype, "shape": [1]}
+
+    edit(tmp_path / "checkpoint", change)
+    refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*a gradient of torch")
+
+
 def test_joined_arrays_are_loaded_and_so_are_codes_of_optimizer_state(tmp_path: Path) -> None:
     run = Run(tmp_path, ("disk", "host", "disk"), compute_dtype=torch.float16, state_format="compact")
     run.train(1)

@@ -26,6 +26,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
 
 MAX_MANIFEST_BYTES = 256 << 20
+TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -64,8 +65,10 @@ class GradRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> GradRecord:
-        ops = GradOps(**_numbers(value["ops"]))
-        return cls(_uncoded(value), ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
+        ops, region = GradOps(**_numbers(value["ops"])), _uncoded(value)
+        if region.dtype not in TRAINABLE:
+            raise ValueError(f"a gradient of {region.dtype}")
+        return cls(region, ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
 
 
 @dataclass(frozen=True)
