@@ -188,6 +188,12 @@ def test_resumed_run_needs_no_option_and_no_text(
     assert "loading, to go on with runs/default ..." in out
     assert "going on after step 3 of 3" in out
     assert main(["train", "--resume", "runs/default/checkpoints/step-2"]) == 0
+    assert main(["train", "--resume", "runs/default", "--steps", "3"]) == 0
+    Path("corpus").mkdir()
+    Path("corpus/mine.txt").write_text("mine")
+    Path("elsewhere").mkdir()
+    assert main(["train", "--resume", "elsewhere"]) == 2
+    assert os.listdir("corpus") == ["mine.txt"] and not Path("disk").exists()
     assert losses(Path("runs/default")) == whole
     assert main(["train", "--resume", "--steps", "4"]) == 0
     assert main(["train", "--resume"]) == 0

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,25 +382,79 @@ def test_an_error_of_the_loop_is_told_to_the_others(tmp_path: Path) -> None:
     assert first.seconds < DETECTED_SECONDS
 
 
-def zeroes_alone(stage: int, accumulate: bool, disk: str) -> None:
+def zeroes_alone(stage: int, disk: str) -> None:
     """Two backwards a step; the first rank throws the gradients of the first one away."""
     run = Run(Setting(stage, "host"), disk)
     for part in range(2):
         x, y = batch(part, run.rank)
-        with outsize.no_sync(run.model) if accumulate and part == 0 else nullcontext():
-            nn.functional.mse_loss(run.model(x), y).backward()
+        nn.functional.mse_loss(run.model(x), y).backward()
         if part == 0 and run.rank == 0:
             run.optimizer.zero_grad()
     run.optimizer.step()
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_that_one_rank_has_thrown_away_are_missed(stage: int, accumulate: bool, tmp_path: Path) -> None:
-    for end in ends_on_ranks(2, zeroes_alone, stage, accumulate, str(tmp_path)):
+def test_gradients_that_one_rank_has_thrown_away_are_missed(stage: int, tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, zeroes_alone, stage, str(tmp_path)):
         assert end.kind == "RanksError", end.trace
-        assert "rank 0: a gradient of 1 backwards" in str(end.error)
-        assert "rank 1: a gradient of 2 backwards" in str(end.error)
+        assert "rank 0: a gradient, the sum of 1," in str(end.error)
+        assert "rank 1: a gradient, the sum of 2," in str(end.error)
+
+
+def adds_up_unevenly(disk: str) -> list[torch.Tensor]:
+    """As many micro-batches as a rank has, before all reduce."""
+    run = Run(HOST, disk)
+    with outsize.no_sync(run.model):
+        for part in range(1 + run.rank):
+            x, y = batch(part, run.rank)
+            nn.functional.mse_loss(run.model(x), y).backward()
+    run.step(5)
+    with outsize.gathered(run.model):
+        return [param.detach().clone() for param in run.model.parameters()]
+
+
+def test_ranks_may_add_up_other_numbers_of_micro_batches(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, adds_up_unevenly, str(tmp_path))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def prepares_again(disk: str) -> None:
+    """One rank's first model is gone when the second is made, the other's is still there."""
+    run: Any = Run(HOST, disk)
+    run.step(0)
+    store = dist.distributed_c10d._get_default_store()
+    if run.rank == 0:
+        prepared = prepared_of(next(run.model.parameters()))
+        prepared.engine.reduction.ranks.close()  # as when it is collected
+        store.wait(["waits"])
+    else:
+        store.set("waits", "1")
+    Run(HOST, disk).step(1)
+
+
+def test_a_model_that_is_gone_on_one_rank_is_no_reason_not_to_prepare_another(tmp_path: Path) -> None:
+    ends = ends_on_ranks(2, prepares_again, str(tmp_path))
+    assert all(end.error is None for end in ends), [end.trace for end in ends]
+
+
+def chains_hooks(disk: str) -> int:
+    """A library puts a hook of its own before ours; then another model is made."""
+    shown: list[str] = []
+    sys.excepthook = lambda kind, error, trace: shown.append(str(error))
+    Run(HOST, disk).step(0)
+    ours = sys.excepthook
+
+    def library(kind: Any, error: Any, trace: Any) -> None:
+        ours(kind, error, trace)
+
+    sys.excepthook = library
+    Run(HOST, disk).step(0)
+    sys.excepthook(KeyError, KeyError("mine"), None)
+    return len(shown)
+
+
+def test_hooks_of_others_are_called_once(tmp_path: Path) -> None:
+    assert run_on_ranks(2, chains_hooks, str(tmp_path)) == [1, 1]
 
 
 def writes_otherwise(stage: int, mesh: tuple[int, ...], disk: str) -> None:

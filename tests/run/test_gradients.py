@@ -220,6 +220,36 @@ def test_gradients_are_read_inside_gathered(workshop: Workshop, tier: str) -> No
         assert float(weight.grad.abs().max()) == pytest.approx(float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("modify", [False, True])
+def test_looking_at_gradients_on_disk_loses_none_of_them(
+    workshop: Workshop, modify: bool, inside: bool, dtype: torch.dtype
+) -> None:
+    """A backward after it, or inside, adds to all: also where they had left memory, and where one was looked at."""
+    seen = []
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(3)]
+    for tier in ("host", "disk"):
+        torch.manual_seed(0)
+        model = Stack()
+        workshop.prepare(model, adamw(model), tier, compute_dtype=dtype)
+        block: Any = model.blocks[1]
+        for batch in data:
+            squared_error(model, batch).backward()
+            for keeper in prepared(model).engine.keepers:
+                keeper.flush_and_drop()
+            with outsize.gathered(block.up.weight, grads=True, modify=modify):
+                block.up.weight.grad.norm()
+            with outsize.gathered(model, grads=True, modify=modify):
+                if inside and not modify:
+                    squared_error(model, batch).backward(inputs=[model.head.weight, block.down.bias])
+                else:
+                    [param.grad.norm() for param in model.parameters()]
+        seen.append(gradients(model))
+    for name, value in seen[0].items():
+        assert torch.equal(value, seen[1][name]), name
+
+
 def test_gradients_modified_inside_gathered_are_those_that_are_used(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     backward(pair, batches(1))

@@ -475,6 +475,37 @@ def test_a_whole_parameter_optimizer_may_begin_to_keep_another_array(workshop: W
     pair.train(batches(3))
 
 
+def test_a_load_takes_the_place_of_a_state_that_was_replaced(workshop: Workshop, tmp_path: Path) -> None:
+    pair = workshop.pair(tier="host")
+    pair.train(batches(2))
+    outsize.save(tmp_path / "two", pair.model, pair.optimizer).wait()
+    pair.optimizer.state = defaultdict(dict)
+    outsize.load(tmp_path / "two", pair.model, pair.optimizer)
+    pair.train(batches(2))
+
+
+def test_a_state_that_was_replaced_is_what_is_saved(workshop: Workshop, tmp_path: Path) -> None:
+    pair = workshop.pair(tier="host")
+    pair.train(batches(2))
+    for _, optimizer in pair.both:
+        optimizer.state = defaultdict(dict)
+    outsize.save(tmp_path / "none", pair.model, pair.optimizer).wait()
+    pair.train(batches(1))
+    assert len(pair.optimizer.state)
+    outsize.load(tmp_path / "none", pair.model, pair.optimizer)
+    assert not len(pair.optimizer.state)
+
+
+def test_an_entry_takes_what_it_holds_already(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(1))
+    for state in pair.optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to("cpu").clone()  # as scripts do when they resume
+    pair.train(batches(1))
+
+
 # -- the table in the documentation ----------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Layers that change themselves or their input are recomputed as plain torch would have kept them, or refused."""
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+from outsize.run import layer_state
 from outsize.run.layer_state import SMALL_BUFFER_BYTES
 from tests.conftest import Pair, Workshop, assert_same_gradients, batches, squared_error
 
@@ -409,6 +412,86 @@ def test_batch_norms_and_spectral_norms_are_recomputed(workshop: Workshop, activ
     pair.train(batches(4))
     check(pair)
     assert len(runs) == 3 * (4 + 2 * 4)  # plain, and twice
+
+
+def test_what_parts_of_a_layer_share_stays_shared(workshop: Workshop, activations: str) -> None:
+    class Writes(nn.Module):
+        def __init__(self, shared: dict[str, Any]) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+            self.shared = shared
+            self.shared["itself"] = shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.shared["hidden"] = torch.tanh(self.lin(x))
+            return x
+
+    class Reads(Writes):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.lin(self.shared["hidden"]) + x
+            return out
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared: dict[str, Any] = {}
+            self.writes, self.reads = Writes(shared), Reads(shared)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.reads(self.writes(x))
+            return out
+
+    pair = workshop.pair(lambda: Passes(Layer), tier="host", activations=activations)
+    for model, _ in pair.both:
+        squared_error(model, batches(1)[0])  # and no backward
+    pair.train(batches(3))
+    for model, _ in pair.both:
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.writes.shared.clear()
+
+
+def test_forwards_without_a_backward_keep_no_graphs(workshop: Workshop, activations: str) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+            self.kept: Any = SimpleNamespace(out=None)
+            self.out: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.out = torch.tanh(self.lin(x))
+            seen.append(weakref.ref(self.out))
+            self.kept = SimpleNamespace(out=self.out)
+            return self.out + x  # type: ignore[no-any-return]
+
+    seen: list[Any] = []
+    model = Passes(Keeps)
+    workshop.prepare(model, torch.optim.SGD(model.parameters()), "host", activations=activations)
+    for batch in batches(5):
+        squared_error(model, batch)
+    assert sum(each() is not None for each in seen) == 3
+    squared_error(model, batch).backward()
+    del model
+
+
+def test_an_interrupted_recomputation_leaves_the_layer_as_it_was(
+    workshop: Workshop, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Passes(Chooses)
+    workshop.prepare(model, torch.optim.SGD(model.parameters()), "host", activations=activations)
+    loss = squared_error(model, batches(1)[0])
+    by_task(model)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(layer_state, "_train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert [(layer.task, layer.count) for layer in model.layers] == [("second", 1)] * 3
+    for layer in model.layers:
+        layer.seen = None
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at

@@ -134,7 +134,8 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        of_torch = (kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch."))
+        wrapper = next((name for name in of_torch if name in _WRAPPERS), None)
         if wrapper is not None:
             raise ValueError(
                 f"{repr(name) if name else 'the model'} is wrapped in {wrapper}: do not wrap, outsize averages the "

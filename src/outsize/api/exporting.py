@@ -16,7 +16,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.ranks import JobPeers, in_all_copies
-from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, tied_names, whole
+from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, take_state, tied_names, whole
 from outsize.checkpoint.folder import NewFolder, check_replaceable
 from outsize.checkpoint.joint import together
 from outsize.formats.pieces import NamedWeight, TensorPiece, buffer_pieces, joined_pieces, parameter_pieces
@@ -128,6 +128,7 @@ def _export_dcp(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "format='dcp' needs a new or an empty folder", str(target))
     check_replaceable(target)
+    take_state(prepared)
     settle(prepared)
     groups = None
     if optimizer is not None:

@@ -29,10 +29,11 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
             at rest; with `modify` changes of it are stored too, without it they are refused on leaving
             (`RuntimeError`), except on the device where nothing is at rest.
 
-    With several ranks that have parts of the parameters (stages 1 to 3) every rank enters the block, and `grads` needs
-    all of them at any stage. A pending update of the parameters runs first, so the values are those after the last
-    `optimizer.step()`. Memory: the units of the target, above the budget if need be. Raises `ValueError` for parameters
-    of a model that is not prepared.
+    With several ranks that have parts of the parameters (stages 1 to 3) every rank enters the block; `grads` and
+    `modify` need all of them at any stage, and changes that differ are a `ValueError` on all, which ends the run. A
+    pending update of the parameters runs first, so the values are those after the last `optimizer.step()`. Memory: the
+    units of the target, above the budget if need be. Raises `ValueError` for parameters of a model that is not
+    prepared.
     """
     params = list(_parameters(target))
     prepared = _common(params)
@@ -56,7 +57,7 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
                 _hide_gradient(prepared, param, resting, value, modify)
             try:
                 if ended:
-                    _check_alike(prepared, before)
+                    _check_alike(prepared, params if modify else [])
                 for unit, values in before.items():
                     _store(unit, values)
             except (OSError, ValueError) as error:
@@ -69,11 +70,12 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
             )
 
 
-def _check_alike(prepared: Prepared, units: Iterable[Unit]) -> None:
+def _check_alike(prepared: Prepared, params: Iterable[torch.Tensor]) -> None:
     """Raise `ValueError` on every rank unless all have made the same changes."""
     reduction = prepared.engine.reduction
     if reduction is not None:
-        sums = {name: f"{crc32c_of(unit.shard.param(name)):08x}" for unit in units for name in unit.parameters}
+        found = {prepared.engine.name_of(param): prepared.engine.unit_of(param)[0] for param in params}
+        sums = {name: f"{crc32c_of(unit.shard.param(name)):08x}" for name, unit in found.items()}
         what = "what they wrote inside gathered(..., modify=True), by its checksum"
         remedy = "make the same change on every rank (torch.distributed.broadcast it inside the block)"
         if sums:
@@ -147,6 +149,8 @@ def _show_gradients(
         if isinstance(param.grad, RestingGrad):
             resting = param.grad
             value = resting.home.value(resting)
+            unit, slot = prepared.engine.unit_of(param)
+            prepared.engine.keepers[unit.index].shown[slot.name] = resting
             param.grad = value
             shown[param] = (resting, value, value._version)
     return shown
@@ -155,12 +159,14 @@ def _show_gradients(
 def _hide_gradient(
     prepared: Prepared, param: torch.Tensor, resting: RestingGrad, value: torch.Tensor, modify: bool
 ) -> None:
+    unit, slot = prepared.engine.unit_of(param)
+    keeper = prepared.engine.keepers[unit.index]
+    keeper.shown.pop(slot.name, None)
     if param.grad is not value:
         return  # the user replaced or removed it
     param.grad = resting
     if modify:
-        unit, slot = prepared.engine.unit_of(param)
-        prepared.engine.keepers[unit.index].adopt(slot.name, value)
+        keeper.adopt(slot.name, value)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,18 @@ def save(
     copy = None if reduction is None else reduction.ranks.copies
     buffers = buffers_of(model)
 
+    sums: dict[str, BufferSum] = {}
+
     def look() -> tuple[Extra, list[Path], str, OptimizerRecord | None]:
         saver.settle()
+        take_state(prepared)
         if keep is not None:
             check_in_series(target, keep)
         check_buffers(buffers)
         _check_place(prepared, target)
         check_replaceable(target)
         record = optimizer_record(prepared, optimizer, encoded=True)
+        sums.update({} if reduction is None else _sums(buffers))
         return Extra(extra), no_longer_kept(target, keep) if first else [], next_saved_at(target.parent), record
 
     # What may fail on one rank comes here, where it fails on all.
@@ -108,7 +112,7 @@ def save(
     stored, outdated, saved_at, record = found
     if reduction is not None and peers is not None:
         in_all_copies(reduction.ranks, partial(_check_same_name, peers, target), "save")
-        buffers = _not_those_of_the_first(peers, buffers)
+        buffers = _not_those_of_the_first(peers, buffers, sums)
         reduction.complete()
     settle(prepared)
     # What is whole on every data-parallel rank is saved by the first.
@@ -172,21 +176,36 @@ def save(
     return saving
 
 
+def take_state(prepared: Prepared) -> None:
+    """What the user has put in place of `optimizer.state` is the state."""
+    if prepared.stepper is not None:
+        prepared.stepper.take_state()
+
+
 def cuts_of(prepared: Prepared) -> dict[str, Cut]:
     """The parts that this rank has of the parameters that tensor parallelism has split."""
     found = {name: part_of(param) for name, param in prepared.survey.parameters.items()}
     return {name: Cut(*part) for name, part in found.items() if part is not None}
 
 
+BufferSum = tuple[tuple[int, ...], str, int]
+
+
+def _sums(buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, BufferSum]:
+    """(shape, dtype, checksum) by name."""
+    return {name: (tuple(value.shape), str(value.dtype), _sum(value)) for name, (value, _) in buffers.items()}
+
+
+def _sum(value: torch.Tensor) -> int:
+    distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # of what is expanded
+    return crc32c_of(value[distinct].resolve_conj().resolve_neg())
+
+
 def _not_those_of_the_first(
-    peers: JobPeers, buffers: dict[str, tuple[torch.Tensor, bool]]
+    peers: JobPeers, buffers: dict[str, tuple[torch.Tensor, bool]], sums: Mapping[str, BufferSum]
 ) -> dict[str, tuple[torch.Tensor, bool]]:
     """The buffers that this rank saves: the first one all, each other one those whose values are its own."""
-    sums = {
-        name: (tuple(value.shape), str(value.dtype), crc32c_of(value.resolve_conj().resolve_neg()))
-        for name, (value, _) in buffers.items()
-    }
-    firsts: dict[str, tuple[Any, ...]] = peers.exchange(sums)[0]
+    firsts: Mapping[str, BufferSum] = peers.exchange(sums)[0]
     own = {
         name
         for name, found in sums.items()

@@ -39,11 +39,13 @@ class Asked:
         if wanted.resume is None:
             return Asked(wanted, folder)
         checkpoint = folder.to_resume(wanted.resume)
-        source = RunFolder.holding(checkpoint)
-        if source.path.absolute() == folder.path.absolute():
+        source = RunFolder.of(checkpoint)
+        if source is not None and source.path.absolute() == folder.path.absolute():
             source = folder
         elif folder.metrics.exists():
             raise ValueError(f"{folder.path} holds another run than {checkpoint} is of; choose another --name")
+        if source is None:
+            return Asked(wanted, folder, checkpoint)
         return Asked(wanted.resumed(args.words, source.read_options(), source.name), folder, checkpoint, source)
 
     def documents(self) -> list[corpus.Document]:

@@ -49,10 +49,24 @@ class RunFolder:
         return RunFolder(max(saved)[1].parent.parent)
 
     @staticmethod
-    def holding(checkpoint: Path) -> RunFolder:
-        """The run whose checkpoint, or folder of checkpoints, this is."""
+    def of(checkpoint: Path) -> RunFolder | None:
+        """The run whose folder, folder of checkpoints, or checkpoint this is; None where it is of none."""
         here = checkpoint.absolute()
-        return RunFolder(here.parent if here.name == "checkpoints" else here.parent.parent)
+        for run in (here, here.parent, here.parent.parent):
+            if run / "checkpoints" in (here / "checkpoints", here, here.parent) and (run / "checkpoints").is_dir():
+                return RunFolder(run)
+        return None
+
+    @staticmethod
+    def holding(checkpoint: Path) -> RunFolder:
+        """As `of`. Raises `ValueError` where it is of none."""
+        run = RunFolder.of(checkpoint)
+        if run is None:
+            raise ValueError(
+                f"--resume {checkpoint} is of no run (RUN/checkpoints/step-N); name the run that goes on from it with "
+                f"--name"
+            )
+        return run
 
     @contextmanager
     def removed_if_untrained(self) -> Iterator[None]:
@@ -124,7 +138,8 @@ class RunFolder:
         if resume != LATEST:
             if not Path(resume).is_dir():
                 raise FileNotFoundError(f"--resume {resume}: no such checkpoint folder")
-            return Path(resume)
+            folder = Path(resume)
+            return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
         if not self.checkpoints():
             raise FileNotFoundError(f"--resume: no checkpoint in {self.path / 'checkpoints'}")
         return self.path / "checkpoints"  # the newest complete one in it

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from outsize.move.purpose import AHEAD, OFFER, WANT, Purpose, Turn, decode, encode, turn_of, words_for
-from outsize.move.waiting import LANES, MEETING, Waiting
+from outsize.move.waiting import LANES, Waiting
 from outsize.move.waiting import RanksError as RanksError  # whoever speaks to ranks expects it
 
 # Note [Lanes]
@@ -32,6 +32,9 @@ from outsize.move.waiting import RanksError as RanksError  # whoever speaks to r
 # On an accelerator each lane's collectives have a stream of their own, which NCCL keeps. It begins behind what is in
 # the stream that is current: for a gathering the one that fills the buffers, beside the computation; for a reduction
 # the backward's, whose gradients it takes.
+
+CONNECTING = timedelta(minutes=2)
+"""All ranks have come to `prepare`, and make their groups."""
 
 PATIENCE = timedelta(days=7)
 """Of the groups themselves: how long to wait is decided here."""
@@ -120,7 +123,7 @@ class Ranks:
     def _open(self, lane: str, store: Any) -> Any:
         own = distributed_c10d.PrefixStore(lane, store)
         try:
-            group = dist.ProcessGroupGloo(own, self.rank, self.size, MEETING)
+            group = dist.ProcessGroupGloo(own, self.rank, self.size, CONNECTING)
         except RuntimeError as error:
             raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
         group._set_default_timeout(PATIENCE)
@@ -329,12 +332,12 @@ def _tell_all(kind: type[BaseException], error: BaseException, trace: Any) -> No
 
 
 def _listen_to_errors() -> None:
-    if sys.excepthook is not _tell_all:
-        global _excepthook
+    global _excepthook
+    if _excepthook is None:  # once: whoever has chained to it meanwhile is called before it
         _excepthook, sys.excepthook = sys.excepthook, _tell_all
 
 
-_excepthook = sys.excepthook
+_excepthook: Any = None
 
 
 def _close_all() -> None:

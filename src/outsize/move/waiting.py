@@ -99,7 +99,7 @@ class Waiting:
             told = False
             while missing := [place for place in range(len(self.members)) if not store.check([f"come/{place}"])]:
                 waited = time.monotonic() - began
-                if shared is not None:
+                if shared is not None and not shared.watch.over:
                     shared.check(purpose)
                 if waited > MEETING.total_seconds():
                     raise RanksError(

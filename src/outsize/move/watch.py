@@ -15,6 +15,7 @@ BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0
 """Once a connection broke, a rank whose count stands still for half as long is the one that is gone."""
 
+ENDED = "has ended its run"
 STILL_SECONDS = 60.0
 """A rank whose count stands still for so long is gone though no connection broke: stopped, or cut off. Less would be
 taken for it by one that reads gigabytes of pickles, in which no other thread of Python runs."""
@@ -81,13 +82,18 @@ class Watch:
             self._said, self.since = value, time.monotonic()
 
     @property
+    def over(self) -> bool:
+        """Whether a rank has come to the good end of its run with this model, this one or another."""
+        return self.closed or (self._said is not None and self._said[1] == ENDED)
+
+    @property
     def closed(self) -> bool:
         """Whether nobody looks any more."""
         return self._closing.is_set()
 
     def tell(self, message: str) -> None:
         """Leave word for the others, once."""
-        if not self._told:
+        if not self._told and os.getpid() == self._pid:
             self._told = True
             with suppress(RuntimeError):  # the store is gone, and with it the rank that kept it
                 self._leave_word(self._rank, f"has failed ({message[:2000]})")
@@ -182,4 +188,4 @@ class Watch:
             return
         self._closing.set()
         with suppress(RuntimeError):
-            self._store.set("ended", f"{self._rank} has ended its run")
+            self._store.set("ended", f"{self._rank} {ENDED}")

@@ -192,7 +192,6 @@ class Collector:
         if previous is None:
             previous = self._rest.unfilled(name)
             self._fresh.add(name)
-        previous.contributions += 1
         self._expected[name] = previous
         return previous
 
@@ -218,6 +217,8 @@ class Collector:
         if not whole.names:  # all were thrown away, as on every rank
             whole.close()
             return
+        for name in whole.names:
+            expected[name].reductions += 1
         try:
             whole.start(self._reduction.ranks)
         except BaseException:

@@ -70,8 +70,8 @@ class RestingGrad(torch.Tensor):
     shard: GradShard | None
     spent: bool
     repeated: bool
-    contributions: int
-    """With several ranks: how often a backward has added to it, for comparison with the other ranks."""
+    reductions: int
+    """With several ranks: how many it is the sum of, for comparison with the other ranks."""
 
     @staticmethod
     def __new__(
@@ -89,7 +89,7 @@ class RestingGrad(torch.Tensor):
         self.loose = loose
         self.shard = None
         self.spent = False
-        self.contributions = 0
+        self.reductions = 0
         return self
 
     @property
@@ -251,7 +251,7 @@ def _zero_(grad: RestingGrad) -> RestingGrad:
     grad.home.check_current(grad)
     grad.home.complete()
     grad.ops = GradOps(zero=True)
-    grad.contributions = 0
+    grad.reductions = 0
     return grad
 
 

@@ -50,7 +50,7 @@ def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | N
         if engine is None or stepping is known or (known and stepping.param_groups is known.param_groups):
             return
         for param in (each for group in stepping.param_groups for each in group["params"]):
-            if engine.owns(param) and param.grad is not None:
+            if engine.owns(param) and param.grad is not None and not engine.unit_of(param)[0].resident:
                 raise RuntimeError(
                     f"this {type(stepping).__name__} was not passed to outsize.prepare, and steps on "
                     f"{engine.name_of(param)!r} of a prepared model: make the optimizer before, and pass it, "

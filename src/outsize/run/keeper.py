@@ -12,7 +12,6 @@ import torch
 from outsize.move.conveyor import Conveyor, Job
 from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
 from outsize.move.shard import Pending, SlotUpdate
-from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad, vector_norm
@@ -56,6 +55,7 @@ class GradKeeper:
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, spare] by parameter
+        self.shown: dict[str, RestingGrad] = {}  # in whose place `param.grad` is a copy of the values for now
 
     # Note [Gradients of two steps]
     # Under the delayed update the gradients of one step are held back until the next. A unit then has two gradient
@@ -310,7 +310,7 @@ class GradKeeper:
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
             resting = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
         self._become(resting, norm, loose)
-        resting.contributions = 0
+        resting.reductions = 0
         return resting
 
     def _next(self, name: str) -> RestingGrad | None:
@@ -339,7 +339,7 @@ class GradKeeper:
             wide = torch.float64 if param.dtype is torch.float64 else torch.float32
             return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
         grad.become(torch.zeros((), device="cpu"), None, None)
-        grad.contributions = 0
+        grad.reductions = 0
         return grad
 
     def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
@@ -401,28 +401,17 @@ class GradKeeper:
         shard.open(self._live())
 
     def _live(self) -> Collection[str]:
-        return [
-            name
-            for name, param in self._unit.parameters.items()
-            if isinstance(param.grad, RestingGrad) and param.grad.shard is self._shard
-        ]
+        grads = {name: self.shown.get(name, param.grad) for name, param in self._unit.parameters.items()}
+        return [name for name, grad in grads.items() if isinstance(grad, RestingGrad) and grad.shard is self._shard]
 
     def _content(self, grad: RestingGrad) -> torch.Tensor:
         """The gradient's values as they rest, 1-D."""
         if grad.loose is not None:
             return grad.loose.reshape(-1)
-        slot: Slot = self._slots[grad.label]
-        if grad.shard is not self._shard:
-            assert grad.shard is not None
-            return grad.shard.copy_of(slot)
-        assert self._shard is not None
-        was_open = self._shard.in_memory
-        self._open()
-        content = self._shard.of(slot)
-        if not was_open and self._shard.store is not None:
-            content = content.clone()
-            self._shard.drop()
-        return content
+        assert grad.shard is not None
+        if not grad.shard.in_memory:
+            self._unit.await_written()
+        return grad.shard.copy_of(self._slots[grad.label])  # to read changes nothing of what rests with it
 
 
 def _held_by_others(resting: list[RestingGrad]) -> bool:

@@ -24,6 +24,8 @@ LARGEST_ELEMENT = 16
 # and eval, attributes, hooks, what is frozen. Attributes are remembered as they are, not copied: what is changed inside
 # a list or another object is out of sight.
 
+_FORGOTTEN = object()
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = sorted(
     name for name in _OF_TORCH if "hook" in name and "state_dict" not in name and name != "_is_full_backward_hook"
@@ -40,16 +42,23 @@ class LayerState:
         self._attributes = _Attributes(modules)
 
     def settle(self) -> bool:
-        """The forward is over: drop the copies of large buffers that it made needless. Whether one was needed."""
+        """The forward is over: drop what is not needed for another. Whether a copy of a large buffer was."""
+        self._attributes.settle()
         return self._buffers.settle()
 
     def __enter__(self) -> None:
-        self._buffers.put_back()
-        self._attributes.put_back()
+        try:
+            self._buffers.put_back()
+            self._attributes.put_back()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._attributes.put_away()
-        self._buffers.put_away()
+        try:
+            self._attributes.put_away()
+        finally:
+            self._buffers.put_away()
 
 
 @final
@@ -67,16 +76,27 @@ class _Attributes:
         self._present_hooks: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self._present_trained: dict[nn.Parameter, bool] = {}
 
+    def settle(self) -> None:
+        """Forget the objects that the forward has replaced: they may hold graphs of forwards before it."""
+        for module, earlier in zip(self._modules, self._attributes, strict=True):
+            for name, value in earlier.items():
+                if type(value) not in _PLAIN and module.__dict__.get(name) is not value:
+                    earlier[name] = _FORGOTTEN
+
     def put_back(self) -> None:
-        self._present = [_own_attributes(module) for module in self._modules]
+        present = [_own_attributes(module) for module in self._modules]
         self._present_hooks = _hooks(self._modules)
         self._present_trained = _trained(self._trained)
-        for module, present, earlier in zip(self._modules, self._present, self._attributes, strict=True):
-            _change(module.__dict__, present, earlier)
+        self._present = present
+        for module, now, earlier in zip(self._modules, present, self._attributes, strict=True):
+            known = {name: now.get(name) if value is _FORGOTTEN else value for name, value in earlier.items()}
+            _change(module.__dict__, now, known)
         _put_hooks(self._hooks, self._present_hooks)
         _train(self._trained, self._present_trained)
 
     def put_away(self) -> None:
+        if not self._present:
+            return
         for module, present in zip(self._modules, self._present, strict=True):
             _change(module.__dict__, _own_attributes(module), present)
         _put_hooks(self._present_hooks, _hooks(self._modules))
@@ -90,14 +110,9 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _without_graph(value: Any) -> Any:
-    """The value; results of an earlier forward without the graph behind them, which would hold that forward's state,
-    and this one's the next one's graph."""
+    """The value; what an earlier forward gave without the graph behind it, which would hold that forward's state."""
     if type(value) is torch.Tensor and value.grad_fn is not None:
         return value.detach().requires_grad_()
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_graph, value))
-    if type(value) is dict:
-        return {key: _without_graph(each) for key, each in value.items()}
     return value
 
 
@@ -165,7 +180,7 @@ class _Buffers:
             _change(module._buffers, dict(module._buffers), wanted)
 
     def put_away(self) -> None:
-        for module, table in zip(self._modules, self._present, strict=True):
+        for module, table in zip(self._modules, self._present, strict=False):  # none, if none was put back
             _change(module._buffers, dict(module._buffers), table)
         self._present = []
 

@@ -46,7 +46,17 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
 
 @final
 class StateEntry(dict[str, Any]):
-    """A copy of one parameter's state, which says so when it is written to."""
+    """A copy of one parameter's state, which says so where another value is put in. (Writes into a tensor of it go
+    unseen, and are lost.)"""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        known = self.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.shape == known.shape:
+            same = torch.equal(value.to(known.device, known.dtype), known)
+        else:
+            same = value is known
+        if not same:
+            self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
@@ -54,7 +64,7 @@ class StateEntry(dict[str, Any]):
             "entry, `optimizer.state[param] = {**optimizer.state[param], key: value}`"
         )
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+    __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

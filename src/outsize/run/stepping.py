@@ -141,7 +141,7 @@ class Stepper:
                 )
             if not self._applied:
                 self._check_options()
-                self._take_state()
+                self.take_state()
             groups = self._groups()
             pending = {
                 name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)
@@ -212,7 +212,7 @@ class Stepper:
 
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
-        self._take_state()
+        self.take_state()
         if self._engine.reduction is not None:
             self._engine.reduction.complete()
         self._check_promises()
@@ -251,7 +251,11 @@ class Stepper:
             self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
 
-    def _take_state(self) -> None:
+    def own_state(self) -> None:
+        """What the user may have put in place of `optimizer.state` is not wanted any more: the state was loaded."""
+        self._optimizer.state = self._state  # type: ignore[assignment]
+
+    def take_state(self) -> None:
         """Take over a mapping that the user has put in place of `optimizer.state`: an empty one begins anew."""
         given: Any = self._optimizer.state
         if given is self._state:
@@ -460,13 +464,13 @@ class Stepper:
 
 def _told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
     """What a step does, for comparison with other ranks: by parameter its operations, and hyper-parameters. `counted`:
-    and how many backwards made the gradient, which is the same unless a rank alone has thrown some away."""
+    and how many reductions the gradient is the sum of: the same unless a rank alone has thrown some away."""
     told: dict[str, str] = {}
     known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
     for unit, pending in pendings.items():
         for name, owed in pending.items():
             grad = unit.parameters[name].grad
-            sums = f" of {grad.contributions} backwards" if counted and isinstance(grad, RestingGrad) else ""
+            sums = f", the sum of {grad.reductions}," if counted and isinstance(grad, RestingGrad) else ""
             hyper = known.get(id(owed.hyper))
             if hyper is None:
                 values = {key: _plain(value) for key, value in owed.hyper.items()}
