@@ -1,5 +1,7 @@
 """Stores, transfers, the conveyor and the run's directory: each alone, with plain bytes as oracle."""
 
+from __future__ import annotations
+
 import errno
 import os
 import resource
@@ -9,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from outsize.move import disk as disk_tier
 from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, DiskStore, RunDirectory, StripedFile, free_bytes
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.store import HostStore, Store
+from outsize.run.buffers import unused
 
 PAGE = 4096
 
@@ -385,3 +389,28 @@ def test_the_ledger_remembers_peaks() -> None:
     assert (ledger.now["host/params"], ledger.peak["host/params"]) == (2, 12)
     with pytest.raises(AssertionError, match="below zero"):
         ledger.remove("host/params", 3)
+
+
+class _Below(torch.Tensor):
+    """Makes a buffer where autograd does not look, as what answers for a gradient at rest does."""
+
+    made: HostBuffer
+
+    @staticmethod
+    def __new__(cls) -> _Below:
+        return torch.Tensor._make_wrapper_subclass(cls, (1,))  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.made = HostBuffer(100)
+        return torch.ones(1)
+
+
+def test_a_buffer_is_known_to_be_in_use_wherever_it_was_made() -> None:
+    _Below().neg()
+    for memory in (HostBuffer(100).bytes, _Below.made.bytes):
+        assert unused(memory)
+        view = memory[:8].view(torch.float32)
+        assert not unused(memory)
+        del view
+        assert unused(memory)

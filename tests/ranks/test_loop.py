@@ -444,3 +444,98 @@ def test_a_unit_collects_again_where_its_mean_was_found(tmp_path: Path) -> None:
         assert fourth[0] != third[0], "somebody still has the gradient that lies there"
         assert fourth[1] == third[1] and fourth == fifth
         assert not any(map(any, found[5:])), "what is summed in fp32 and rests in bf16 lies elsewhere"
+
+
+class TiedAcross(nn.Module):
+    """The head's weight is the first layer's; its bias makes up a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8, bias=False)
+        self.mid = nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 8))
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.inp.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mid(self.inp(x)))  # type: ignore[no-any-return]
+
+
+def accumulate_tied(fields: dict[str, Any], disk: str) -> float:
+    """How far gradients of several backwards a step are from plain torch's on the whole batch, over the largest."""
+    rank, ranks, apart = dist.get_rank(), dist.get_world_size(), 0.0
+    torch.manual_seed(0)
+    plain, model = TiedAcross(), TiedAcross()
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain)]
+    outsize.prepare(model, optimizers[0], device="cpu", host_memory="64MiB", disk=disk, units=[nn.Linear], **fields)
+
+    def loss(each: nn.Module, *seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed[0] * 100 + seed[1] * 10 + seed[2])
+        return each(torch.randn(4, 8, generator=generator)).pow(2).mean()  # type: ignore[no-any-return]
+
+    for step in range(4):
+        for part in range(3):
+            loss(model, step, part, rank).backward()
+            for other in range(ranks):
+                (loss(plain, step, part, other) / ranks).backward()
+        with outsize.gathered(model, grads=True):
+            for one, other_one in zip(model.parameters(), plain.parameters(), strict=True):
+                assert one.grad is not None and other_one.grad is not None
+                apart = max(apart, float((one.grad - other_one.grad).abs().max() / other_one.grad.abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stage": 0, "params": "disk"}, {"stage": 0}, {"stage": 3, "params": "disk"}], ids=str
+)
+def test_several_backwards_a_step_add_up_whatever_the_units(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert max(run_on_ranks(2, accumulate_tied, fields, str(tmp_path))) < 1e-5
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.head(self.experts[expert](self.inp(x)))  # type: ignore[no-any-return]
+
+
+def routed_loss(model: nn.Module, rank: int, part: int) -> Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + part))
+    return model(x, rank).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def clip_after_no_sync(stage: int, disk: str) -> tuple[float, list[Tensor]]:
+    """(norm, weights after a step) where each rank has used an expert of its own, in `no_sync` alone."""
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", disk=disk, stage=stage, unused="sync")
+    with outsize.no_sync(model):
+        for part in range(2):
+            routed_loss(model, dist.get_rank(), part).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    optimizer.step()
+    with outsize.gathered(model):
+        return norm, [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_other_ranks_experts_are_there_to_be_clipped_after_no_sync(stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Routed()
+    for rank in range(2):
+        for part in range(2):
+            (routed_loss(plain, rank, part) / 2).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for norm, weights in run_on_ranks(2, clip_after_no_sync, stage, str(tmp_path)):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert all(
+            torch.allclose(one, other, atol=1e-7) for one, other in zip(weights, plain.parameters(), strict=True)
+        )

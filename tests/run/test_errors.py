@@ -542,6 +542,7 @@ def test_a_model_whose_engine_was_closed_says_so(workshop: Workshop) -> None:
 # -- another optimizer, another wrapper ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_step_of_an_optimizer_that_was_not_passed_is_refused(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     other = torch.optim.SGD(pair.model.parameters(), lr=0.1)
@@ -550,6 +551,14 @@ def test_a_step_of_an_optimizer_that_was_not_passed_is_refused(workshop: Worksho
         other.step()
     pair.optimizer.zero_grad()
     pair.train(batches(2))
+
+
+def test_where_nothing_moves_another_optimizer_may_step(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="device")
+    for model, _ in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    pair.check()
 
 
 def test_what_wraps_the_models_own_optimizer_steps(workshop: Workshop, tier: str) -> None:

@@ -474,24 +474,27 @@ def test_forwards_without_a_backward_keep_no_graphs(workshop: Workshop, activati
     del model
 
 
-def test_an_interrupted_recomputation_leaves_the_layer_as_it_was(
-    workshop: Workshop, activations: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Passes(Chooses)
-    workshop.prepare(model, torch.optim.SGD(model.parameters()), "host", activations=activations)
-    loss = squared_error(model, batches(1)[0])
-    by_task(model)
-    with monkeypatch.context() as patch:
+def test_an_interrupted_recomputation_leaves_the_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Chooses()
+    state = layer_state.LayerState([*layer.modules()], "a layer", True)
+    layer(torch.ones(2, 16))
+    state.settle()
+    layer.task, layer.count = "second", 7
+    change = layer_state._put_hooks
+    interrupted = [KeyboardInterrupt]
 
-        def interrupted(*_: object) -> None:
-            raise KeyboardInterrupt
+    def put_hooks(*tables: Any) -> None:
+        if interrupted:
+            raise interrupted.pop()
+        change(*tables)
 
-        patch.setattr(layer_state, "_train", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
-    assert [(layer.task, layer.count) for layer in model.layers] == [("second", 1)] * 3
-    for layer in model.layers:
-        layer.seen = None
+    monkeypatch.setattr(layer_state, "_put_hooks", put_hooks)
+    with pytest.raises(KeyboardInterrupt), state:
+        raise AssertionError("it was interrupted before")
+    assert (layer.task, layer.count) == ("second", 7)
+    with state:
+        assert (layer.task, layer.count) == ("first", 0)
+    assert (layer.task, layer.count) == ("second", 7)
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at

@@ -70,7 +70,7 @@ class HostBuffer:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         colour = next(_next_colour) % _COLOURS * PAGE_BYTES  # see Note [Colours]
         first = (colour - whole.data_ptr()) % (_COLOURS * PAGE_BYTES)
-        self.bytes = whole[first : first + nbytes]  # [nbytes]
+        self.bytes = whole[first : first + nbytes].data  # [nbytes]; not a view that keeps another tensor of it alive
         keep_huge_pages_inside(self.address, self._length)
         self._pinned = pinned and _register(self.bytes)
 

@@ -18,7 +18,7 @@ buffers are kept for the next units, for fresh memory is slow to come by."""
 
 def unused(memory: torch.Tensor) -> bool:
     """Whether nobody has a view of this memory but through this very tensor."""
-    return _uses(memory) == (_ALONE_ON_HOST if memory.device.type == "cpu" else _ALONE)
+    return _uses(memory) == _ALONE
 
 
 def _uses(tensor: torch.Tensor) -> int:
@@ -26,7 +26,6 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 _ALONE = _uses(torch.empty(1, device="cpu"))
-_ALONE_ON_HOST = _uses(HostBuffer(1).bytes)  # a part of a larger mapping
 
 
 @final

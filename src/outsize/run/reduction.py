@@ -81,6 +81,8 @@ class Reduction:
             yield
         finally:
             self.reducing = before
+        if self.sync and before:  # whoever clips next asks each gradient that there is, on every rank
+            self._agree_on_presence()
 
     def launched(self, lay_down: Callable[[], None]) -> None:
         """A reduction has started; `lay_down` waits for it. It runs behind the backward of the next unit."""
