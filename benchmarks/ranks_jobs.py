@@ -34,8 +34,8 @@ def _loss_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def ours(layers: int, stage: int, tier: str, disk: str) -> tuple[Step, nn.Module]:
-    """Where 4 ranks share the model, within a budget that lets gathered layers go after use, as FSDP2 does."""
-    budget = "768MiB" if stage == 3 and dist.get_world_size() == 4 else "8GiB"
+    """At stage 3 within a budget that lets gathered layers go after use, as FSDP2 does."""
+    budget = {2: "1152MiB", 4: "768MiB"}[dist.get_world_size()] if stage == 3 else "8GiB"
     torch.manual_seed(0)
     model = llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
