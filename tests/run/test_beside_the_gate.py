@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.run.grads import RestingGrad
-from tests.conftest import Block, Stack, Workshop, adamw, batches, prepared, squared_error, train
+from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, prepared, squared_error, train
 
 NAME = "model.safetensors"
 
@@ -270,9 +270,8 @@ class EndsScripted(Block):
 
 
 @ignores_its_deprecation
+@pytest.mark.parametrize("tier", AT_REST_TIERS)  # on the device nothing passes the gate, and torch's checkpoint fails
 def test_a_recomputation_may_end_in_a_scripted_function(workshop: Workshop, tier: str) -> None:
-    if tier == "device":
-        pytest.skip("nothing passes the gate there: torch's own checkpointing of such a layer fails")
     pair = workshop.pair(
         lambda: nn.Sequential(*(EndsScripted(16, 40) for _ in range(3)), nn.Linear(16, 4)),
         tier=tier,

@@ -180,13 +180,7 @@ def _load_safetensors(
             _place_weights(unit, weights)
         _fill_buffers(buffers_of(model), weights.buffer)
 
-    try:
-        _tell(weights.passed_over, source)
-        settle(prepared)
-        with _stopping_on_errors(prepared), _gathered_anew(prepared):
-            _together(prepared, place)
-    finally:
-        weights.close()
+    _fill(prepared, weights, source, place)
 
 
 def _load_dcp(
@@ -214,13 +208,26 @@ def _load_dcp(
         if optimizer is not None:
             _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
 
+    _fill(prepared, checkpoint, source, place)
+
+
+class _Opened(Protocol):
+    """A folder of another library's that was found to fit."""
+
+    passed_over: Mapping[str, list[str]]
+
+    def close(self) -> None: ...
+
+
+def _fill(prepared: Prepared, opened: _Opened, source: Path, place: Callable[[], None]) -> None:
+    """Overwrite the live state by `place`, on every rank or on none, and close what it comes from."""
     try:
-        _tell(checkpoint.passed_over, source)
+        _tell(opened.passed_over, source)
         settle(prepared)
         with _stopping_on_errors(prepared), _gathered_anew(prepared):
             _together(prepared, place)
     finally:
-        checkpoint.close()
+        opened.close()
 
 
 def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Prepared:

@@ -268,8 +268,8 @@ class Stepper:
                 )
             if state:
                 unit, slot = self._engine.unit_of(param)
-                self._check_state(unit, slot, state)
-                entries[slot.name] = state
+                entries[slot.name] = _entry_of(state)
+                self._check_state(unit, slot, entries[slot.name])
         self._put_state(entries)
         self._optimizer.state = self._state  # type: ignore[assignment]
 
@@ -403,10 +403,7 @@ class Stepper:
             for param, index in zip(group["params"], other["params"], strict=True):
                 if state.get(index):
                     unit, slot = self._engine.unit_of(param)
-                    entry = {
-                        key: local(value) if isinstance(value, torch.Tensor) else value
-                        for key, value in state[index].items()
-                    }
+                    entry = _entry_of(state[index])
                     self._check_state(unit, slot, entry)
                     wanted.append((unit, slot, entry))
         for group, other in zip(groups, copy.deepcopy(saved), strict=True):
@@ -462,9 +459,14 @@ class Stepper:
                 raise
 
 
+def _entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """One parameter's state, of DTensors what this rank has."""
+    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
 def _told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
-    """What a step does, for comparison with other ranks: by parameter its operations, and hyper-parameters. `counted`:
-    and how many reductions the gradient is the sum of: the same unless a rank alone has thrown some away."""
+    """What a step does, for comparison with other ranks: by parameter its operations and hyper-parameters; `counted`:
+    also how many reductions the gradient is the sum of, which differs where a rank alone has thrown some away."""
     told: dict[str, str] = {}
     known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
     for unit, pending in pendings.items():
