@@ -76,7 +76,7 @@ def full(*_: Any, **__: Any) -> Any:
 
 
 FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "the arrays in memory": lambda patch: patch.setattr(writer, "_write_model", full),
+    "the arrays in memory": lambda patch: patch.setattr(writer, "write_own", full),
     "the manifest": lambda patch: patch.setattr(writer, "write_text", full),
     "the rename": lambda patch: patch.setattr(folder.os, "rename", full),
 }

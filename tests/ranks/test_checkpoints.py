@@ -170,6 +170,21 @@ def test_each_rank_gets_its_own_buffers_back(stage: int, tmp_path: Path) -> None
         assert all(torch.equal(one, other) for one, other in zip(before[0][1], restored, strict=True))
 
 
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+def test_each_rank_of_each_copy_gets_its_own_buffers_back(mesh: tuple[int, int], tmp_path: Path) -> None:
+    ranks = mesh[0] * mesh[1]
+    before = run_on_ranks(ranks, go_on_with_buffers, 3, mesh, str(tmp_path), False)
+    assert len({buffers[0].sum().item() for _, buffers in before}) == ranks
+    after = run_on_ranks(ranks, go_on_with_buffers, 3, mesh, str(tmp_path), True)
+    for (losses, buffers), (again, restored) in zip(before, after, strict=True):
+        assert losses == again
+        assert all(torch.equal(one, other) for one, other in zip(buffers, restored, strict=True))
+    for other in ((1, 2), (2, 1), ()):  # a rank that has no place there takes what the first one of all had
+        if other != mesh:
+            for _, restored in run_on_ranks(3 if not other else 2, go_on_with_buffers, 3, other, str(tmp_path), True):
+                assert any(torch.equal(restored[0], buffers[0]) for _, buffers in before[: mesh[1]])
+
+
 def test_buffers_of_another_rank_that_do_not_fit_are_damage(tmp_path: Path) -> None:
     run_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), False)
     file = tmp_path / "ckpt" / "manifest.json"
@@ -233,24 +248,39 @@ def test_one_copy_of_a_mesh_is_saved_and_exported(tmp_path: Path) -> None:
         assert_equal(alone.weights(), weights)
 
 
+COPIES = [Setting(3, "host", mesh=(2, 2)), Setting(3, "disk", dtype=BF16, mesh=(2, 2))]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_all_copies_of_a_mesh_go_on_exactly(large: bool, tmp_path: Path) -> None:
+    """With random numbers and an `extra` (a tensor in it) of each rank's own."""
+    before = run_on_ranks(4, save_and_go_on, COPIES, str(tmp_path), large)
+    after = run_on_ranks(4, load_and_go_on, COPIES, str(tmp_path), large)
+    for one, other in zip(before, after, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    manifest = json.loads((tmp_path / "ckpt-0" / "manifest.json").read_text())
+    assert (manifest["world_size"], len(manifest["ranks"]), [len(copy) for copy in manifest["copies"]]) == (2, 1, [2])
+
+
 def fail_to_save(folder: str, who: int) -> str:
     run = Run(Setting(3, "host"), folder)
     run.train(1)
     run.save(Path(folder) / "good")
     run.train(1)
     if run.rank == who:
-        plain = writer._write_model
+        plain = writer.write_own
 
         def full(*args: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-        writer._write_model = full
+        writer.write_own = full
     try:
         run.save(Path(folder) / "bad")
     except OSError as error:
         said = f"{type(error).__name__} {error}"
     if run.rank == who:
-        writer._write_model = plain
+        writer.write_own = plain
     run.train(1)
     run.save(Path(folder) / "after")
     return said
@@ -296,7 +326,7 @@ def killed_in_save(folder: str) -> None:
     run.save(Path(folder) / "good")
     run.train(1)
     if run.rank == 1:
-        writer._write_model = lambda *_: os._exit(9)
+        writer.write_own = lambda *_: os._exit(9)
     run.save(Path(folder) / "bad")
 
 

@@ -18,7 +18,7 @@ from outsize.api.ranks import JobPeers, check_same, everywhere
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Live, check_match
-from outsize.checkpoint.reader import Checkpoint, Masters, find_checkpoint
+from outsize.checkpoint.reader import Checkpoint, Masters, Place, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
 from outsize.checkpoint.shelf import is_checkpoint
@@ -108,12 +108,7 @@ def _open(
     strict: bool,
 ) -> Checkpoint:
     """The checkpoint, found to be whole and to fit."""
-    reduction = prepared.engine.reduction
-    rank, ranks, tensor_ranks = 0, 1, 1
-    if reduction is not None:
-        peers = JobPeers(reduction.ranks, "load")
-        rank, ranks, tensor_ranks = peers.rank, peers.size, peers.tensor
-    checkpoint = Checkpoint(find_checkpoint(source), codec_named, rank, ranks, tensor_ranks, cuts_of(prepared))
+    checkpoint = Checkpoint(find_checkpoint(source), codec_named, _place_of(prepared), cuts_of(prepared))
     try:
         live = _live(prepared, model, optimizer)
         _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)
@@ -122,6 +117,15 @@ def _open(
         checkpoint.close()
         raise
     return checkpoint
+
+
+def _place_of(prepared: Prepared) -> Place:
+    if prepared.engine.reduction is None:
+        return Place()
+    ranks = prepared.engine.reduction.ranks
+    peers, copies = JobPeers(ranks, "load"), ranks.copies
+    copy, count = (0, 1) if copies is None else (copies.rank, copies.size)
+    return Place(copy, peers.rank, peers.size, peers.tensor, count)
 
 
 @contextmanager

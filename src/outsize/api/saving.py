@@ -19,6 +19,7 @@ from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_replaceable
 from outsize.checkpoint.joint import Cut, together
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
+from outsize.checkpoint.own import Extra, Own, check_buffers
 from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng
@@ -31,15 +32,7 @@ from outsize.checkpoint.shelf import (
     set_all_aside,
 )
 from outsize.checkpoint.values import encode, inline
-from outsize.checkpoint.writer import (
-    AT_ONCE_BYTES,
-    Extra,
-    GradAtRest,
-    Room,
-    Snapshot,
-    UnfinishedCheckpoint,
-    check_buffers,
-)
+from outsize.checkpoint.writer import AT_ONCE_BYTES, GradAtRest, Room, Snapshot, UnfinishedCheckpoint
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c_of
@@ -112,9 +105,11 @@ def save(
     stored, outdated, saved_at, record = found
     if reduction is not None and peers is not None:
         in_all_copies(reduction.ranks, partial(_check_same_name, peers, target), "save")
-        buffers = _not_those_of_the_first(peers, buffers, sums)
+        buffers = _not_those_of_the_first(peers, copy, buffers, sums)
         reduction.complete()
     settle(prepared)
+    own = Own(buffers, capture_rng(prepared.config.compute_device), stored)
+    of_copies = [] if copy is None else copy.collect(own.to_send() if copy.rank else None, "save")[1:]
     # What is whole on every data-parallel rank is saved by the first.
     leads = peers is None or peers.leads
     shards = [unit.shard for unit in prepared.engine.units if leads or unit.shard.ranks > 1]
@@ -123,11 +118,10 @@ def save(
         shards=shards,
         grads=_gradients(prepared) if optimizer is not None else {},
         held=_held(prepared) if optimizer is not None else {},
-        buffers=buffers,
         optimizer=record,
-        rng=capture_rng(prepared.config.compute_device),
-        extra=stored,
+        own=own,
         saved_at=saved_at,
+        of_copies=of_copies,
         peers=peers,
         shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
         cuts=cuts_of(prepared),
@@ -202,16 +196,18 @@ def _sum(value: torch.Tensor) -> int:
 
 
 def _not_those_of_the_first(
-    peers: JobPeers, buffers: dict[str, tuple[torch.Tensor, bool]], sums: Mapping[str, BufferSum]
+    peers: JobPeers, copy: Ranks | None, buffers: dict[str, tuple[torch.Tensor, bool]], sums: Mapping[str, BufferSum]
 ) -> dict[str, tuple[torch.Tensor, bool]]:
-    """The buffers that this rank saves: the first one all, each other one those whose values are its own."""
-    firsts: Mapping[str, BufferSum] = peers.exchange(sums)[0]
+    """The buffers that this rank saves: the first one of all, each other one those whose values are its own."""
+    of_first_copy = sums if copy is None else copy.collect(sums, "save")[0]
+    firsts: Mapping[str, BufferSum] = peers.exchange(of_first_copy)[0]
     own = {
         name
         for name, found in sums.items()
         if name in firsts and firsts[name][:2] == found[:2] and firsts[name] != found
     }
-    return {name: each for name, each in buffers.items() if not peers.rank or name in own}
+    is_first = not peers.rank and (copy is None or not copy.rank)
+    return {name: each for name, each in buffers.items() if is_first or name in own}
 
 
 def _check_same_name(peers: JobPeers, target: Path) -> None:

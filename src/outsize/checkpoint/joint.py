@@ -53,8 +53,8 @@ class Part:
     parameters: Mapping[str, ParameterRecord]
     shapes: Mapping[str, tuple[int, ...]]
     """Of the whole parameters, as far as they are this tensor-parallel place's."""
-    aside: Mapping[str, Any] = field(default_factory=dict)
-    """The rank's own random numbers and `extra`, encoded."""
+    asides: Sequence[Any] = ()
+    """What the rank, and those at its place in the further copies of the model, have of their own, encoded."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 

@@ -231,6 +231,14 @@ class Manifest:
     tensor_ranks: int = 1
     ranks: Sequence[Any] = ()
     """Of the ranks but the first: {"rng": ..., "extra": ...} each, and "buffers" where some are not the first one's."""
+    copies: Sequence[Sequence[Any]] = ()
+    """The same of all ranks of each further copy of the model."""
+
+    def of_rank(self, copy: int, rank: int) -> Mapping[str, Any]:
+        """What a rank of a copy of the model had of its own; its buffers as far as they are not the first one's."""
+        if copy:
+            return self.copies[copy - 1][rank]  # type: ignore[no-any-return]
+        return self.ranks[rank - 1] if rank else {"rng": self.rng, "extra": self.extra}
 
     def to_text(self) -> str:
         content = {
@@ -248,6 +256,7 @@ class Manifest:
             "rng": self.rng,
             "extra": self.extra,
             **({"ranks": list(self.ranks)} if self.ranks else {}),
+            **({"copies": list(map(list, self.copies))} if self.copies else {}),
         }
         return sealed(_readable(content, 2, ""))
 
@@ -287,12 +296,15 @@ class Manifest:
             world_size=natural(value["world_size"]),
             tensor_ranks=natural(value.get("tensor_ranks", 1)),
             ranks=[dict(each) for each in value.get("ranks", [])],
+            copies=[[dict(each) for each in copy] for copy in value.get("copies", [])],
         )
         size, tensor = manifest.world_size, manifest.tensor_ranks
         if not 1 <= tensor <= size or size % tensor:
             raise ValueError(f"{tensor} tensor-parallel ranks of {size}")
         if len(manifest.ranks) not in (0, size - 1):
             raise ValueError(f"{len(manifest.ranks)} further ranks of {size}")
+        if any(len(copy) != size for copy in manifest.copies):
+            raise ValueError(f"copies of the model of {[len(copy) for copy in manifest.copies]} ranks, not of {size}")
         if value["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError(f"checksums of {value['chunk_bytes']!r} bytes; they are of {CHUNK_BYTES}")
         for name in manifest.files:

@@ -17,12 +17,12 @@ from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.joint import Cut, own_name
 from outsize.checkpoint.library import require_safetensors
-from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, ParameterRecord
+from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest, ParameterRecord
+from outsize.checkpoint.own import EXTRA_FILE, MODEL_FILE
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.checkpoint.rng import check_rng
 from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in
 from outsize.checkpoint.values import decode, from_inline
-from outsize.checkpoint.writer import EXTRA_FILE, MODEL_FILE
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Codec, SlotState, UnitShard
 from outsize.plan.layout import Slot
@@ -42,6 +42,23 @@ class Masters:
 
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its job: which of the `copies` of the model it has a part of, and among its `ranks`."""
+
+    copy: int = 0
+    rank: int = 0
+    ranks: int = 1
+    tensor_ranks: int = 1
+    copies: int = 1
+
+    def among(self, manifest: Manifest) -> tuple[int, int]:
+        """(copy, rank) of what was saved at this place; in a job cut otherwise, the first of all."""
+        if (self.ranks, self.tensor_ranks) != (manifest.world_size, manifest.tensor_ranks):
+            return 0, 0  # what one rank had of its own belongs to nobody in particular any more
+        return (self.copy if self.copies == len(manifest.copies) + 1 else 0), self.rank
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -97,22 +114,19 @@ class Checkpoint:
         self,
         folder: Path,
         codecs: Codecs,
-        rank: int = 0,
-        ranks: int = 1,
-        tensor_ranks: int = 1,
+        place: Place | None = None,
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
-        self._rank = rank
         self._codecs = codecs
         self._cuts = cuts or {}
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
-        if (self.manifest.world_size, self.manifest.tensor_ranks) != (ranks, tensor_ranks):
-            self._rank = 0  # what one rank had of its own belongs to nobody in particular any more
+        self._copy, self._rank = (place or Place()).among(self.manifest)
+        self._number = self._copy * self.manifest.world_size + self._rank
         try:
-            others = {own_name(name, of) for name in (MODEL_FILE, EXTRA_FILE) for of in (0, self._rank)}
+            others = {own_name(name, of) for name in (MODEL_FILE, EXTRA_FILE) for of in (0, self._number)}
             self.data.verify(files=sorted(others & self.manifest.files.keys()))
             with _naming_damage(folder):
                 self._decode()
@@ -135,18 +149,18 @@ class Checkpoint:
         for name, cut in self._cuts.items():
             if name in self.records and cut.fits(self.records[name].shape):
                 self.records[name] = self.records[name].of_part(cut.dim, cut.first, cut.count)
-        own = manifest.ranks[self._rank - 1] if self._rank else {"rng": manifest.rng, "extra": manifest.extra}
+        own = manifest.of_rank(self._copy, self._rank)
         self.buffers = dict(manifest.buffers)
         for name, value in own.get("buffers", {}).items():
             record, firsts = BufferRecord.from_json(value), manifest.buffers[name].region
             manifest.check(record.region)
             if (record.region.shape, record.region.dtype) != (firsts.shape, firsts.dtype):
                 raise ValueError(
-                    f"buffer {name!r} of rank {self._rank} has another shape or dtype than the first rank's"
+                    f"buffer {name!r} of rank {self._number} has another shape or dtype than the first rank's"
                 )
             self.buffers[name] = record
         tensors: dict[str, torch.Tensor] = {}
-        extra = own_name(EXTRA_FILE, self._rank)
+        extra = own_name(EXTRA_FILE, self._number)
         if extra in manifest.files:
             tensors = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(extra))
         self.extra = decode(own["extra"], tensors.__getitem__)

@@ -16,10 +16,8 @@ from outsize.checkpoint.files import DataWriter, file_record
 from outsize.checkpoint.folder import NewFolder, sync, write_text
 from outsize.checkpoint.joint import Cut, Peers, folder_of, merged_parts, own_name, together
 from outsize.checkpoint.joint import Part as RankPart
-from outsize.checkpoint.library import require_safetensors, storing
 from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
-    BufferRecord,
     FilePlan,
     FileRecord,
     GradRecord,
@@ -27,23 +25,21 @@ from outsize.checkpoint.manifest import (
     OptimizerRecord,
     ParameterRecord,
 )
+from outsize.checkpoint.own import MODEL_FILE, ModelFile, Own, Stored, write_own
 from outsize.checkpoint.parts import CopyRoom, FrozenCopy, Part, Present, UnitPlaces, sync_all, take
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.shelf import check_room
-from outsize.checkpoint.values import DTYPE_NAMES, INLINE_NUMEL, encode, inline
+from outsize.checkpoint.values import encode
 from outsize.move.generations import Generation, Generations
 from outsize.move.gradients import GradOps, GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import UnitShard
 from outsize.plan.layout import Slot
 
-MODEL_FILE = "model.bin"
 GRADS_FILE = "grads.bin"
 AT_ONCE_BYTES = 64 << 20
 """State of so many bytes is simply written before `save` returns. What is larger is linked, or written
 behind the training."""
-
-EXTRA_FILE = "extra.safetensors"
 
 
 @dataclass(frozen=True)
@@ -56,36 +52,18 @@ class GradAtRest:
     resting: GradShard | None = None
 
 
-@final
-class Extra:
-    """The user's `extra`, checked and encoded before anything is written."""
-
-    def __init__(self, value: Any) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.encoded = encode(value, "extra", self._keep)
-        if self.tensors:
-            require_safetensors("outsize.save with tensors in extra")
-
-    def _keep(self, path: str, tensor: torch.Tensor) -> str:
-        if tensor.dtype is torch.complex128:
-            raise TypeError(f"{path} is a tensor of {tensor.dtype}, which safetensors cannot store; convert it first")
-        self.tensors[path] = tensor
-        return path
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds. The shards are settled; `held` are the gradients that a delayed update holds
-    back; `buffers` maps names to (values, persistent): on a further rank those that differ from the first one's."""
+    """What a checkpoint holds. The shards are settled; `held` are the gradients that a delayed update holds back."""
 
     shards: Sequence[UnitShard]
     grads: Mapping[str, GradAtRest]
     held: Mapping[str, GradAtRest]
-    buffers: Mapping[str, tuple[torch.Tensor, bool]]
     optimizer: OptimizerRecord | None
-    rng: Any
-    extra: Extra
+    own: Own
     saved_at: str
+    of_copies: Sequence[Own] = ()
+    """Of the ranks at this one's place in the further copies of the model, in order."""
     peers: Peers | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the whole parameters, where `peers` have other slices of them."""
@@ -96,6 +74,11 @@ class Snapshot:
     def rank(self) -> int:
         return 0 if self.peers is None else self.peers.rank
 
+    @property
+    def ranks(self) -> int:
+        """Of one copy of the model."""
+        return 1 if self.peers is None else self.peers.size
+
 
 @dataclass(frozen=True)
 class Room:
@@ -105,39 +88,6 @@ class Room:
     copy_bytes: int
     disk_bytes: int
     going: Sequence[Path] = ()
-
-
-@final
-class ModelFile:
-    """The file of what is in memory anyway: buffers, the generators' states, and the optimizer's values of a parameter
-    that are too large for the manifest (the factored moments of Adafactor)."""
-
-    def __init__(self, name: str) -> None:
-        self._plan = FilePlan(name)
-        self._contents: list[tuple[Region, torch.Tensor]] = []
-
-    @property
-    def nbytes(self) -> int:
-        return self._plan.nbytes
-
-    def keep(self, tensor: torch.Tensor) -> Region:
-        """Where the tensor will lie; it must not change before `write`."""
-        self._contents.append((self._plan.reserve(tensor.dtype, tuple(tensor.shape)), tensor))
-        return self._contents[-1][0]
-
-    def small_or_kept(self, path: str, tensor: torch.Tensor) -> Any:
-        """For `encode`: a small tensor in the manifest itself, any other in the file."""
-        if tensor.numel() <= INLINE_NUMEL and not tensor.is_complex():
-            return inline(path, tensor)
-        return self.keep(tensor).to_json()
-
-    def write(self, folder: Path, files: dict[str, FileRecord]) -> None:
-        """Write it, add its record to `files`, and let go of the tensors."""
-        with DataWriter(folder / self._plan.name, self.nbytes) as file:
-            for region, tensor in self._contents:
-                file.write(region.pieces[0].offset, tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        self._contents.clear()
-        files[self._plan.name] = file_record(folder / self._plan.name)
 
 
 @final
@@ -165,8 +115,8 @@ class UnfinishedCheckpoint:
             self._take_files(places, small, room.disk_bytes)
             self._take_memory(places, small, CopyRoom(room.copy_bytes))
             self._write_grads()
-            self._buffers, self._rng = _write_model(self._folder.path, snapshot, self._model, self._files)
-            _write_extra(self._folder.path, snapshot, self._files)
+            self._own = write_own(self._folder.path, snapshot.own, snapshot.rank, self._model, self._files)
+            self._of_copies = self._write_those_of_copies()
         except BaseException:
             self.abandon()
             self._unfreeze()
@@ -240,6 +190,14 @@ class UnfinishedCheckpoint:
                 plan.write_grads(file, slab)
         self._files[self._grads.name] = file_record(path)
 
+    def _write_those_of_copies(self) -> list[Stored]:
+        found = []
+        for at, own in enumerate(self._snapshot.of_copies, start=1):
+            rank = at * self._snapshot.ranks + self._snapshot.rank
+            file = ModelFile(own_name(MODEL_FILE, rank))
+            found.append(write_own(self._folder.path, own, rank, file, self._files))
+        return found
+
     def finish(self) -> Path | None:
         """Write what is left, then the manifest, and publish; gives the folder that was replaced, if there was one."""
         try:
@@ -259,7 +217,8 @@ class UnfinishedCheckpoint:
 
     def _finish_alone(self) -> Path | None:
         self._write_parts()
-        write_text(self._folder.path / MANIFEST_NAME, self._manifest(self._files, Records(self._plans)).to_text())
+        manifest = self._manifest(self._files, Records(self._plans))
+        write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
         return self._folder.publish()
 
     def _finish_with(self, peers: Peers) -> Path | None:
@@ -270,18 +229,20 @@ class UnfinishedCheckpoint:
             if peers.rank:
                 sync(self._folder.path)
             records = dict(Records(self._plans))
-            aside = {"rng": self._rng, "extra": self._snapshot.extra.encoded}
-            if peers.rank and self._buffers:
-                aside["buffers"] = {name: record.to_json() for name, record in self._buffers.items()}
-            return RankPart(self._files, records, self._snapshot.shapes, aside, self._snapshot.cuts)
+            asides = [each.to_json() for each in (self._own, *self._of_copies)]
+            return RankPart(self._files, records, self._snapshot.shapes, asides, self._snapshot.cuts)
 
         def publish() -> Path | None:
             if peers.rank:
                 return None
             files, records = merged_parts(parts, peers.tensor)
-            asides = [part.aside for part in parts[1:]]
+            of_first, *of_copies = zip(*(part.asides for part in parts), strict=True)
             manifest = replace(
-                self._manifest(files, records), world_size=peers.size, tensor_ranks=peers.tensor, ranks=asides
+                self._manifest(files, records),
+                world_size=peers.size,
+                tensor_ranks=peers.tensor,
+                ranks=of_first[1:],
+                copies=of_copies,
             )
             write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
             return self._folder.publish()
@@ -314,10 +275,10 @@ class UnfinishedCheckpoint:
         return Manifest(
             files=dict(sorted(files.items())),
             parameters=records,
-            buffers=self._buffers,
+            buffers=self._own.buffers,
             optimizer=snapshot.optimizer,
-            rng=self._rng,
-            extra=snapshot.extra.encoded,
+            rng=self._own.rng,
+            extra=self._own.extra,
             written_by=_versions(),
             saved_at=snapshot.saved_at,
         )
@@ -411,19 +372,6 @@ def _copy(array: RestingArray, regions: Mapping[str, Region], slab: HostBuffer, 
     copy_out(array, regions, slab, sink)
 
 
-def _write_model(
-    folder: Path, snapshot: Snapshot, file: ModelFile, files: dict[str, FileRecord]
-) -> tuple[dict[str, BufferRecord], Any]:
-    """The buffers and the states of the generators, behind what the units have put into the file."""
-    buffers = {
-        name: BufferRecord(file.keep(value), persistent) for name, (value, persistent) in snapshot.buffers.items()
-    }
-    where = "the states of the random number generators"
-    rng = encode(snapshot.rng, where, lambda _, tensor: file.keep(tensor).to_json())
-    file.write(folder, files)
-    return buffers, rng
-
-
 def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
     if peers is None:
         return NewFolder(target)
@@ -440,28 +388,6 @@ def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
             each.abandon()
         raise
     return made[0] if made else NewFolder.of_another_rank(target, path)
-
-
-def _write_extra(folder: Path, snapshot: Snapshot, files: dict[str, FileRecord]) -> None:
-    extra = snapshot.extra
-    if not extra.tensors:
-        return
-    path = folder / own_name(EXTRA_FILE, snapshot.rank)
-    # Copies: the library refuses tensors that share memory.
-    tensors = {
-        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in extra.tensors.items()
-    }
-    with storing(path):
-        require_safetensors("outsize.save with tensors in extra").save_file(tensors, path)
-    sync(path)
-    files[path.name] = file_record(path)
-
-
-def check_buffers(buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
-    """Raise `TypeError` for a buffer that no checkpoint can hold."""
-    for name, (value, _) in buffers.items():
-        if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES:
-            raise TypeError(f"buffer {name!r} is a {value.layout} tensor of {value.dtype}; it cannot be saved")
 
 
 def _versions() -> dict[str, str]:
