@@ -306,7 +306,7 @@ def _restore_stepping(
 ) -> None:
     assert prepared.stepper is not None
     prepared.stepper.forget()
-    prepared.stepper.own_state()
+    prepared.stepper.state.keep()
     prepared.stepper.steps = steps
     if prepared.engine.reduction is not None:
         for ranks in prepared.engine.reduction.ranks.everyone():

@@ -173,7 +173,7 @@ def save(
 def take_state(prepared: Prepared) -> None:
     """What the user has put in place of `optimizer.state` is the state."""
     if prepared.stepper is not None:
-        prepared.stepper.take_state()
+        prepared.stepper.state.take()
 
 
 def cuts_of(prepared: Prepared) -> dict[str, Cut]:

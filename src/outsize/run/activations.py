@@ -12,9 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run.layer_state import LayerState, version_of
-
-_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
+from outsize.run.saved import top_hooks
 
 # What `torch.utils.checkpoint` is given here cannot be traced: a compiled model runs its recomputed layers uncompiled.
 _Forward = Callable[..., Any]
@@ -92,7 +90,7 @@ def in_backward() -> bool:
 
 
 def _inside_checkpoint() -> bool:
-    hooks = _top_hooks(True) if _top_hooks is not None else None
+    hooks = top_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

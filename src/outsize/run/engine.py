@@ -24,6 +24,7 @@ from outsize.run.guard import Classes
 from outsize.run.keeper import GradKeeper
 from outsize.run.local import is_distributed, local, local_gradient
 from outsize.run.reduction import Reduction
+from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
@@ -68,6 +69,7 @@ class Engine:
         self.keepers = keepers
         self.streamer = streamer
         self.conveyor = conveyor
+        see_script_functions()
         self.classes = Classes(self)
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._by_key = {unit.shard.buffer.key: unit for unit in units}

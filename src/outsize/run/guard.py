@@ -9,17 +9,16 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import nn
-from torch.jit._fuser import optimized_execution
 from torch.utils._pytree import tree_map_only
 
 from outsize.run.local import is_distributed
+from outsize.run.saved import Gathered, run_saving
 
 # Note [Every operation passes the gate]
 # Hooks on modules miss parameters that are used functionally (`x @ self.embed.weight.T`), through custom methods, or by
@@ -30,22 +29,10 @@ from outsize.run.local import is_distributed
 # is no view of a gathered buffer goes to whatever saved-tensor hooks the user has in place (a checkpoint's, say).
 
 
-# Note [Functions of TorchScript]
-# A function of `torch.jit.script` looks at no `__torch_function__` (its methods do): a parameter at rest would be read
-# as it lies there. So the class of these functions is taught to, for guarded tensors alone; there is no other place
-# from which such a call can be seen. What it saves for the backward goes through saved-tensor hooks as everything does.
-# TorchScript optimizes a function after its first calls, and saves other tensors from then on, so that a recomputation
-# does not match its forward: these calls run as they are written.
-
-
-class Gate(Protocol):
+class Gate(Gathered, Protocol):
     """What the parameter class asks of the engine."""
 
     classes: Classes
-
-    def key_of(self, tensor: torch.Tensor) -> int | None:
-        """The key of the unit whose buffer the tensor views, None for any other tensor."""
-        ...
 
     def admit(self, tensor: torch.Tensor, operation: str, writes: bool) -> None:
         """Bring the tensor's unit in for an operation, or raise because its values may not be touched here."""
@@ -53,17 +40,6 @@ class Gate(Protocol):
 
     def is_in_place(self, key: int) -> bool:
         """Whether the unit's values can be read now."""
-        ...
-
-    def updates_of(self, key: int) -> int:
-        """How many updates the unit has been given so far."""
-        ...
-
-    def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
-        """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`.
-
-        Raises `RuntimeError` if the unit was updated, or `view` written to, since it was saved.
-        """
         ...
 
     def refuse_vmap(self, tensor: torch.Tensor) -> None:
@@ -122,8 +98,6 @@ _SET_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 _VMAP = "torch._functorch.vmap"
 _COMPUTE = {torch.nn.functional.linear, torch.nn.functional.embedding, torch.nn.functional.layer_norm}
 """The most frequent operations whose result is never a view of a parameter."""
-
-_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
@@ -237,7 +211,6 @@ class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
 
     def __init__(self, gate: Gate) -> None:
-        see_script_functions()
         self._own = {"gate": gate}
         self.guarded = self._made(GuardedParameter, nn.Parameter)
         self.resident = self._made(ResidentParameter, nn.Parameter)
@@ -326,7 +299,7 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     writes = _written(func, args, kwargs)
     name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
-        guarded = _guarded(args, kwargs)
+        guarded = guarded_among(args, kwargs)
         gates = {gate}  # several where parameters of several models meet
         for tensor in guarded:
             gates.add(tensor.gate)
@@ -336,7 +309,7 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         versions = [tensor._version for tensor in guarded]
         if func in _PICKLE:
             return args[0].clone().__reduce_ex__(*args[1:])
-        result = _run(gates, func, args, kwargs)
+        result = run_saving(gates, func, args, kwargs)
         for tensor, version in zip(guarded, versions, strict=True):
             if tensor._version != version:  # a write that the operation's name does not tell
                 tensor.gate.admit(tensor, name, True)
@@ -355,64 +328,7 @@ def _name_of(func: Any) -> str:
     return str(name)
 
 
-def _run(gates: Iterable[Gate], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
-        return _run_uncached(gates, func, args, kwargs)
-    if not torch.is_grad_enabled():
-        return func(*args, **kwargs)
-    outer = _top_hooks(True) if _top_hooks is not None else None
-    for gate in gates:
-        saving = _Saving(gate, outer)
-        outer = saving.pack, saving.unpack
-    with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
-        return func(*args, **kwargs)
-
-
-def _run_uncached(gates: Iterable[Gate], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Autocast keeps the cast of every weight until its outermost block is left: a copy of the whole model."""
-    torch.set_autocast_cache_enabled(False)
-    try:
-        return _run(gates, func, args, kwargs)
-    finally:
-        torch.set_autocast_cache_enabled(True)
-
-
-class _Saving:
-    """What one operation saves for the backward: views of gathered buffers as references that bring the unit back."""
-
-    __slots__ = ("_gate", "_outer")
-
-    def __init__(self, gate: Gate, outer: Any) -> None:
-        self._gate = gate
-        self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
-
-    def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
-        key = self._gate.key_of(tensor)
-        if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
-            tensor = tensor.detach()
-        if key is not None:
-            return key, (tensor, self._gate.updates_of(key), tensor._version)
-        return None, tensor if self._outer is None else self._outer[0](tensor)
-
-    def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
-        key, content = packed
-        if key is None:
-            restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
-            return restored
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            self._watch_node()
-        return self._gate.bring_back(key, *content)
-
-    def _watch_node(self) -> None:
-        """create_graph: what the running node saves for a further backward needs the same care."""
-        outer = _top_hooks(True) if _top_hooks is not None else None
-        top = getattr(outer[0], "__self__", None) if outer is not None else None
-        if not isinstance(top, _Saving) or top._gate is not self._gate:
-            saving = _Saving(self._gate, outer)  # autograd takes these hooks away again when the node has run
-            torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
-
-
-def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def guarded_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
     _collect(args, found)
     if kwargs:
@@ -460,46 +376,3 @@ def _wrap(gates: Iterable[Gate], result: Any) -> Any:
     if type(result) in (tuple, list):
         return tree_map_only(torch.Tensor, guard, result)
     return result
-
-
-_script_function: Any = torch.jit.ScriptFunction
-_call_plain = _script_function.__call__
-
-
-def see_script_functions() -> None:
-    """Let the functions of `torch.jit.script` pass the gate too. See Note [Functions of TorchScript]."""
-    _script_function.__call__ = _call_script_function
-
-
-@wraps(_call_plain)
-def _call_script_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-    guarded = _guarded(args, kwargs)
-    if not guarded or not torch._C._is_torch_function_enabled():
-        return _call_plain(self, *args, **kwargs)
-    with optimized_execution(False), _own_errors():
-        return pass_gate(guarded[0].gate, self, args, kwargs)
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
-    hooks = _top_hooks(True) if _top_hooks is not None else None
-    if hooks is None:
-        yield
-        return
-    raised: list[BaseException] = []
-
-    def pack(tensor: torch.Tensor) -> Any:
-        try:
-            return hooks[0](tensor)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
-            yield
-    except RuntimeError:
-        if raised:
-            raise raised.pop() from None
-        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,11 +13,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from outsize.move.gradients import GradOps
 from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
-from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
-from outsize.run.local import local, local_gradient
-from outsize.run.state import StreamedState, snapshot, store_state
+from outsize.run.local import local_gradient
+from outsize.run.state import snapshot
+from outsize.run.state_dict import WholeState
 from outsize.run.unit import Unit
 
 # Note [The update happens at the fetch]
@@ -81,6 +80,7 @@ class Stepper:
         if in_backward:
             for keeper in engine.keepers:
                 keeper.update_now = self._update_now
+        self.state = WholeState(engine, optimizer, updater.whole)
         self._attach()
 
     def _attach(self) -> None:
@@ -99,7 +99,6 @@ class Stepper:
         optimizer._step_supports_amp_scaling = True  # so that a scaler tells us of the steps that it skips
         optimizer.load_state_dict = self.load_state_dict
         optimizer.add_param_group = self.add_param_group
-        optimizer.state = self._state = StreamedState(self._engine)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if
@@ -141,7 +140,7 @@ class Stepper:
                 )
             if not self._applied:
                 self._check_options()
-                self.take_state()
+                self.state.take()
             groups = self._groups()
             pending = {
                 name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)
@@ -212,7 +211,7 @@ class Stepper:
 
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
-        self.take_state()
+        self.state.take()
         if self._engine.reduction is not None:
             self._engine.reduction.complete()
         self._check_promises()
@@ -250,37 +249,6 @@ class Stepper:
         if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
             self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
-
-    def own_state(self) -> None:
-        """What the user may have put in place of `optimizer.state` is not wanted any more: the state was loaded."""
-        self._optimizer.state = self._state  # type: ignore[assignment]
-
-    def take_state(self) -> None:
-        """Take over a mapping that the user has put in place of `optimizer.state`: an empty one begins anew."""
-        given: Any = self._optimizer.state
-        if given is self._state:
-            return
-        entries: dict[str, dict[str, Any]] = {}
-        for param, state in given.items():
-            if not self._engine.owns(param):
-                raise ValueError(
-                    "optimizer.state was replaced, with an entry of a parameter that the model does not have"
-                )
-            if state:
-                unit, slot = self._engine.unit_of(param)
-                entries[slot.name] = _entry_of(state)
-                self._check_state(unit, slot, entries[slot.name])
-        self._put_state(entries)
-        self._optimizer.state = self._state  # type: ignore[assignment]
-
-    def _put_state(self, entries: Mapping[str, dict[str, Any]]) -> None:
-        """Replace the state of all parameters; those without an entry begin anew."""
-        for unit in self._engine.units:
-            self._engine.streamer.settle(unit)
-            unit.await_written()
-            for name in unit.parameters:
-                if name in entries or name in unit.shard.slot_states:
-                    store_state(unit.shard, name, entries.get(name, {}))
 
     def _check_options(self) -> None:
         """An option that was set after `prepare` may need an array that nobody made."""
@@ -385,51 +353,7 @@ class Stepper:
 
         Raises `ValueError`, with nothing changed, for the state of another optimizer or of other parameters.
         """
-        optimizer: Any = self._optimizer
-        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(optimizer, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups, saved, state = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
-        if not isinstance(saved, list) or not isinstance(state, dict):
-            keys = sorted(map(str, state_dict))
-            raise ValueError(f"an optimizer's state dict has 'param_groups' and 'state', this has {keys}")
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-            raise ValueError(
-                f"the state dict has parameter groups of {[len(g['params']) for g in saved]} parameters, the optimizer "
-                f"of {[len(g['params']) for g in groups]}; load the state of the same optimizer"
-            )
-        wanted: list[tuple[Unit, Slot, dict[str, Any]]] = []
-        for group, other in zip(groups, saved, strict=True):
-            for param, index in zip(group["params"], other["params"], strict=True):
-                if state.get(index):
-                    unit, slot = self._engine.unit_of(param)
-                    entry = _entry_of(state[index])
-                    self._check_state(unit, slot, entry)
-                    wanted.append((unit, slot, entry))
-        for group, other in zip(groups, copy.deepcopy(saved), strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        self.forget()
-        self._put_state({slot.name: entry for _, slot, entry in wanted})
-        optimizer.state = self._state
-        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-            hook(optimizer)
-
-    def _check_state(self, unit: Unit, slot: Slot, entry: dict[str, Any]) -> None:
-        kept = {name for name, array in unit.shard.arrays.items() if array.public}
-        own, slot = slot, unit.shard.whole_slots[slot.name]
-        arrays = {
-            key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.shape == slot.shape != ()
-        }
-        wrong = [key for key in arrays - kept if slot.numel > 1 and not self._updater.whole]
-        missing = [key for key in kept - entry.keys() if key != "max_exp_avg_sq"]
-        shapes = [key for key in kept & entry.keys() if isinstance(entry[key], torch.Tensor)]
-        shapes = [key for key in shapes if entry[key].numel() not in (slot.numel, own.numel)]
-        if wrong or missing or shapes:
-            raise ValueError(
-                f"the state dict does not fit {type(self._optimizer).__name__}: for {slot.name!r} it has "
-                f"{sorted(map(str, entry))}, this optimizer keeps {sorted(kept)} of shape {tuple(slot.shape)}; load "
-                f"the state of the same optimizer. Nothing was changed"
-            )
+        self.state.load_state_dict(state_dict, self.forget)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """As in torch: train further parameters of the prepared model, with hyper-parameters of their own.
@@ -457,11 +381,6 @@ class Stepper:
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
-
-
-def _entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's state, of DTensors what this rank has."""
-    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:

@@ -1,0 +1,94 @@
+"""What an operation saves for the backward: views of gathered buffers as references that bring their unit back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+_top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def top_hooks() -> Hooks | None:
+    """The (pack, unpack) of the innermost saved-tensor hooks, the user's own among them."""
+    return None if _top is None else _top(True)
+
+
+class Gathered(Protocol):
+    """Knows the gathered buffers, and brings them back."""
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        """The key of the unit whose buffer the tensor views, None for any other tensor."""
+        ...
+
+    def updates_of(self, key: int) -> int:
+        """How many updates the unit has been given so far."""
+        ...
+
+    def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
+        """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`.
+
+        Raises `RuntimeError` if the unit was updated, or `view` written to, since it was saved.
+        """
+        ...
+
+
+def run_saving(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func`; what it saves for the backward is saved by reference where it views a buffer of one of the gates."""
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
+        return _run_uncached(gates, func, args, kwargs)
+    if not torch.is_grad_enabled():
+        return func(*args, **kwargs)
+    outer = top_hooks()
+    for gate in gates:
+        saving = Saving(gate, outer)
+        outer = saving.pack, saving.unpack
+    with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
+        return func(*args, **kwargs)
+
+
+def _run_uncached(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Autocast keeps the cast of every weight until its outermost block is left: a copy of the whole model."""
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return run_saving(gates, func, args, kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+class Saving:
+    """What one operation saves for the backward: views of gathered buffers as references that bring the unit back."""
+
+    __slots__ = ("_gate", "_outer")
+
+    def __init__(self, gate: Gathered, outer: Any) -> None:
+        self._gate = gate
+        self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
+
+    def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+        key = self._gate.key_of(tensor)
+        if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
+            tensor = tensor.detach()
+        if key is not None:
+            return key, (tensor, self._gate.updates_of(key), tensor._version)
+        return None, tensor if self._outer is None else self._outer[0](tensor)
+
+    def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
+        key, content = packed
+        if key is None:
+            restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
+            return restored
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self._watch_node()
+        return self._gate.bring_back(key, *content)
+
+    def _watch_node(self) -> None:
+        """create_graph: what the running node saves for a further backward needs the same care."""
+        outer = top_hooks()
+        top = getattr(outer[0], "__self__", None) if outer is not None else None
+        if not isinstance(top, Saving) or top._gate is not self._gate:
+            saving = Saving(self._gate, outer)  # autograd takes these hooks away again when the node has run
+            torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
