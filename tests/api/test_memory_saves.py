@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import outsize
+from outsize.api import saving as saves
 from outsize.checkpoint import parts
 from tests.api.generation_runs import (
     Run,
@@ -70,6 +71,37 @@ def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_i
     assert not (tmp_path / "ckpt").exists()
     gate.set()
     saving.wait()
+    assert_holds(tmp_path / "ckpt", saved, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["the same cores", "other cores", "no threads any more"])
+def test_checksums_are_taken_while_the_cores_are_idle(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    """Beside a computation on an accelerator they are taken behind the training."""
+    summed: list[bool] = []
+    plain = parts.sums_of
+
+    def sums(content: torch.Tensor, out: torch.Tensor) -> None:
+        summed.append(gate.is_set())
+        plain(content, out)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(parts, "sums_of", sums)
+    if case == "other cores":
+        monkeypatch.setattr(saves, "update_threads", lambda: 0)
+    elif case == "no threads any more":
+        monkeypatch.setattr(parts, "ThreadPoolExecutor", refuse)
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    run.train()
+    saved = run.values()
+    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
+    ahead = len(summed)
+    gate.set()
+    saving.wait()
+    assert (ahead > 0, len(summed) > ahead) == (case == "the same cores", case != "the same cores")
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 

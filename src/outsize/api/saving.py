@@ -37,6 +37,7 @@ from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c_of
 from outsize.optim.rules import join_master, split_master
+from outsize.optim.update import update_threads
 from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
@@ -321,7 +322,8 @@ def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
         return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers and name != KEPT)
 
     copies, disk = budgets.host - taken(memory), (budgets.disk or 0) - taken(("disk",))
-    return Room(max(copies, 0), max(disk, 0), going)
+    same_cores = prepared.config.compute_device.type == "cpu"
+    return Room(max(copies, 0), max(disk, 0), going, update_threads() if same_cores else 0)
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:

@@ -124,6 +124,8 @@ class CopyRoom:
 # a copy, or else waited for. Parameters whose place is the model's own memory can change at any time, with nobody told:
 # these are copied when the save begins, or written at
 # once where there is no room for a copy.
+# The checksums are a pass over the same bytes at the speed of memory. Behind a computation on the same cores it costs
+# more than in front of it, where all of them are idle (`take_sums`): a thread that is held up holds up its barrier.
 
 
 @final
@@ -139,9 +141,9 @@ class Image(Part, Hold):
         self._borrowing = False  # whether the unit's own memory is being written
         self._changed = threading.Condition()
         self._pid = os.getpid()
+        self._sums = torch.full((nbytes // PAGE_BYTES,), ZERO_SUM, dtype=torch.int32, device="cpu")
 
     def write(self, folder: Path) -> FileRecord:
-        pages = torch.full((self._nbytes // PAGE_BYTES,), ZERO_SUM, dtype=torch.int32, device="cpu")
         slab: HostBuffer | None = None
         with _NewFile(folder / self.name, self._nbytes) as file:
             while (piece := self._next()) is not None:
@@ -149,10 +151,25 @@ class Image(Part, Hold):
                 if content.device.type != "cpu":
                     slab = HostBuffer(WRITE_BYTES) if slab is None else slab
                     content = slab.bytes[: content.numel()].copy_(content)
-                page = start // PAGE_BYTES
-                sums_of(content, pages[page : page + content.numel() // PAGE_BYTES])
+                if not piece.summed:
+                    self._sum(start, content)
                 file.write(start, content)
-        return FileRecord(self._nbytes, tuple(joined_sums(pages, self._nbytes, CHUNK_BYTES)))
+        return FileRecord(self._nbytes, tuple(joined_sums(self._sums, self._nbytes, CHUNK_BYTES)))
+
+    def _sum(self, start: int, content: torch.Tensor) -> None:
+        page = start // PAGE_BYTES
+        sums_of(content, self._sums[page : page + content.numel() // PAGE_BYTES])
+
+    def unsummed(self) -> Iterator[Callable[[], None]]:
+        """What takes the sums of the pieces in host memory, each; to be called before anything is written or changes.
+        The others are summed when they are written."""
+        for piece in self._left:
+            if piece.content.device.type == "cpu":
+                yield partial(self._sum_ahead, piece)
+
+    def _sum_ahead(self, piece: Piece) -> None:
+        self._sum(piece.start, piece.content)
+        piece.summed = True
 
     def _next(self) -> Piece | None:
         """The piece to write now; the one before is written."""
@@ -227,10 +244,23 @@ class Piece:
     lying: torch.Tensor
     steady: bool
     copy: torch.Tensor | None = None
+    summed: bool = False
+    """Whether its checksums were taken."""
 
     @property
     def content(self) -> torch.Tensor:
         return self.lying if self.copy is None else self.copy
+
+
+def take_sums(images: Iterable[Image], threads: int) -> None:
+    """Take the checksums of what is in host memory, on so many threads at once."""
+    works = [work for image in images for work in image.unsummed()]
+    try:
+        with ThreadPoolExecutor(threads, "outsize-sums") as pool:
+            for _ in pool.map(lambda work: work(), works):
+                pass
+    except RuntimeError:  # the interpreter is ending, and starts no threads any more: when they are written
+        return
 
 
 def _copy_of(content: torch.Tensor) -> torch.Tensor:

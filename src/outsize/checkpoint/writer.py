@@ -26,7 +26,7 @@ from outsize.checkpoint.manifest import (
     ParameterRecord,
 )
 from outsize.checkpoint.own import MODEL_FILE, ModelFile, Own, Stored, write_own
-from outsize.checkpoint.parts import CopyRoom, FrozenCopy, Part, Present, UnitPlaces, sync_all, take
+from outsize.checkpoint.parts import CopyRoom, FrozenCopy, Part, Present, UnitPlaces, sync_all, take, take_sums
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.values import encode
@@ -88,6 +88,8 @@ class Room:
     copy_bytes: int
     disk_bytes: int
     going: Sequence[Path] = ()
+    threads: int = 0
+    """For the checksums of what is in memory, while the training stands still; 0: they are taken behind it."""
 
 
 @final
@@ -113,7 +115,7 @@ class UnfinishedCheckpoint:
             small = sum(each.copied_bytes + each.file_bytes for each in places) <= AT_ONCE_BYTES
             self._check_room(places, small, room)
             self._take_files(places, small, room.disk_bytes)
-            self._take_memory(places, small, CopyRoom(room.copy_bytes))
+            self._take_memory(places, small, room)
             self._write_grads()
             self._own = write_own(self._folder.path, snapshot.own, snapshot.rank, self._model, self._files)
             self._of_copies = self._write_those_of_copies()
@@ -158,15 +160,19 @@ class UnfinishedCheckpoint:
                 self._write(part)
             disk_bytes -= file.reserved_bytes if file.frozen and not isinstance(part, Present) else 0
 
-    def _take_memory(self, places: Sequence[UnitPlaces], small: bool, room: CopyRoom) -> None:
+    def _take_memory(self, places: Sequence[UnitPlaces], small: bool, room: Room) -> None:
+        held, copies = [], CopyRoom(room.copy_bytes)
         for each in places:
-            image = each.image(room)
+            image = each.image(copies)
             if image is None:
                 continue
             if not small and each.hold(image):
                 self._parts.append(image)
+                held.append(image)
             else:
                 self._write(image)
+        if held and room.threads:
+            take_sums(held, room.threads)
 
     def _unfreeze(self) -> None:
         """Nobody refers to the files that this save has frozen: they need no next generation."""
