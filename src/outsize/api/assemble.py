@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,7 +254,7 @@ def _build(
     states = dict(optimizer.state) if optimizer is not None else {}
     sums: dict[str, str] | None = None if ranks is None else {}
     for unit in units:
-        _adopt(unit, states, load, sums)
+        _adopt(unit, states, load, sums, plan.optimized)
     if ranks is not None and sums is not None:
         check_same(ranks.alike(), "the values of their parameters", sums)
         if ranks.tensor is not None:
@@ -328,7 +328,7 @@ def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
         tiers = unit.shard.tiers
         if (tiers.params == "host" and on_cpu) or (tiers.params == "device" and unit.shard.params is not None):
             resting += size.params
-        resting += size.grads if tiers.grads in memory else 0
+        resting += size.most("grads") if tiers.grads in memory else 0
         resting += size.states if tiers.states in memory else 0
     in_flight = max((info.nbytes for info in plan.infos.values() if info.trainable), default=0)
     return plan.budgets.computing[1] - resting - in_flight
@@ -390,8 +390,12 @@ def _adopt(
     states: dict[Any, dict[str, Any]],
     load: Callable[[nn.Parameter], torch.Tensor],
     sums: dict[str, str] | None,
+    optimized: Collection[str],
 ) -> None:
-    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
+    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer.
+
+    The fp32 master of one that is not `optimized` yet begins at what the unit shows of it, whatever units there are.
+    """
     shard = unit.shard
     shard.buffer.materialize()
     for name, param in unit.parameters.items():
@@ -400,7 +404,7 @@ def _adopt(
             value = local(load(param))
             if sums is not None:
                 sums[name] = f"{crc32c_of(value):08x}"
-            _adopt_value(shard, name, value)
+            _adopt_value(shard, name, value if name in optimized else value.to(shard.param(name).dtype))
             param.grad = None
             bind(param, shard.param(name))
         if state:

@@ -21,12 +21,13 @@ from outsize.plan.layout import (
     ModuleInfo,
     ParamInfo,
     UnitLayout,
+    array_layout,
     cut_units,
     lay_out,
     round_up,
     slice_of,
 )
-from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place
+from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place, with_free_staging
 from outsize.run.collecting import collecting_sizes
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 
@@ -120,6 +121,7 @@ def survey(
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
     tiers = place(sizes, budgets, wanted)
+    budgets = with_free_staging(sizes, budgets, wanted, tiers)
     return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size))
 
 
@@ -214,12 +216,18 @@ def _bytes_of(
     layout = slice_of(whole, 0, ranks)
     trained = [slot for slot in layout.slots if infos[slot.name].trainable]
     grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
-    grads = min(grads, layout.param_bytes) * (2 if config.delayed_update else 1)  # those of two steps
+    copies = 2 if config.delayed_update else 1  # those of two steps
+    grads = min(grads, layout.param_bytes) * copies
     states = sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
     collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0
-    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected)
+    wider = {dtype: STATE_BYTES[dtype] - OWN_BYTES[dtype] for dtype in OWN_BYTES}
+    sums = sum(round_up(slot.numel, PAGE_ELEMENTS) * wider[slot.dtype] for slot in trained)
+    sums = min(sums, array_layout(layout, wider).nbytes) * copies
+    if config.update == "backward":  # each backward's gradients are used up at once
+        sums = 0
+    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected, sums)
 
 
 def find_budgets(config: Config, dry: bool = False) -> Budgets:

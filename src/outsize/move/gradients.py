@@ -40,11 +40,16 @@ class GradOps:
     def clamps(self) -> bool:
         return self.low > -inf or self.high < inf
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the norm is another than that of the bytes times `scale`, be it in the last bit."""
+        return self.clamps or not is_power_of_two(abs(self.scale))
+
     def scaled(self, factor: float) -> GradOps | None:
         """These operations, then `g * factor`; None where one record cannot say it with the same rounding."""
         if self.zero:
             return self
-        exact = self.scale == 1.0 or _is_power_of_two(self.scale) or _is_power_of_two(factor) or factor == 1.0
+        exact = self.scale == 1.0 or is_power_of_two(self.scale) or is_power_of_two(factor) or factor == 1.0
         return None if self.clamps or not exact else replace(self, scale=self.scale * factor)
 
     def clamped(self, low: float, high: float) -> GradOps:
@@ -64,7 +69,8 @@ class GradOps:
         return grad
 
 
-def _is_power_of_two(value: float) -> bool:
+def is_power_of_two(value: float) -> bool:
+    """Whether to multiply by it, and to divide, is exact."""
     return value > 0 and value != inf and value.hex().split("p")[0] == "0x1.0000000000000"
 
 
@@ -104,6 +110,11 @@ class GradShard:
     def nbytes(self) -> int:
         """Bytes of the contents as they are now, padding included."""
         return (self._wide if self.wide else self._own).nbytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the contents once something was added to one of them."""
+        return self._wide.nbytes
 
     @property
     def contents(self) -> ArrayLayout:

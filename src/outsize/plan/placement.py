@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.plan.layout import PAGE_ELEMENTS, round_up
 from outsize.plan.sizes import format_bytes
@@ -31,10 +31,17 @@ class UnitBytes:
     part rests here, and its gradients before they are reduced."""
     collected: int = 0
     """The latter alone."""
+    sums: int = 0
+    """What its gradients take beside `grads` once they are sums of several: those of 16 bits are added in fp32."""
 
     @property
     def total(self) -> int:
         return self.params + self.grads + self.states
+
+    def most(self, kind: str) -> int:
+        """The most bytes at rest of one kind, whatever the loop does."""
+        nbytes: int = getattr(self, kind)
+        return nbytes + self.sums if kind == "grads" else nbytes
 
     @property
     def working(self) -> int:
@@ -49,10 +56,22 @@ class Budgets:
     host: int
     device: int | None = None
     disk: int | None = None
+    staging: int | None = None
 
     @property
     def staging_bytes(self) -> int:
+        """Of the arena through which what rests elsewhere passes; an eighth of the host budget unless it is set."""
+        if self.staging is not None:
+            return self.staging
         return min(max(self.host // 8, MIN_STAGING_BYTES), MAX_STAGING_BYTES)
+
+    def with_staging_for(self, units: Sequence[UnitBytes]) -> Budgets:
+        """The same with up to a quarter for staging, as far as the largest unit at work leaves it."""
+        if self.device is not None or not units:
+            return self
+        spare = self.host - max(unit.working for unit in units)
+        most = min(max(self.host // 4, MIN_STAGING_BYTES), MAX_STAGING_BYTES)
+        return replace(self, staging=max(min(spare, most), self.staging_bytes))
 
     @property
     def computing(self) -> tuple[str, int]:
@@ -120,8 +139,8 @@ def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], bu
     """Whether the whole gradients of all units fit into the computing memory, beside what rests there and a unit at
     work: then ranks that do not synchronise add them up, each its own."""
     memory = ("device", "host") if budgets.device is None else ("device",)
-    resting: int = sum(
-        getattr(unit, kind)
+    resting = sum(
+        unit.most(kind)
         for unit, each in zip(units, tiers, strict=True)
         for kind in KINDS
         if getattr(each, kind) in memory
@@ -139,7 +158,7 @@ def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) 
     """
     if not units:
         return ()
-    total = sum(unit.total for unit in units)
+    total = sum(unit.most(kind) for unit in units for kind in KINDS)
     all_auto_or_device = all(tier in ("auto", "device") for tier in wanted.values())
     room = budgets.device if budgets.device is not None else budgets.host
     if all_auto_or_device and total + 2 * max(unit.shared for unit in units) <= room:
@@ -147,6 +166,19 @@ def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) 
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
     check_largest_unit(units, budgets)
     return _Placer(units, budgets, wanted).run()
+
+
+def with_free_staging(
+    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], tiers: tuple[UnitTiers, ...]
+) -> Budgets:
+    """The budgets with as much staging as leaves every tier as it is: a drive needs more bytes on their way than an
+    eighth of a small budget."""
+    more = budgets.with_staging_for(units)
+    try:
+        same = place(units, more, wanted) == tiers
+    except ValueError:
+        same = False
+    return more if same else budgets
 
 
 class _Placer:
@@ -181,7 +213,7 @@ class _Placer:
                 tiers[kind] = lowest if unit.params else tiers[kind]
 
     def _tier(self, unit: UnitBytes, kind: str) -> str:
-        nbytes = getattr(unit, kind)
+        nbytes = unit.most(kind)
         wanted = self._wanted[kind]
         candidates: tuple[str, ...] = ("device", "host", "disk") if wanted == "auto" else (wanted,)
         if wanted == "auto" and self._budgets.device is None:
@@ -204,10 +236,10 @@ class _Placer:
         return f"{reason}; {', '.join(asked)} as asked" if asked else reason
 
     def _shortage(self, unit: UnitBytes, kind: str, wanted: str) -> str:
-        total = sum(getattr(each, kind) for each in self._units)
-        needs = (
-            f"unit {unit.name!r}: {kind} of {format_bytes(getattr(unit, kind))} ({format_bytes(total)} in all units)"
-        )
+        total = sum(each.most(kind) for each in self._units)
+        needs = f"unit {unit.name!r}: {kind} of {format_bytes(unit.most(kind))} ({format_bytes(total)} in all units)"
+        if kind == "grads" and any(each.sums for each in self._units):
+            needs += " as sums of several in fp32"
         host, disk = format_bytes(self._budgets.host), self._budgets.disk
         if wanted in ("device", "host"):
             name = "device_memory" if wanted == "device" and self._budgets.device is not None else "host_memory"

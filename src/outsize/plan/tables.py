@@ -131,7 +131,10 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """Host memory that the budget must hold while computing: what rests there, the largest unit, staging."""
-        resting = self.bytes_on("host") + (self.bytes_on("device") if self.budgets.device is None else 0)
+        memory = ("host", "device") if self.budgets.device is None else ("host",)
+        resting = sum(map(self.bytes_on, memory)) + sum(
+            unit.size.sums for unit in self.units if unit.tiers.grads in memory
+        )
         if all(unit.tiers.params == "device" for unit in self.units):
             return resting + self.budgets.staging_bytes
         return resting + max(unit.size.working for unit in self.units) + self.budgets.staging_bytes

@@ -339,6 +339,7 @@ class Engine:
                 unit.writable -= modify
             if not self._frames:
                 self._return_nodes()
+            self.streamer.return_room()
 
     def unit_of(self, param: torch.Tensor) -> tuple[Unit, Slot]:
         name = self._names[id(param)]

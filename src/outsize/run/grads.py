@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from outsize.move.gradients import GradOps, GradShard
+from outsize.move.gradients import GradOps, GradShard, is_power_of_two
 from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
 
@@ -47,8 +47,8 @@ class GradHome(Protocol):
         """Whether all values are finite, by looking at them."""
         ...
 
-    def fold(self, grad: RestingGrad) -> None:
-        """Apply the remembered operations to the bytes, so that others can follow."""
+    def rewrite(self, grad: RestingGrad, divisor: float = 1.0) -> None:
+        """Apply the remembered operations to the bytes, so that others can follow, then a division."""
         ...
 
 
@@ -148,13 +148,13 @@ class RestingGrad(torch.Tensor):
         self.home.complete()
         if self.ops.zero:
             return torch.zeros((), device=self.device)
-        if self.ops.clamps or order not in self.norms:
+        if self.ops.rounds or order not in self.norms:
             norm = self.home.norm(self, order)  # of a copy: an update that is owed still reads the bytes
             if self.ops.identity:
                 self.norms[order] = norm
             return norm
         norm = self.norms[order]
-        return norm.clone() if self.ops.scale == 1.0 or order == 0 else norm * abs(self.ops.scale)
+        return norm.clone() if order == 0 else norm * abs(self.ops.scale)
 
     @property
     def finite(self) -> torch.Tensor:
@@ -172,10 +172,17 @@ class RestingGrad(torch.Tensor):
         self.home.complete()
         ops = self.ops.scaled(factor)
         if ops is None:
-            self.home.fold(self)
+            self.home.rewrite(self)
             ops = self.ops.scaled(factor)
             assert ops is not None
         self.ops = ops
+
+    def divide_by(self, divisor: float) -> None:
+        self.home.check_current(self)
+        self.expect_unspent("divided")
+        self.home.complete()
+        if not self.ops.zero:
+            self.home.rewrite(self, divisor)
 
 
 def vector_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
@@ -237,7 +244,11 @@ def _mul_(grad: RestingGrad, factor: Any) -> RestingGrad:
 
 
 def _div_(grad: RestingGrad, divisor: Any) -> RestingGrad:
-    grad.scale(1.0 / _factors.read(divisor))
+    value = _factors.read(divisor)
+    if is_power_of_two(abs(value)):
+        grad.scale(1.0 / value)
+    else:  # no factor gives the bits of the quotient
+        grad.divide_by(value)
     return grad
 
 

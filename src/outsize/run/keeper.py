@@ -200,9 +200,7 @@ class GradKeeper:
         if self.collector is not None:
             self.collector.collect(grad.label, more, grad)
             return
-        if grad.shard is not self._shard:  # its bytes belong to an update that is held back
-            more = self.exact(grad).view(more.shape).add_(more.to("cpu"))
-            grad.ops = GradOps(zero=True)
+        self._bring_here(grad)
         norm, loose = self._lay_down(grad.label, more, grad)
         grad.become(norm, loose, self._shard)
         if not in_backward():  # the user's own contribution: no end of a backward follows
@@ -212,14 +210,23 @@ class GradKeeper:
         """Bring gradients of an earlier step, whose bytes lie in the other shard, to those of this step."""
         for name, owed in pending.items():
             grad = self._unit.parameters[name].grad
-            if isinstance(grad, RestingGrad) and grad.shard is not self._shard:
-                value = self.exact(grad)
-                grad.ops = GradOps(zero=True)
-                norm, loose = self._lay_down(name, value, grad)
-                self._become(grad, norm, loose)
-                pending[name] = replace(owed, ops=grad.ops, loose=loose, resting=self._shard)
+            if isinstance(grad, RestingGrad) and self._bring_here(grad):
+                pending[name] = replace(owed, ops=grad.ops, loose=grad.loose, resting=self._shard)
         self.finish()
         return pending
+
+    def _bring_here(self, grad: RestingGrad) -> bool:
+        """Bring a gradient whose bytes belong to an update that is held back to where those of this step rest."""
+        if grad.shard is self._shard or grad.ops.zero:
+            return False
+        self._replace(grad, self.exact(grad))
+        return True
+
+    def _replace(self, grad: RestingGrad, value: torch.Tensor) -> None:
+        """Lay values (1-D) to rest in the gradient's place; `finish` must follow."""
+        grad.ops = GradOps(zero=True)
+        norm, loose = self._lay_down(grad.label, value if grad.loose is None else value.view_as(grad.loose), grad)
+        self._become(grad, norm, loose)
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in the parameter's dtype and shape, operations applied."""
@@ -247,22 +254,15 @@ class GradKeeper:
                 f"gradient, copy it: `with outsize.gathered(param, grads=True): kept = param.grad.clone()`"
             )
 
-    def fold(self, grad: RestingGrad) -> None:
-        """Apply the remembered operations to the bytes."""
+    def rewrite(self, grad: RestingGrad, divisor: float = 1.0) -> None:
+        """Apply the remembered operations to the bytes, then a division."""
         self.check_current(grad)
-        if grad.ops.identity:
-            return
         self._settle(self._unit)
-        if grad.loose is not None:
-            grad.loose = add_contribution(grad.loose, grad.ops, torch.zeros_like(grad.loose))
-        else:
-            assert self._shard is not None
-            self._open()  # of this step's shard: what is held back is not scaled any more
-            zeros = torch.zeros(self._slots[grad.label].numel, dtype=grad.dtype, device="cpu")
-            self._shard.put(self._slots[grad.label], zeros, grad.ops)
-            self._dirty = True
-            self.finish()
-        self._become(grad, vector_norm(self._content(grad), 2.0), grad.loose)
+        value = self.exact(grad)
+        if divisor != 1.0:
+            value.div_(divisor)
+        self._replace(grad, value)
+        self.finish()
 
     def adopt(self, name: str, value: torch.Tensor) -> None:
         """Make `value` the parameter's gradient at rest, whatever there was; with several ranks all have the same."""
@@ -377,7 +377,7 @@ class GradKeeper:
         if self._shard is None:
             loose = grad if ops is None or previous is None else self._add_loose(previous, grad)
             return vector_norm(loose, 2.0), loose
-        self._open()
+        self._open(adds=ops is not None)
         content = self._shard.put(self._slots[name], grad, ops)
         self._dirty = True
         return vector_norm(grad if ops is None else content, 2.0), None  # on the device, where it is fast
@@ -386,8 +386,8 @@ class GradKeeper:
         assert previous.loose is not None
         return add_contribution(previous.loose, previous.ops, grad)
 
-    def _open(self) -> None:
-        """Bring the gradients at rest that are still wanted into memory."""
+    def _open(self, adds: bool) -> None:
+        """Bring the gradients at rest that are still wanted into memory; to one of them something is added."""
         shard = self._shard
         assert shard is not None
         if shard.in_memory:
@@ -396,7 +396,7 @@ class GradKeeper:
                 shard.open(self._live())  # fp32 sums that nobody wants any more make room for plain gradients
             return
         if shard.store is not None:
-            self._make_room(shard.nbytes)
+            self._make_room(shard.sum_bytes if adds else shard.nbytes)
             self._unit.await_written()
         shard.open(self._live())
 

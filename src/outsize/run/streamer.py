@@ -210,6 +210,12 @@ class Streamer:
             self._let_gradients_pass()
             self._make_room(nbytes, None)
 
+    def return_room(self) -> None:
+        """Release what units in use have taken above the budget, as far as they are not in use any more."""
+        with self._lock:
+            while self._in_use > self._capacity and (victim := self._victim()) is not None:
+                self._release(victim)
+
     def drop_idle(self) -> None:
         """Release every unit that nothing uses; for tests and for memory that is wanted elsewhere."""
         with self._lock:
