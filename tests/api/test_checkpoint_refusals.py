@@ -87,6 +87,21 @@ def kept_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in ("ops", "norms") if name in record}
 
 
+@pytest.mark.parametrize("norm", [1e308, -1.0])
+def test_a_norm_that_no_gradient_has_is_damage(norm: float, tmp_path: Path) -> None:
+    run = Run(tmp_path, ("disk", "host", "disk"))
+    run.train(1)
+    run.backward()
+    run.save(tmp_path / "checkpoint")
+
+    def change(content: Any) -> None:
+        grad = content["parameters"]["embed.weight"]["grad"]
+        grad["norms"] = [[order, norm] for order, _ in grad["norms"]]
+
+    edit(tmp_path / "checkpoint", change)
+    refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*are not norms of a gradient")
+
+
 @pytest.mark.parametrize("form", [coded, lambda region: joined(coded(region))], ids=["whole", "joined"])
 @pytest.mark.parametrize("key", ["weight", "master", "grad", "held"])
 def test_codes_of_anything_but_optimizer_state_are_damage(key: str, form: Any, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -366,6 +368,98 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
     saving.wait()
     os.close(gate_in)
     os.close(gate_out)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_forked_child_saves_and_loads_nothing(tier: str, tmp_path: Path) -> None:
+    """Its parent does not know what it links or freezes, and would write over it. Right after a step an update may be
+    on its way, which nobody brings in the child: that is no reason to wait for ever."""
+    run = Run(tmp_path, tier)
+    run.train()
+    run.save(tmp_path / "good")
+    run.train()
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        said = 0
+        for action in (run.save, run.load, lambda path: outsize.export(path, run.model), lambda _: run.values()):
+            try:
+                action(tmp_path / "good")
+            except RuntimeError as error:
+                said += "forked child" in str(error)
+        os._exit(said)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status >= 3 and sorted(path.name for path in tmp_path.glob("*")) == ["disk", "good"]
+    run.train()
+    run.load(tmp_path / "good")
+
+
+AT_EXIT = """
+import atexit, pathlib, sys, torch, outsize
+from outsize.checkpoint import writer
+writer.AT_ONCE_BYTES = -1
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+tiers = dict.fromkeys(("params", "grads", "states"), "host")
+outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **tiers)
+atexit.register(lambda: outsize.save(sys.argv[1], model, optimizer, 7))
+"""
+
+
+def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AT_EXIT)
+    subprocess.run([sys.executable, script, tmp_path / "ckpt"], check=True, timeout=120)
+    assert (tmp_path / "ckpt" / "manifest.json").is_file()
+    run = Run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "disk", "script.py"]
+    with pytest.raises(ValueError, match="another model"):
+        run.load(tmp_path / "ckpt")
+
+
+def test_every_file_has_the_mode_that_the_umask_says(tmp_path: Path) -> None:
+    run = Run(tmp_path, "host")
+    before = os.umask(0o027)
+    try:
+        outsize.save(tmp_path / "ckpt", run.model, run.optimizer, {"x": torch.ones(3)}).wait()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "ckpt").iterdir()}
+    assert "extra.safetensors" in modes and set(modes.values()) == {0o640}
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync"])
+def test_what_cannot_be_removed_is_no_failure_of_the_save(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+    plain_rename, plain_sync = os.rename, folder.sync
+
+    def rename(source: Any, target: Any) -> None:
+        if call == "rename" and ".gone-" in str(target):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+        plain_rename(source, target)
+
+    def sync(path: Path) -> None:
+        if call == "fsync" and path == tmp_path and list(tmp_path.glob(".*.gone-*")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        plain_sync(path)
+
+    monkeypatch.setattr(folder.os, "rename", rename)
+    monkeypatch.setattr(folder, "sync", sync)
+    run.train()
+    run.save(tmp_path / "step-2", keep=1)
+    monkeypatch.undo()
+    left = {"step-1"} if call == "rename" else set()
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "step-2", *left}
+    assert ("could not be removed" in caplog.text) == (call == "rename")
+    expected = run.values()
+    run.train()
+    run.load(tmp_path / "step-2")
+    assert same(expected, run.values())
 
 
 def test_every_flipped_byte_of_a_manifest_is_found(size: str, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,7 +254,7 @@ def _build(
     states = dict(optimizer.state) if optimizer is not None else {}
     sums: dict[str, str] | None = None if ranks is None else {}
     for unit in units:
-        _adopt(unit, states, load, sums, plan.optimized)
+        _adopt(unit, states, load, sums)
     if ranks is not None and sums is not None:
         check_same(ranks.alike(), "the values of their parameters", sums)
         if ranks.tensor is not None:
@@ -390,12 +390,8 @@ def _adopt(
     states: dict[Any, dict[str, Any]],
     load: Callable[[nn.Parameter], torch.Tensor],
     sums: dict[str, str] | None,
-    optimized: Collection[str],
 ) -> None:
-    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer.
-
-    The fp32 master of one that is not `optimized` yet begins at what the unit shows of it, whatever units there are.
-    """
+    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
     shard.buffer.materialize()
     for name, param in unit.parameters.items():
@@ -404,7 +400,7 @@ def _adopt(
             value = local(load(param))
             if sums is not None:
                 sums[name] = f"{crc32c_of(value):08x}"
-            _adopt_value(shard, name, value if name in optimized else value.to(shard.param(name).dtype))
+            _adopt_value(shard, name, value)
             param.grad = None
             bind(param, shard.param(name))
         if state:

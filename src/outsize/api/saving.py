@@ -347,6 +347,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
 def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
     """The prepared model, at rest enough to be saved or loaded. Raises `ValueError`, `TypeError` or `RuntimeError`."""
     prepared = require(model)
+    prepared.resources.conveyor.check_process()
     if model is not prepared.model:
         raise ValueError(
             f"outsize.{verb} takes the model that was given to outsize.prepare ({type(prepared.model).__name__}), not "

@@ -29,7 +29,7 @@ from outsize.move.shard import (
 from outsize.move.store import DeviceStore, HostStore, Store
 from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule
-from outsize.plan.layout import ArrayLayout, UnitLayout, array_layout, slice_of
+from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
 from outsize.run.buffers import KEPT
@@ -127,14 +127,30 @@ class LateArrays:
         self._config = config
         self._rule = rule
         self._resources = resources
+        self._known = set(plan.optimized)
 
-    def add(self, shard: UnitShard) -> None:
-        """Make sure that the unit, which is gathered, has room for the optimizer's state.
+    def add(self, shard: UnitShard, names: Collection[str]) -> None:
+        """Make sure that the unit, which is gathered, has room for the optimizer's state of these parameters too.
 
-        Raises `ValueError` where the budget has none, `OSError` where the disk has none.
+        Their fp32 masters begin at what the unit shows of them: it may have had no room for more until now, and what
+        shares a unit depends on the budget. Raises `ValueError` where the budget has no room, `OSError` where the disk
+        has none.
         """
-        if shard.arrays:
+        if not shard.arrays:
+            self._open(shard)
+        for name in names:
+            if name not in self._known:  # one that has only changed its group keeps its master
+                self._begin_master(shard, shard.slots[name])
+        self._known.update(names)
+
+    def _begin_master(self, shard: UnitShard, slot: Slot) -> None:
+        if slot.dtype not in MASTER_BYTES or not slot.numel:
             return
+        weight = shard.own(slot.name, shard.param(slot.name)).cpu().reshape(-1)
+        master = weight.float() if slot.dtype == "float16" else torch.zeros_like(weight, dtype=torch.int16)
+        shard.write_array(shard.arrays[MASTER], slot.offset, slot.end, master)
+
+    def _open(self, shard: UnitShard) -> None:
         codecs = _codecs(self._rule, self._config)
         layouts = _array_layouts(shard.layout, self._plan, codecs)
         needed = sum(layout.nbytes for _, layout in layouts)
@@ -142,12 +158,6 @@ class LateArrays:
         disk = needed if shard.tiers.states == "disk" else 0
         file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk, self._config.verify)
         _open_arrays(shard, layouts, codecs, file, self._resources)
-        master = shard.arrays.get(MASTER)
-        for slot in shard.layout.slots:
-            if master is not None and slot.dtype == "float16":  # of bf16 it is a remainder, which begins at zero
-                shard.write_array(
-                    master, slot.offset, slot.end, shard.own(slot.name, shard.param(slot.name)).float().cpu()
-                )
         for array in shard.arrays.values():
             if isinstance(array.store, DiskStore):
                 array.store.preallocate(0, array.store.nbytes)

@@ -68,11 +68,8 @@ class Saving(Transfer):
 
     def tidy_behind(self, tidy: Callable[[], None]) -> None:
         """Do what comes after it on a thread of its own; the checkpoint is complete already."""
-        self._tidying = threading.Thread(target=tidy, name="outsize-save", daemon=False)
-        try:
-            self._tidying.start()
-        except RuntimeError:  # the interpreter is ending, and starts no threads any more
-            self._tidying = None
+        self._tidying = _started(tidy)
+        if self._tidying is None:
             tidy()
 
     def run_behind(self, work: Callable[[], None]) -> None:
@@ -92,10 +89,21 @@ class Saving(Transfer):
                 self._promise.break_(error)
 
         self.on_their_way[self.path] = self
-        try:
-            threading.Thread(target=guarded, name="outsize-save", daemon=False).start()
-        except RuntimeError:  # the interpreter is ending, and starts no threads any more
+        if _started(guarded) is None:
             guarded()
+
+
+def _started(work: Callable[[], None]) -> threading.Thread | None:
+    """A thread that does the work; None where the interpreter is ending: until Python 3.11 a thread would begin there
+    and not end, later ones refuse to begin."""
+    if not threading.main_thread().is_alive():
+        return None
+    thread = threading.Thread(target=work, name="outsize-save", daemon=False)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 # In a forked child nobody writes what its parent is still writing.

@@ -244,5 +244,6 @@ def set_aside(checkpoint: Path) -> Path:
     """Take a checkpoint out of sight in one rename; gives its hidden name, under which it may be removed in peace."""
     hidden = checkpoint.parent / f".{checkpoint.name}.gone-{secrets.token_hex(6)}"
     os.rename(checkpoint, hidden)
-    sync(checkpoint.parent)
+    with suppress(OSError):  # then it may be there again after a loss of power
+        sync(checkpoint.parent)
     return hidden

@@ -68,7 +68,11 @@ class GradRecord:
         ops, region = GradOps(**_numbers(value["ops"])), _uncoded(value)
         if region.dtype not in TRAINABLE:
             raise ValueError(f"a gradient of {region.dtype}")
-        return cls(region, ops, {float(o): float(n) for o, n in decode(value["norms"], _no_tensor)})
+        norms = {float(order): float(norm) for order, norm in decode(value["norms"], _no_tensor)}
+        most = torch.finfo(torch.float64 if region.dtype is torch.float64 else torch.float32).max
+        if any(math.isfinite(norm) and not 0 <= norm <= most for norm in norms.values()):
+            raise ValueError(f"{norms} are not norms of a gradient")
+        return cls(region, ops, norms)
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,11 @@ def _write_extra(path: Path, extra: Extra, files: dict[str, FileRecord]) -> None
     tensors = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in extra.tensors.items()
     }
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # as the umask has it: the library writes a file that only its owner may read
     with storing(path):
         require_safetensors("outsize.save with tensors in extra").save_file(tensors, path)
+    path.chmod(mode)
     sync(path)
     files[path.name] = file_record(path)
 

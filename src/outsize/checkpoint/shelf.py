@@ -163,11 +163,16 @@ def _time(text: str) -> datetime:
 
 
 def set_all_aside(checkpoints: Iterable[Path]) -> list[Path]:
-    """Hide checkpoints that go; one that somebody else has just removed is passed over."""
+    """Hide checkpoints that go; one that somebody else has just removed is passed over. What cannot be hidden stays,
+    with a warning: the checkpoint that makes it superfluous is complete."""
     hidden = []
     for checkpoint in checkpoints:
-        with suppress(FileNotFoundError):
+        try:
             hidden.append(set_aside(checkpoint))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s is superfluous and could not be removed: %s", checkpoint, str(error))
     return hidden
 
 

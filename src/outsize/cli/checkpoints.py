@@ -146,9 +146,11 @@ def _prune(args: argparse.Namespace) -> int:
     if not args.path.is_dir():
         raise FileNotFoundError(f"{args.path}: there is no such directory")
     outdated = without_foreign(beyond((each.path for each in checkpoints_in(args.path)), args.keep))
-    for path in outdated:
-        print(f"{'would remove' if args.dry_run else 'removed'} {path}")
     if not args.dry_run:
         remove_leftovers(args.path)
         remove_all(set_all_aside(outdated))
-    return 0
+    left = [] if args.dry_run else [path for path in outdated if path.exists()]  # why was logged
+    for path in outdated:
+        if path not in left:
+            print(f"{'would remove' if args.dry_run else 'removed'} {path}")
+    return 1 if left else 0

@@ -18,7 +18,7 @@ from typing import final
 import torch
 
 from outsize.move.staging import Staging
-from outsize.move.transfer import Promise, Transfer
+from outsize.move.transfer import Promise, Transfer, in_a_fork
 
 MAX_STARTED = 6
 """Steps whose reads may be on their way at once; staging usually admits fewer."""
@@ -129,17 +129,18 @@ class Conveyor:
         self._thread.start()
 
     def submit(self, job: Job) -> Job:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"the model was prepared by process {self._pid} and this is a forked child ({os.getpid()}): only the "
-                f"process that called outsize.prepare can use the model"
-            )
+        self.check_process()
         with self._changed:
             if self._closing:
                 raise RuntimeError("outsize has been closed; the model cannot be used any more")
             self._queue.append(job)
             self._changed.notify()
         return job
+
+    def check_process(self) -> None:
+        """Raise `RuntimeError` in a forked child."""
+        if os.getpid() != self._pid:
+            raise in_a_fork()
 
     def close(self) -> None:
         """Finish what has begun, break what has not, end the thread; safe to repeat."""

@@ -43,6 +43,14 @@ def again(error: BaseException) -> BaseException:
     return copy.copy(error)
 
 
+def in_a_fork() -> RuntimeError:
+    """What a forked child is told, in which none of our threads runs."""
+    return RuntimeError(
+        f"the model was prepared by another process and this is a forked child ({os.getpid()}): only the process that "
+        f"called outsize.prepare can use the model"
+    )
+
+
 @final
 class Promise(Transfer):
     """A transfer that another thread keeps (or breaks)."""
@@ -52,6 +60,7 @@ class Promise(Transfer):
     def __init__(self) -> None:
         self._over = False
         self._error: BaseException | None = None
+        self._made_with = Promise._changed
 
     def keep(self) -> None:
         with Promise._changed:
@@ -68,6 +77,8 @@ class Promise(Transfer):
 
     def wait(self) -> None:
         if not self._over:
+            if self._made_with is not Promise._changed:  # before a fork, and whoever keeps it is in the parent
+                raise in_a_fork()
             with Promise._changed:
                 Promise._changed.wait_for(self.done)
         if self._error is not None:

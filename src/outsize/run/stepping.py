@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, final
@@ -30,8 +30,8 @@ from outsize.run.unit import Unit
 class Arrays(Protocol):
     """Opens the optimizer's arrays."""
 
-    def add(self, shard: UnitShard) -> None:
-        """Make sure that the unit, which is gathered, has room for the optimizer's state.
+    def add(self, shard: UnitShard, names: Collection[str]) -> None:
+        """Make sure that the unit, which is gathered, has room for the optimizer's state of these parameters too.
 
         Raises `ValueError` or `OSError`.
         """
@@ -375,9 +375,12 @@ class Stepper:
         with torch._C.DisableTorchFunctionSubclass():
             type(self._optimizer).add_param_group(self._optimizer, group)
             try:
-                for unit in dict.fromkeys(self._engine.unit_of(param)[0] for param in given):
+                names: dict[Unit, list[str]] = {}
+                for unit, slot in map(self._engine.unit_of, given):
+                    names.setdefault(unit, []).append(slot.name)
+                for unit, own in names.items():
                     with self._engine.hold([unit], modify=False):
-                        self._arrays.add(unit.shard)
+                        self._arrays.add(unit.shard, own)
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
