@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.saved import top_hooks
+
+# Note [Caches of keys and values]
+# Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
+# reads it in the usual loop, but the keys and values of all layers in it would be more than recomputed layers keep
+# otherwise. So these get none, and the cache stays empty. Read after all, it would give wrong values to the next
+# forward: so it refuses to be read, with a refusal that lies in the cache itself, where copies of it have it too.
+# A cache with earlier tokens in it goes to the layers as it is, and they are not recomputed.
 
 # What `torch.utils.checkpoint` is given here cannot be traced: a compiled model runs its recomputed layers uncompiled.
 _Forward = Callable[..., Any]
@@ -32,10 +42,13 @@ def recomputed(module: nn.Module, name: str) -> Callable[..., Any]:
     @_outside_of_dynamo
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or in_backward() or _inside_checkpoint():
+        if not torch.is_grad_enabled() or in_backward() or _inside_checkpoint() or _is_transformed():
             return forward(*args, **kwargs)
-        if any(_filled_cache(value) for value in (*args, *kwargs.values())):
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if any(_is_filled(cache) for cache in caches):
             return forward(*args, **kwargs)  # earlier tokens are in it: recomputing would append them twice
+        for cache in caches:
+            _refuse_reading(cache, name)
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
         return layer.checkpointed(args, kwargs)
@@ -58,7 +71,7 @@ class _Layer:
         versions = [version_of(each) for each in inputs]
         state = LayerState(self._modules, self._name, self._copies_large)
         contexts = (nullcontext(), state)
-        forward = partial(self._forward, **kwargs)
+        forward = partial(self._run, **kwargs)
         result = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
@@ -68,6 +81,29 @@ class _Layer:
             )
         self._copies_large = state.settle()
         return result
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if in_backward() else self._explaining():
+            return self._forward(*args, **kwargs)
+
+    def _explaining(self) -> AbstractContextManager[Any]:
+        """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name."""
+        hooks = top_hooks()
+        if hooks is None:
+            return nullcontext()
+        pack, unpack = hooks
+
+        def explained(packed: Any) -> torch.Tensor:
+            try:
+                return unpack(packed)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"layer {self._name} did other operations when it ran again in the backward than in its forward, "
+                    f'so it cannot be recomputed, which activations="recompute" asks for and "auto", the default, '
+                    f'chooses for such layers: pass activations="keep" to outsize.prepare. What torch says: {error}'
+                ) from error
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, explained)
 
     def _has_backward(self, inputs: list[torch.Tensor]) -> bool:
         return any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
@@ -94,13 +130,53 @@ def _inside_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def _is_transformed() -> bool:
+    """Whether what runs now cannot be recomputed: torch.func or forward AD see it, or weights made once are shared."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or parametrize._cache_enabled > 0
+    )
+
+
+_READS = ("get_seq_length", "get_mask_sizes")
+"""What a forward asks of a cache before anything else."""
+
+
+@final
+@dataclass(frozen=True)
+class _LeftEmpty:
+    """Takes the place of each of a cache's `_READS`. See Note [Caches of keys and values]."""
+
+    layer: str
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"this cache (past_key_values) comes from a forward that recorded gradients, and is empty: layer "
+            f"{self.layer!r} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
+            f'pass activations="keep" to outsize.prepare; if no gradients are needed, run the forward under '
+            f"torch.no_grad()"
+        )
+
+
 def _is_cache(value: object) -> bool:
     """A key-value cache of transformers, recognised by what it offers."""
     return not isinstance(value, (torch.Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))
 
 
-def _filled_cache(value: Any) -> bool:
-    return _is_cache(value) and int(value.get_seq_length()) > 0
+def _is_filled(cache: Any) -> bool:
+    return not isinstance(cache.get_seq_length, _LeftEmpty) and int(cache.get_seq_length()) > 0
+
+
+def _refuse_reading(cache: Any, layer: str) -> None:
+    """The cache, and the caches of which it is made, stay empty: an encoder-decoder's has two."""
+    if isinstance(cache.get_seq_length, _LeftEmpty):
+        return
+    for part in vars(cache).values():
+        if _is_cache(part):
+            _refuse_reading(part, layer)
+    for name in _READS:
+        setattr(cache, name, _LeftEmpty(layer))
 
 
 def can_recompute(module: nn.Module) -> bool:

@@ -7,13 +7,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from outsize.move.conveyor import Conveyor
@@ -274,7 +275,7 @@ class Engine:
                 if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
                     self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
                     continue
-                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                with _outside_transforms(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                     node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 self._nodes[name] = node
                 known = self._hooks.get(name)
@@ -383,6 +384,12 @@ def _is_being_wrapped() -> bool:
             break
         frame = frame.f_back
     return False
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, torch.func sees nothing: a gradient that passes through it is accumulated below all its levels."""
+    running = torch._C._functorch.peek_interpreter_stack()
+    return nullcontext() if running is None else temporarily_clear_interpreter_stack()
 
 
 def _in_transform() -> bool:

@@ -21,8 +21,8 @@ LARGEST_ELEMENT = 16
 # that left them all as they were none is made. The recomputation runs with these in the tables, then the present ones
 # return. Buffers that share memory, a view of another say, share it there too.
 # The same goes for what the user's loop changes between forward and backward, and for what the forward counts: train
-# and eval, attributes, hooks, what is frozen. Attributes are remembered as they are, not copied: what is changed inside
-# a list or another object is out of sight.
+# and eval, attributes, hooks, what is frozen, which tensors are the weights (`torch.func.functional_call`). Attributes
+# are remembered as they are, not copied: what is changed inside a list or another object is out of sight.
 
 _FORGOTTEN = object()
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
@@ -70,9 +70,11 @@ class _Attributes:
         self._attributes = [
             {name: _without_graph(value) for name, value in _own_attributes(module).items()} for module in modules
         ]
+        self._weights = [dict(module._parameters) for module in modules]
         self._hooks = _hooks(modules)
         self._trained = _trained(modules[0].parameters())
         self._present: list[dict[str, Any]] = []
+        self._present_weights: list[dict[str, Any]] = []
         self._present_hooks: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self._present_trained: dict[nn.Parameter, bool] = {}
 
@@ -85,12 +87,14 @@ class _Attributes:
 
     def put_back(self) -> None:
         present = [_own_attributes(module) for module in self._modules]
+        self._present_weights = [dict(module._parameters) for module in self._modules]
         self._present_hooks = _hooks(self._modules)
         self._present_trained = _trained(self._trained)
         self._present = present
         for module, now, earlier in zip(self._modules, present, self._attributes, strict=True):
             known = {name: now.get(name) if value is _FORGOTTEN else value for name, value in earlier.items()}
             _change(module.__dict__, now, known)
+        self._put_weights(self._weights)
         _put_hooks(self._hooks, self._present_hooks)
         _train(self._trained, self._present_trained)
 
@@ -99,9 +103,14 @@ class _Attributes:
             return
         for module, present in zip(self._modules, self._present, strict=True):
             _change(module.__dict__, _own_attributes(module), present)
+        self._put_weights(self._present_weights)
         _put_hooks(self._present_hooks, _hooks(self._modules))
         _train(self._present_trained, _trained(self._trained))
-        self._present = []
+        self._present, self._present_weights = [], []
+
+    def _put_weights(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        for module, table in zip(self._modules, wanted, strict=True):
+            _change(module._parameters, dict(module._parameters), table)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -6,8 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 _top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+_disable_dynamo: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", lambda function: function)
+
+
+@_disable_dynamo
+def _untraced(function: Callable[[Any], Any], argument: Any) -> Any:
+    """`torch.compile` traces hooks too, and takes the version of a tensor from a copy that it makes of it."""
+    return function(argument)
+
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -42,6 +53,8 @@ def run_saving(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwar
         return _run_uncached(gates, func, args, kwargs)
     if not torch.is_grad_enabled():
         return func(*args, **kwargs)
+    if not _hooks_allowed():
+        return _run_on_copies(gates, func, args, kwargs)
     outer = top_hooks()
     for gate in gates:
         saving = Saving(gate, outer)
@@ -59,6 +72,25 @@ def _run_uncached(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], k
         torch.set_autocast_cache_enabled(True)
 
 
+def _run_on_copies(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.func allows no hooks: what it saves must not view a buffer, which may be gone when the graph is used."""
+    copies: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if all(gate.key_of(tensor) is None for gate in gates):
+            return tensor
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    args, kwargs = tree_map_only(torch.Tensor, copied, (args, kwargs))
+    versions = [copy._version for copy in copies]
+    result = func(*args, **kwargs)
+    if versions != [copy._version for copy in copies]:
+        name = getattr(func, "__name__", str(func))
+        raise RuntimeError(f"a parameter of a prepared model cannot be written in place ({name!r}) inside torch.func")
+    return result
+
+
 class Saving:
     """What one operation saves for the backward: views of gathered buffers as references that bring the unit back."""
 
@@ -69,6 +101,12 @@ class Saving:
         self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
     def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+        return _untraced(self._pack, tensor) if torch.compiler.is_compiling() else self._pack(tensor)
+
+    def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
+        return _untraced(self._unpack, packed) if torch.compiler.is_compiling() else self._unpack(packed)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         key = self._gate.key_of(tensor)
         if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
             tensor = tensor.detach()
@@ -76,7 +114,7 @@ class Saving:
             return key, (tensor, self._gate.updates_of(key), tensor._version)
         return None, tensor if self._outer is None else self._outer[0](tensor)
 
-    def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
+    def _unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
         key, content = packed
         if key is None:
             restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
