@@ -1,4 +1,5 @@
-"""`outsize.init` against plain construction with the same seed. Memory is bounded by budget + one parameter."""
+"""`outsize.init` against plain construction with the same seed. Memory is bounded by the budget, and by what one
+parameter exceeds all before it while it is made."""
 
 import copy
 import gc
@@ -200,6 +201,39 @@ def test_parameters_that_are_all_in_use_are_refused_with_the_numbers(tmp_path: P
 
     with pytest.raises(ValueError, match=r"in use at the same time but host_memory is 3.0 MiB; raise host_memory"):
         build(make, tmp_path)
+
+
+def test_parameters_of_one_size_never_exceed_the_budget(tmp_path: Path) -> None:
+    budget, parameter = 4 << 20, 1 << 20
+    _, context, _ = build(lambda: nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(12)]), tmp_path, budget)
+    assert budget - 2 * parameter <= context.peak_bytes <= budget
+
+
+def test_a_model_that_just_fits_is_plain_although_room_was_kept_for_more(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(4)])
+
+    oracle, _ = plain(make)
+    model, context, _ = build(make, tmp_path, 4 << 20)
+    assert context.peak_bytes <= 4 << 20
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert files(tmp_path) == []
+    assert same(model, oracle)
+
+
+def test_many_small_parameters_are_built_within_the_budget(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.ModuleList([nn.Linear(100, 100, bias=False) for _ in range(200)])  # 7.6 MiB, 40,000 bytes each
+
+    oracle, _ = plain(make)
+    model, context, _ = build(make, tmp_path)
+    assert context.peak_bytes <= BUDGET
+    assert same(model, oracle)
+
+
+def test_parameters_too_small_for_the_disk_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot go to disk, .*below 8.0 KiB.* host_memory is 1.0 MiB; raise"):
+        build(lambda: nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(400)]), tmp_path, 1 << 20)
 
 
 def test_disk_space_is_a_limit(tmp_path: Path) -> None:

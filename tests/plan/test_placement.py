@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan.placement import Budgets, UnitBytes, place, slab_bytes
+from outsize.plan.placement import (
+    MIN_DEPTH,
+    Budgets,
+    UnitBytes,
+    UsedTogether,
+    check_largest_unit,
+    format_at_least,
+    least_staging,
+    place,
+    slab_bytes,
+)
+from outsize.plan.sizes import parse_bytes
 
 MIB = 1 << 20
 AUTO = {"params": "auto", "grads": "auto", "states": "auto"}
@@ -80,3 +91,57 @@ def test_slabs_fit_the_staging_arena_or_hold_one_page_of_every_array(staging: in
     assert nbytes % 4096 == 0
     assert nbytes >= 4096 * element_bytes
     assert nbytes == 4096 * element_bytes or 3 * nbytes <= staging
+
+
+def test_units_that_one_forward_uses_at_once_are_refused_by_the_module_and_the_budget_that_holds_them() -> None:
+    together = (UsedTogether("lstm", (0, 1, 2)),)
+    with pytest.raises(ValueError, match=r"module 'lstm' needs 12.0 MiB .*raise host_memory to at least 13.8 MiB"):
+        place(units(8), Budgets(host=12 * MIB, disk=1 << 40), ON_DISK, together)
+    assert place(units(8), Budgets(host=parse_bytes("13.8MiB", ""), disk=1 << 40), ON_DISK, together)
+
+
+@given(st.integers(8, 100), st.integers(1, 8))
+def test_what_rests_in_memory_leaves_room_for_units_that_are_used_at_once(host: int, count: int) -> None:
+    many, budgets = units(10), Budgets(host * MIB, disk=1 << 40)
+    together = UsedTogether("", tuple(range(count)))
+    try:
+        tiers = place(many, budgets, AUTO, (together,))
+    except ValueError:
+        return
+    if all(each.params == "device" for each in tiers):
+        return
+    resting = sum(
+        getattr(unit, kind)
+        for unit, each in zip(many, tiers, strict=True)
+        for kind in AUTO
+        if getattr(each, kind) == "device"
+    )
+    assert resting + together.nbytes(many) <= budgets.computing[1]
+
+
+@given(st.integers(1, 1 << 36), st.sampled_from([16, 32, 100]), st.sampled_from([None, 1]))
+def test_the_least_budget_is_the_least_that_is_accepted(working: int, element_bytes: int, device: int | None) -> None:
+    budgets = Budgets(1, device, least_staging=least_staging(element_bytes))
+    least = budgets.least_for(working)
+
+    def accepts(nbytes: int) -> bool:
+        asked = Budgets(nbytes, None if device is None else nbytes, least_staging=budgets.least_staging)
+        try:
+            check_largest_unit([UnitBytes("unit", working, 0, 0)], asked)
+        except ValueError:
+            return False
+        return True
+
+    assert accepts(least) and not accepts(least - 1)
+    assert accepts(parse_bytes(format_at_least(least), ""))
+
+
+@given(st.integers(1 << 10, 1 << 45))
+def test_a_least_size_is_written_without_rounding_down_and_within_three_hundredths(nbytes: int) -> None:
+    assert nbytes <= parse_bytes(format_at_least(nbytes), "") <= nbytes * 1.03 + 103
+
+
+@given(st.integers(1, 64))
+def test_the_least_staging_holds_its_slabs(element_bytes: int) -> None:
+    staging = least_staging(element_bytes)
+    assert MIN_DEPTH * slab_bytes(staging, element_bytes) <= staging

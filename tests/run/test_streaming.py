@@ -2,7 +2,9 @@
 
 import errno
 import gc
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from torch import nn
 
 import outsize
 from outsize.move.generations import Generations
+from outsize.move.memory import Ledger
+from outsize.plan.sizes import parse_bytes
 from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, train, weights
 
 PAGE = 4096
@@ -44,6 +48,105 @@ def test_gathered_units_and_gradients_share_the_room_that_the_budget_leaves(
     train(pair.model, pair.optimizer, batches(4), clip=0.5)
     assert max(used) <= streamer._capacity < sum(unit.nbytes for unit in prepared(pair.model).engine.units)
     assert not streamer._warned
+
+
+ON_DISK = {"params": "disk", "grads": "disk", "states": "disk"}
+BUDGET_IN_TEXT = re.compile(r"[Rr]aise host_memory to at least ([0-9.]+ \w+)")
+
+
+class Stacked(nn.Module):
+    """All entries of a list in one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = nn.ParameterList([torch.randn(128, 128) * 0.05 for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bd,edf->bf", x, torch.stack(list(self.entries)))
+
+
+class Alone(nn.Module):
+    """Large parameters without a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Parameter(torch.randn(256, 512) * 0.05) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(512, 256) * 0.05)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.gate) * (x @ self.up) @ self.down
+
+
+def least_budget(model: nn.Module, disk: Path) -> str:
+    """What the refusal of a budget says to raise it to."""
+    with pytest.raises(ValueError, match="raise host_memory") as refused:
+        outsize.plan(model, adamw(model), host_memory="64KiB", disk=disk, device="cpu", **ON_DISK)
+    found = BUDGET_IN_TEXT.search(str(refused.value))
+    assert found is not None
+    return found[1]
+
+
+def peak_of_training(
+    monkeypatch: pytest.MonkeyPatch, disk: Path, model: nn.Module, data: torch.Tensor, budget: str
+) -> int:
+    """The most that outsize kept in memory at any time of two steps and an evaluation."""
+    most: dict[int, int] = {}  # by the ledger's id: others may be alive
+    add = Ledger.add
+
+    def watched(self: Ledger, account: str, nbytes: int) -> None:
+        add(self, account, nbytes)
+        total = sum(kept for name, kept in list(self.now.items()) if not name.startswith("disk/"))
+        most[id(self)] = max(most.get(id(self), 0), total)
+
+    optimizer = adamw(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "add", watched)
+        outsize.prepare(model, optimizer, host_memory=budget, disk=disk, device="cpu", **ON_DISK)
+        for training in (True, True, False):
+            out = model(data)
+            if training:
+                (out[0] if isinstance(out, tuple) else out).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return most[id(prepared(model).resources.ledger)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(128, 128, 2, bidirectional=True),
+        lambda: nn.GRU(128, 128, 3),
+        lambda: nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128)),
+        lambda: nn.TransformerEncoderLayer(128, 4, 256),
+        lambda: nn.Sequential(nn.Linear(128, 256), Alone()),
+    ],
+    ids=["lstm", "gru", "linear", "attention", "alone"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_the_budget_that_a_refusal_names_holds_what_training_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Any, dtype: torch.dtype
+) -> None:
+    """Gathered units + gradients on their way + staging <= host_memory, however finely a module is cut; no alarm."""
+    model = make().to(dtype)
+    data = torch.randn(3, 5, 128, dtype=dtype)
+    budget = least_budget(model, tmp_path)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert peak_of_training(monkeypatch, tmp_path, model, data, budget) <= parse_bytes(budget, "")
+    assert "above the budget" not in caplog.text
+
+
+def test_units_in_use_above_the_budget_are_named_with_the_budget_that_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = torch.randn(4, 128)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert peak_of_training(monkeypatch, tmp_path, Stacked(), data, "400KiB") > 400 << 10
+    assert "units 'entries.0', 'entries.1'" in caplog.text and "host_memory=400.0 KiB" in caplog.text
+    budget = BUDGET_IN_TEXT.findall(caplog.text)[-1]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert peak_of_training(monkeypatch, tmp_path, Stacked(), data, budget) <= parse_bytes(budget, "")
+    assert "above the budget" not in caplog.text
 
 
 def test_everything_on_disk_takes_host_memory_for_staging_only(workshop: Workshop) -> None:
@@ -326,6 +429,7 @@ def test_a_model_that_keeps_its_output_is_closed_too(workshop: Workshop) -> None
 SCRIPT = """
 import signal, sys, time, torch, outsize
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+from outsize.plan.sizes import parse_bytes
 from tests.conftest import Stack, adamw, batches, train
 model = Stack()
 optimizer = adamw(model)

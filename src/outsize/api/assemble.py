@@ -13,7 +13,7 @@ from torch import nn
 from outsize.api.ranks import check_same, open_ranks
 from outsize.api.resources import Resources
 from outsize.api.shards import LateArrays, open_shard
-from outsize.api.survey import Kept, Survey, survey
+from outsize.api.survey import Kept, Survey, element_bytes, survey
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
@@ -23,8 +23,6 @@ from outsize.move.shard import (
     MASTER,
     MASTER_BYTES,
     MASTER_DTYPE,
-    OWN_BYTES,
-    STATE_BYTES,
     UnitShard,
 )
 from outsize.optim.choice import rule_for
@@ -120,7 +118,7 @@ def _assemble(
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
     staging = plan.budgets.staging_bytes if staged else 0
     depth = pipeline_depth(staging)
-    slab = slab_bytes(staging, _element_bytes(plan), depth)
+    slab = slab_bytes(staging, element_bytes(plan.infos, plan.kept), depth)
     resources = Resources(config.directories if on_disk else (), slab, depth, config.compute_device.type != "cpu")
     try:
         return _build(model, optimizer, config, plan, rule, resources, clock, load, ranks)
@@ -159,14 +157,6 @@ def _refuse_unseen(model: nn.Module, units: Sequence[Unit]) -> None:
                 f"module {name!r} has max_norm={module.max_norm}, which writes its weight in every forward; set "
                 f"max_norm=None and renormalize after step() inside outsize.gathered(weight, modify=True)"
             )
-
-
-def _element_bytes(plan: Survey) -> int:
-    """The most that one element of any parameter takes in staging: its state, gradient and weight."""
-    dtypes = {info.dtype for info in plan.infos.values()}
-    return max(
-        STATE_BYTES[each] * (len(plan.kept.arrays) + 1) + MASTER_BYTES.get(each, 0) + OWN_BYTES[each] for each in dtypes
-    )
 
 
 def _check_devices(plan: Survey, config: Config) -> None:
@@ -303,6 +293,7 @@ def _open_streamer(
         resources.staging.slab_bytes,
         _capacity(plan, units),
         resources.ledger,
+        plan.budgets,
         reduction,
         wanting,
     )

@@ -27,7 +27,15 @@ from outsize.plan.layout import (
     round_up,
     slice_of,
 )
-from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, place, with_free_staging
+from outsize.plan.placement import (
+    Budgets,
+    UnitBytes,
+    UnitTiers,
+    UsedTogether,
+    least_staging,
+    place,
+    with_free_staging,
+)
 from outsize.run.collecting import collecting_sizes
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 
@@ -107,6 +115,8 @@ def survey(
         check_same(ranks.everyone(), "what they prepare", description(parameters, infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
         rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
+    if budgets.disk is not None or budgets.device is not None:
+        budgets = replace(budgets, least_staging=least_staging(element_bytes(infos, kept)))
     _refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
@@ -120,9 +130,30 @@ def survey(
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
-    tiers = place(sizes, budgets, wanted)
-    budgets = with_free_staging(sizes, budgets, wanted, tiers)
+    together = tuple(_used_together(model, names, layouts))
+    tiers = place(sizes, budgets, wanted, together)
+    budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
     return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size))
+
+
+def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:
+    """The most that one element of any parameter takes in staging: its state, gradient and weight."""
+    dtypes = {info.dtype for info in infos.values()}
+    return max(
+        STATE_BYTES[each] * (len(kept.arrays) + 1) + MASTER_BYTES.get(each, 0) + OWN_BYTES[each] for each in dtypes
+    )
+
+
+def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitLayout, ...]) -> Iterator[UsedTogether]:
+    """The modules whose forward uses several units for its own parameters. See Note [What one forward uses]."""
+    home = {slot.name: layout.index for layout in layouts for slot in layout.slots}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            continue
+        own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))  # it calls no child of its own
+        units = sorted({home[names[id(param)]] for param in own})
+        if len(units) > 1:
+            yield UsedTogether(name, tuple(units))
 
 
 def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_parts: bool) -> None:

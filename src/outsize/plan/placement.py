@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outsize.plan.layout import PAGE_ELEMENTS, round_up
+from outsize.plan.layout import PAGE_ELEMENTS
 from outsize.plan.sizes import format_bytes
 
 KINDS = ("params", "grads", "states")
@@ -16,6 +16,14 @@ MIN_STAGING_BYTES = 256 << 10
 MIN_SLAB_BYTES = 4 << 20
 MIN_DEPTH, MAX_DEPTH = 3, 8
 """Slabs of staging: one being read, one being updated, one being written; more of these where they are not small."""
+
+# Note [What one forward uses]
+# A unit that a forward uses stays gathered until that forward returns. So all units with parameters of one module are
+# in memory at once, however finely the module is cut: an LSTM of many layers needs all its weights, its gradients one
+# unit after the other. They are counted together (`UsedTogether`) but not joined into one unit, whose weights and
+# gradients would be in memory at once: then models that train within their budget would be refused. The entries of an
+# `nn.ParameterList` or `ParameterDict` are not counted: some forwards use all, some only one (adapters, experts). If
+# such a forward goes above the budget, the streamer logs which units and which budget would hold them.
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,22 @@ class UnitBytes:
         """What must be in the computing memory at once when the unit is on no memory tier: weights and gradients."""
         return self.params + self.grads + self.shared
 
+    @property
+    def gathered(self) -> int:
+        """What the weights take while the unit is in use."""
+        return max(self.params, self.shared - self.collected)
+
+
+@dataclass(frozen=True)
+class UsedTogether:
+    """The units with parameters of one module, by index. See Note [What one forward uses]."""
+
+    module: str
+    units: tuple[int, ...]
+
+    def nbytes(self, units: Sequence[UnitBytes]) -> int:
+        return sum(units[index].gathered for index in self.units)
+
 
 @dataclass(frozen=True)
 class Budgets:
@@ -57,21 +81,36 @@ class Budgets:
     device: int | None = None
     disk: int | None = None
     staging: int | None = None
+    least_staging: int = MIN_STAGING_BYTES
 
     @property
     def staging_bytes(self) -> int:
         """Of the arena through which what rests elsewhere passes; an eighth of the host budget unless it is set."""
         if self.staging is not None:
             return self.staging
-        return min(max(self.host // 8, MIN_STAGING_BYTES), MAX_STAGING_BYTES)
+        return min(max(self.host // 8, self.least_staging), MAX_STAGING_BYTES)
 
-    def with_staging_for(self, units: Sequence[UnitBytes]) -> Budgets:
-        """The same with up to a quarter for staging, as far as the largest unit at work leaves it."""
-        if self.device is not None or not units:
+    def with_staging_for(self, working: int) -> Budgets:
+        """The same with up to a quarter for staging, as far as what is at work at once leaves it."""
+        if self.device is not None:
             return self
-        spare = self.host - max(unit.working for unit in units)
-        most = min(max(self.host // 4, MIN_STAGING_BYTES), MAX_STAGING_BYTES)
-        return replace(self, staging=max(min(spare, most), self.staging_bytes))
+        most = min(max(self.host // 4, self.least_staging), MAX_STAGING_BYTES)
+        return replace(self, staging=max(min(self.host - working, most), self.staging_bytes))
+
+    def least_for(self, working: int) -> int:
+        """The smallest budget for the computation that holds `working` bytes, in bytes of the field `computing` names.
+
+        On a CPU staging grows with the budget.
+        """
+        if self.device is not None:
+            return working
+        return min(max(working + self.least_staging, (working - 1) * 8 // 7 + 1), working + MAX_STAGING_BYTES)
+
+    def least_beside_free_staging(self, working: int) -> int:
+        """As `least_for`, where the plan does not know of these bytes and gives staging all that it may have."""
+        if self.device is not None:
+            return working
+        return min(max(working + self.least_staging, -(-working * 4 // 3)), working + MAX_STAGING_BYTES)
 
     @property
     def computing(self) -> tuple[str, int]:
@@ -115,24 +154,44 @@ def pipeline_depth(staging_bytes: int) -> int:
     return min(max(staging_bytes // MIN_SLAB_BYTES, MIN_DEPTH), MAX_DEPTH)
 
 
+def least_staging(element_bytes: int) -> int:
+    """Bytes of the smallest arena for elements that take so much in staging, each with all of its arrays."""
+    return max(MIN_STAGING_BYTES, MIN_DEPTH * slab_bytes(0, element_bytes))
+
+
 def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = MIN_DEPTH) -> int:
     """Bytes of one of `depth` slabs: a chunk's arrays lie in it side by side, at least one page of elements of each."""
     return max(staging_bytes // depth // PAGE_ELEMENTS, element_bytes) * PAGE_ELEMENTS
 
 
-def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets) -> None:
-    """Raise `ValueError` that names the unit whose weights and gradients do not fit the computing budget."""
+def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: Sequence[UsedTogether] = ()) -> None:
+    """Raise `ValueError` that names the unit whose weights and gradients, or the module whose weights, do not fit the
+    computing budget."""
     name, room = budgets.computing
     largest = max(units, key=lambda unit: unit.working)
-    if largest.working > room:
-        extra = f" and {format_bytes(budgets.staging_bytes)} of staging" if budgets.device is None else ""
-        needed = largest.working + (budgets.staging_bytes if budgets.device is None else 0)
+    needed, what, remedy = largest.working, f"unit {largest.name!r}", " or cut the module smaller with units="
+    kinds = "parameters and gradients"
+    for each in together:
+        if each.nbytes(units) > needed:
+            needed, kinds, remedy = each.nbytes(units), "parameters, which one forward uses at once,", ""
+            what = f"module {each.module!r}" if each.module else "the model"
+    if needed > room:
+        least = budgets.least_for(needed)
+        extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
         given = budgets.host if budgets.device is None else room
         raise ValueError(
-            f"unit {largest.name!r} needs {format_bytes(largest.working)} for its parameters and gradients{extra}, "
-            f"but {name} is {format_bytes(given)}; raise {name} to at least {format_bytes(round_up(needed, 1 << 20))} "
-            f"or cut the module smaller with units="
+            f"{what} needs {format_bytes(needed)} for its {kinds}{extra}, but {name} is {format_bytes(given)}; "
+            f"raise {name} to at least {format_at_least(least)}{remedy}"
         )
+
+
+def format_at_least(nbytes: int) -> str:
+    """`format_bytes`, but never rounded down, and with digits enough to be nearly the least: "288.0 KiB"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 4 * 1024**power or power == 1:
+            tenths = -(-nbytes * 10 // 1024**power)
+            return f"{tenths // 10}.{tenths % 10} {unit}"
+    raise AssertionError("KiB serve every size")
 
 
 def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], budgets: Budgets) -> bool:
@@ -149,12 +208,15 @@ def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], bu
     return resting + at_work + sum(unit.collected for unit in units) <= budgets.computing[1]
 
 
-def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) -> tuple[UnitTiers, ...]:
+def place(
+    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: Sequence[UsedTogether] = ()
+) -> tuple[UnitTiers, ...]:
     """Choose the tiers of each unit. `wanted` maps each kind to a tier or "auto".
 
-    Everything goes to the device if it fits. Otherwise the memory that is left after the working set of the largest
-    unit is handed out kind by kind, the most often moved bytes first, then host memory (with an accelerator), then
-    disk. Raises `ValueError` with unit, numbers and remedy where the budgets cannot hold the model.
+    Everything goes to the device if it fits. Otherwise the memory that is left after the largest working set (of a
+    unit, or of the units that are used `together`) is handed out kind by kind, the most often moved bytes first, then
+    host memory (with an accelerator), then disk. Raises `ValueError` with unit, numbers and remedy where the budgets
+    cannot hold the model.
     """
     if not units:
         return ()
@@ -164,30 +226,41 @@ def place(units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) 
     if all_auto_or_device and total + 2 * max(unit.shared for unit in units) <= room:
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
-    check_largest_unit(units, budgets)
-    return _Placer(units, budgets, wanted).run()
+    stay = wanted["params"] == "device" or (wanted["params"] == "auto" and budgets.disk is None is budgets.device)
+    together = () if stay else together  # else they are gathered, and rest nowhere else in that memory
+    check_largest_unit(units, budgets, together)
+    return _Placer(units, budgets, wanted, together).run()
 
 
 def with_free_staging(
-    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], tiers: tuple[UnitTiers, ...]
+    units: Sequence[UnitBytes],
+    budgets: Budgets,
+    wanted: dict[str, str],
+    tiers: tuple[UnitTiers, ...],
+    together: Sequence[UsedTogether] = (),
 ) -> Budgets:
     """The budgets with as much staging as leaves every tier as it is: a drive needs more bytes on their way than an
     eighth of a small budget."""
-    more = budgets.with_staging_for(units)
+    if not units:
+        return budgets
+    working = max([unit.working for unit in units] + [each.nbytes(units) for each in together])
+    more = budgets.with_staging_for(working)
     try:
-        same = place(units, more, wanted) == tiers
+        same = place(units, more, wanted, together) == tiers
     except ValueError:
         same = False
     return more if same else budgets
 
 
 class _Placer:
-    def __init__(self, units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str]) -> None:
+    def __init__(
+        self, units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: Sequence[UsedTogether]
+    ) -> None:
         self._units = units
         self._budgets = budgets
         self._wanted = wanted
         ahead = max(max(unit.params, unit.shared) for unit in units)  # one fetched ahead
-        working = max(unit.working for unit in units) + ahead
+        working = max([max(unit.working for unit in units) + ahead] + [each.nbytes(units) for each in together])
         computing = max(budgets.computing[1] - working, 0)
         if budgets.device is None:
             self._ledger = _Ledger({"memory": computing, "disk": budgets.disk or 0})

@@ -14,14 +14,33 @@ from torch import nn
 
 from outsize.move.memory import Ledger
 from outsize.plan.sizes import format_bytes
-from outsize.run.paging import MappedFiles, Owner, Page, PagedParameter, PageFile, Place, use_counts
+from outsize.run.paging import (
+    MIN_PAGED_BYTES,
+    SMALL_BYTES,
+    MappedFiles,
+    Owner,
+    Page,
+    PagedParameter,
+    PageFile,
+    Place,
+    use_counts,
+)
 
 ACCOUNT = "host/parameters"
+
+# Note [Room for the next parameter]
+# The pager is told of a parameter when its memory is there already. So it keeps room for one more of the largest size
+# seen so far, where there is a disk: memory exceeds the budget only while a parameter is made that is larger than all
+# before it, by what it is larger, or where the budget does not hold two of them. A model that fits the budget without
+# that room, and so was paged for nothing, is read back at the end.
 
 
 @final
 class Pager:
-    """Keeps the parameters of a model under construction within `budget` bytes of memory. Thread-safe."""
+    """Keeps the parameters of a model under construction within `budget` bytes of memory. Thread-safe.
+
+    See Note [Room for the next parameter] for the exact bound.
+    """
 
     def __init__(self, budget: int, disk: PageFile | None) -> None:
         self.ledger = Ledger()
@@ -31,6 +50,7 @@ class Pager:
         self._disk = disk
         self._building = True
         self._paging = False
+        self._largest = 0  # bytes of a parameter
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._owners: dict[int, Owner] = {}  # by the parameter's id
@@ -90,10 +110,13 @@ class Pager:
             self._reap()
             self._building = False
             try:
-                if self._paging and not failed:
+                fits = self._fits
+                if self._paging and not failed and not fits:
                     self._start_leaving(self.ledger.now[ACCOUNT])
                 while self._leaving:
-                    self._finish_leaving(drop=not failed)
+                    self._finish_leaving(drop=not failed and not fits)
+                if self._paging and not failed and fits:
+                    self._bring_back()
             finally:
                 for page in [page for page in self._pages.values() if page.place is Place.MEMORY]:
                     self._make_plain(page)
@@ -116,6 +139,19 @@ class Pager:
 
     # ---------------------------------------------------------------------------------------------------- inside
 
+    @property
+    def _fits(self) -> bool:
+        """Whether all parameters together stay within the budget."""
+        return sum(page.nbytes for page in self._pages.values()) <= self._budget
+
+    def _bring_back(self) -> None:
+        for page in self._pages.values():
+            param = next((param for owner in page.owners if (param := owner.ref()) is not None), None)
+            if page.place is Place.DISK and param is not None:
+                self._read(page, param)
+                page.place = Place.MEMORY
+                self.ledger.add(ACCOUNT, page.length)
+
     def _check_building(self, param: nn.Parameter, operation: str) -> None:
         what = f"parameter {self._owners[id(param)].name!r} (shape {tuple(param.shape)})"
         if os.getpid() != self._pid:
@@ -134,6 +170,7 @@ class Pager:
         self._owners[key] = owner
         page.owners.append(owner)
         if page is fresh:
+            self._largest = max(self._largest, page.nbytes)
             self.ledger.add(ACCOUNT, page.nbytes)
             page.holds += 1
             try:
@@ -162,17 +199,27 @@ class Pager:
 
     def _make_room(self, nbytes: int) -> None:
         """Let pages leave until `nbytes` more fit. Once the model is too large, writes start ahead of the need."""
-        limit = self._budget - nbytes
+        most = self._budget - nbytes
+        spare = self._largest if self._disk is not None else 0  # see Note [Room for the next parameter]
+        limit, needed = most - spare, most - min(spare, SMALL_BYTES)
         if self.ledger.now[ACCOUNT] <= limit and not self._paging:
             return
         while self._leaving and self._leaving[0].transfer is not None and self._leaving[0].transfer.done():
             self._finish_leaving()
-        leaving = sum(page.length for page in self._leaving)
-        self._start_leaving(self.ledger.now[ACCOUNT] - leaving - (limit - self._budget // 4))
+        self._start_leaving(self._staying - (limit - self._budget // 4))
+        if self._staying > needed:
+            self._start_leaving(self._staying - (needed - self._budget // 4), small=True)
         while self.ledger.now[ACCOUNT] > limit:
             if not self._leaving:
-                self._refuse(nbytes)
+                if self.ledger.now[ACCOUNT] > most:
+                    self._refuse(nbytes)
+                return
             self._finish_leaving()
+
+    @property
+    def _staying(self) -> int:
+        """Bytes in memory that are not on their way out of it."""
+        return self.ledger.now[ACCOUNT] - sum(page.length for page in self._leaving)
 
     def _refuse(self, nbytes: int) -> None:
         needed = format_bytes(self.ledger.now[ACCOUNT] + nbytes)
@@ -182,16 +229,25 @@ class Pager:
                 f"the parameters built so far take {needed} but host_memory is {budget} and there is no disk; pass "
                 f"disk='/path/on/a/fast/drive' to outsize.init, or raise host_memory"
             )
+        stuck = sum(page.nbytes - page.length for page in self._pages.values())
+        if stuck > self._budget // 2:
+            raise ValueError(
+                f"of {len(self._pages)} parameters {format_bytes(stuck)} cannot go to disk, which takes whole pages of "
+                f"memory (none of a parameter below {format_bytes(MIN_PAGED_BYTES)}), and {needed} would be in memory, "
+                f"but host_memory is {budget}; raise host_memory"
+            )
         raise ValueError(
             f"parameters of {needed} are in use at the same time but host_memory is {budget}; raise host_memory, or "
             f"build smaller parameters and keep no aliases of them (views, .data, NumPy arrays, gradient graphs)"
         )
 
-    def _start_leaving(self, nbytes: int) -> None:
-        """Start to write pages, least recently used first, until they make up `nbytes`."""
+    def _start_leaving(self, nbytes: int, small: bool = False) -> None:
+        """Start to write `small` pages or the others, least recently used first, until they make up `nbytes`."""
         if self._disk is None or nbytes <= 0:
             return
         for page in list(self._pages.values()):
+            if (page.nbytes < SMALL_BYTES) is not small:
+                continue
             param = page.owners[0].ref()
             if param is None or not self._can_leave(page):
                 continue

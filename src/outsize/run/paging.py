@@ -23,8 +23,11 @@ from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
 
-MIN_PAGED_BYTES = 64 << 10
-"""Smaller parameters stay in memory: they would cost more requests than they free bytes."""
+MIN_PAGED_BYTES = 8 << 10
+"""Smaller parameters stay in memory: they need not hold a whole page of it."""
+
+SMALL_BYTES = 64 << 10
+"""Smaller parameters stay in memory as long as larger ones can go: they cost more requests than they free bytes."""
 
 MAPPED_BYTES = 64 << 20
 """Resident pages of mapped files that may come together before they are given back."""
@@ -118,7 +121,8 @@ class Page:
     def give_back(self) -> None:
         """The memory's pages go; its address stays. See Note [Paged in place]."""
         give_back_pages(self.first, self.length)
-        keep_huge_pages_inside(self.first, self.length)  # they come back faster in huge pages
+        if self.length >= SMALL_BYTES:  # each call may split a mapping of the process, and those are limited
+            keep_huge_pages_inside(self.first, self.length)  # they come back faster in huge pages
 
 
 @final
@@ -315,7 +319,7 @@ class MappedFiles:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
             return tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_PAGED_BYTES or storage.resizable():
+        if storage.nbytes() < SMALL_BYTES or storage.resizable():
             return tensor
         address = storage.data_ptr()
         for each in _file_mappings(detailed=False):
