@@ -232,6 +232,65 @@ def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: tor
     assert equal(after, {**tensors, **{name: before[name] for name in missing}})
 
 
+def mixture() -> Any:
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "head_dim": 8}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **counts, num_experts_per_tok=2))
+
+
+def renamed_head() -> Any:
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16}
+    return transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("build", [mixture, renamed_head])
+def test_weights_that_transformers_saved_under_other_names_are_refused_with_the_remedy(
+    build: Callable[[], Any], strict: bool, tmp_path: Path
+) -> None:
+    source = build()
+    source.save_pretrained(tmp_path / "saved")
+    stored = set(safetensors.load_file(tmp_path / "saved" / "model.safetensors"))
+    if stored == set(source.state_dict()):
+        pytest.skip("this transformers saves the names of the model")
+    target = prepared(build(), tmp_path)
+    before = values(target)
+    remedy = r"under other names \(\d+ missing.*outsize\.init\(.*from_pretrained\('.*saved'\).*Nothing was changed"
+    with pytest.raises(ValueError, match=remedy):
+        outsize.load(tmp_path / "saved", target, strict=strict)
+    assert equal(values(target), before)
+    with init(host_memory=BUDGET, disk=tmp_path / "disk", device="cpu"):
+        remedied = type(source).from_pretrained(tmp_path / "saved")
+    assert equal(values(prepared(remedied, tmp_path)), values(prepared(source, tmp_path)))
+
+
+@pytest.mark.parametrize("what", ["another head", "adapters", "half of the layers"])
+def test_a_folder_of_transformers_that_is_meant_to_differ_is_passed_over(what: str, tmp_path: Path) -> None:
+    """A new head beside new norms, adapters where there were buffers, and a deeper model."""
+    layers = {f"layers.{i}": nn.Linear(8, 8) for i in range(4)}
+    old: dict[str, torch.Tensor] = {f"{name}.weight": torch.ones(8, 8) for name in layers}
+    old |= {f"{name}.bias": torch.ones(8) for name in layers}
+    model = nn.Module()
+    model.layers = nn.ModuleList(layers.values())
+    if what == "another head":
+        model.pooler, model.head = nn.Linear(8, 8), nn.Linear(8, 2)
+        old |= {"predictions.weight": torch.ones(31, 8), "predictions.bias": torch.ones(31)}
+    elif what == "adapters":
+        for layer in model.layers:
+            layer.register_parameter("adapter", nn.Parameter(torch.zeros(8, 2)))
+        old |= {f"{name}.inv_freq": torch.ones(4) for name in layers}
+    else:
+        old = {name: value for name, value in old.items() if name < "layers.2"} | {"predictions": torch.ones(31)}
+    safetensors.save_file(old, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    target = prepared(model, tmp_path)
+    outsize.load(tmp_path, target, strict=False)
+    found = values(target)
+    assert all(torch.equal(found[name], value) for name, value in old.items() if name in found)
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_without_strict_what_only_one_side_has_is_passed_over_and_listed(
     tier: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -218,6 +218,68 @@ def test_replacing_the_data_of_a_parameter_is_refused(workshop: Workshop, tier: 
     pair.train(batches(2))
 
 
+def test_replacing_the_data_is_refused_where_values_may_be_written_too(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    with outsize.gathered(pair.model, modify=True), pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be"):
+        pair.model.head.weight.data = torch.zeros(4, 16)
+    pair.train(batches(2))
+
+
+def test_data_that_is_the_same_memory_is_taken(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    weight = pair.model.head.weight
+    weight.data = weight
+    with outsize.gathered(pair.model):
+        weight.data = weight.data
+        weight.data = weight.detach().view(4, 16)
+        for other in (weight.detach()[:3], weight.detach().view(16, 4), weight.detach().clone()):
+            with pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
+                weight.data = other
+    pair.train(batches(2))
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_write_to_a_view_names_the_parameter_and_all_that_must_be_wrapped(workshop: Workshop, tier: str) -> None:
+    class Clamps(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            self.blocks[1].up.bias.data.clamp_(-1, 1)
+            return super().forward(x)
+
+    pair = workshop.pair(Clamps, tier=tier)
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.up\.bias' is .*backward\(\) both.*activations='keep'"):
+        pair.model(batches(1)[0][0])
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_write_where_a_layer_runs_again_says_that_the_backward_must_be_wrapped(workshop: Workshop, tier: str) -> None:
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.weight.data.clamp_(-0.1, 0.1)
+            return self.inner(x)
+
+    model = nn.Sequential(Clamps(), Clamps(), nn.Linear(16, 4))
+    workshop.prepare(model, adamw(model), tier, activations="recompute")
+    with outsize.gathered(model, modify=True):
+        loss = squared_error(model, batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"'1\.inner\.weight' is .*the forward and backward\(\) both"):
+        loss.backward()
+    with outsize.gathered(model, modify=True):
+        squared_error(model, batches(1)[0]).backward()
+
+
+def test_a_view_of_several_parameters_names_them(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="host")
+    weight = pair.model.blocks[0].up.weight
+    with outsize.gathered(pair.model):
+        view = weight.detach().as_strided((weight.untyped_storage().nbytes() // 4,), (1,), 0)
+    with pytest.raises(RuntimeError, match=r"parameter 'blocks\.0\.\S+, blocks\.0\.\S+, blocks\.0\.\S+ and 3 more' is"):
+        view.sum()
+
+
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_write_inside_a_forward_is_refused(workshop: Workshop, tier: str) -> None:
     class Writes(Stack):
@@ -271,9 +333,61 @@ def test_moves_of_a_prepared_model_are_refused_with_the_remedy(workshop: Worksho
 def test_moves_of_a_part_of_a_prepared_model_are_refused(workshop: Workshop, move: str) -> None:
     pair = workshop.pair(tier="disk")
     part = pair.model.blocks[0]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="cannot be moved or cast"):
         part.half() if move == "half" else part.to(torch.float64)
     pair.train(batches(2))
+
+
+@pytest.mark.parametrize("move", ["meta", "double", "share_memory"])
+def test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused(
+    workshop: Workshop, tier: str, move: str
+) -> None:
+    pair = workshop.pair(tier=tier)
+    for module in (pair.model.blocks[0], nn.ModuleList([pair.model])):
+        before = dict(module.named_parameters())
+        with pytest.raises(RuntimeError, match="cannot be moved or cast"):
+            module.to("meta") if move == "meta" else getattr(module, move)()
+        assert all(param is before[name] for name, param in module.named_parameters())
+    pair.train(batches(2))
+
+
+def test_moves_of_a_part_or_of_the_whole_that_change_nothing_are_let_through(workshop: Workshop, tier: str) -> None:
+    """At rest, and with a gradient: nothing is read."""
+    pair = workshop.pair(tier=tier)
+    for module in (pair.model.blocks[0], pair.model.head, nn.ModuleList([pair.model])):
+        for _ in range(2):
+            assert module.to(torch.float32).to("cpu").float().cpu() is module
+            squared_error(pair.model, batches(1)[0]).backward()
+    assert pair.model.head.weight.to(torch.float32) is pair.model.head.weight
+    pair.optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_a_layer_that_casts_a_part_to_what_it_is_trains_like_torch(workshop: Workshop, tier: str) -> None:
+    """The routers of Switch Transformers and NLLB-MoE."""
+
+    class Router(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            self.head = self.head.to(torch.float32)
+            return super().forward(x)
+
+    workshop.pair(Router, tier=tier).train(batches(4))
+
+
+def test_recurrent_weights_stay_where_they_are_when_they_are_to_be_flattened(workshop: Workshop, tier: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.lstm.flatten_parameters()
+            return self.lstm(x)[0]
+
+    pair = workshop.pair(Recurrent, tier=tier)
+    pair.model.lstm.flatten_parameters()
+    pair.model.lstm.to(torch.float32)
+    pair.train(batches(3))
 
 
 def test_moves_that_change_nothing_are_let_through(workshop: Workshop) -> None:

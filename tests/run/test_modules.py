@@ -1,6 +1,8 @@
 """Models of every build: whatever a module does with its parameters, it trains as in plain torch."""
 
 import copy
+import gc
+import os
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import Block, Stack, Workshop, adamw, batches, gradients, squared_error, weights
+from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, gradients, squared_error, weights
 
 Point = namedtuple("Point", ["out", "hidden"])
 
@@ -543,3 +545,40 @@ def test_a_copy_of_an_unprepared_module_is_not_touched(workshop: Workshop) -> No
     squared_error(other, batches(1)[0]).backward()
     optimizer.step()
     assert outsize.memory(pair.model).skipped_steps == 0
+
+
+def test_a_part_that_outlives_the_model_works_on(workshop: Workshop, tier: str) -> None:
+    model = Stack()
+    expected = copy.deepcopy(model.blocks[0].up)
+    workshop.prepare(model, None, tier)
+    part = model.blocks[0].up
+    del model
+    gc.collect()
+    with outsize.gathered(part):
+        assert torch.equal(part(torch.ones(16)), expected(torch.ones(16)))
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_parameter_that_outlives_model_and_optimizer_says_so(workshop: Workshop, tier: str) -> None:
+    model = Stack()
+    workshop.prepare(model, adamw(model), tier)
+    weight = model.head.weight
+    del model
+    gc.collect()
+    assert weight.shape == (4, 16)
+    for use in (weight.sum, lambda: copy.deepcopy(weight), lambda: outsize.gathered(weight).__enter__()):
+        with pytest.raises(RuntimeError, match="keep the model for as long as its parameters are used"):
+            use()
+
+
+def test_a_model_that_was_compiled_goes_with_its_engine_and_files(workshop: Workshop) -> None:
+    """Dynamo keeps the classes of all parameters that it has seen."""
+    pair = workshop.pair(tier="disk", activations="keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Dynamo cannot trace
+        squared_error(torch.compile(pair.model, backend="eager"), batches(1)[0]).backward()
+    del pair
+    torch._dynamo.reset()
+    gc.collect()
+    gc.collect()
+    assert os.listdir(workshop.disk) == []

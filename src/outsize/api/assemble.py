@@ -70,7 +70,7 @@ def prepared_of(param: torch.Tensor) -> Prepared | None:
     """What `prepare` made of the model that this parameter belongs to; None if it is not prepared."""
     if not isinstance(param, ManagedParameter):
         return None
-    prepared: Prepared = type(param).prepared
+    prepared: Prepared = param.prepared
     return prepared
 
 
@@ -263,9 +263,7 @@ def _build(
         arrays = LateArrays(plan, config, rule, resources)
         stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps, config.update == "backward")
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
-    kinds: set[Any] = {type(param) for unit in units for param in unit.parameters.values()}
-    for kind in kinds:
-        kind.prepared = prepared
+    engine.classes.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
     if reduction is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +28,12 @@ from outsize.plan.layout import Slot
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
+CONFIG_NAME = "config.json"
+"""What transformers writes beside its weights."""
+
 LISTED = 10
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_NUMBERED = re.compile(r"(.*?\.)?\d+\.")
 _FLOATS = frozenset(DTYPES.values())
 """A weight may change between these."""
 
@@ -66,7 +72,7 @@ def open_safetensors(
         buffers: those that must be in the folder, by name.
         aliases: for each further name of a tied parameter the name that its unit knows it by.
         optional: names that the folder may lack, which then keep their values.
-        strict: with False, what only one side has is passed over.
+        strict: with False, what only one side has is passed over, unless it is the same under other names.
 
     Raises `FileNotFoundError` where there are no weights, `ValueError` for files that are damaged, lie outside the
     folder or belong to another model.
@@ -79,6 +85,8 @@ def open_safetensors(
         "missing weights": sorted({*chosen} - names - {*optional}),
         "unexpected weights": sorted({*stored} - {*chosen, *aliases}),
     }
+    elements = {slot.name: prod(slot.shape) for slot in slots} | {name: each.numel() for name, each in buffers.items()}
+    _check_renamed(folder, one_sided, elements, {name: prod(weight.shape) for name, weight in stored.items()})
     if strict:
         _check_names(folder, one_sided)
     weights = {name: stored[chosen[name]] for name in names}
@@ -99,11 +107,56 @@ def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> st
     return name if name in stored else next(others, name)
 
 
-def _check_names(folder: Path, one_sided: Mapping[str, Sequence[str]]) -> None:
-    problems = [f"{len(found)} {what}: {_listed(found)}" for what, found in one_sided.items() if found]
-    if problems:
+# Note [Names that transformers converts]
+# For many architectures transformers keeps other names and shapes on the drive than in the model: experts one by one,
+# heads and layers as they were called before. `save_pretrained` and `from_pretrained` convert; what they go by is no
+# public interface, and some of it computes. So such a folder is refused with the remedy, and with strict=False too:
+# passed over, the experts would stay as they were initialized. A conversion keeps the number of elements: of all that
+# only one side has, or of what is missing in a numbered layer; or it concerns most of the model. A folder that is meant
+# to differ, by its head or by adapters, does neither.
+
+
+def _check_renamed(
+    folder: Path, one_sided: Mapping[str, Sequence[str]], live: Mapping[str, int], stored: Mapping[str, int]
+) -> None:
+    """Refuse a folder of transformers that has this model's weights under other names.
+
+    Args:
+        live: the model's weights and buffers, the number of elements by name.
+        stored: the folder's.
+    """
+    missing, unexpected = one_sided.values()
+    if not missing or not unexpected or not (folder / CONFIG_NAME).is_file():
+        return
+    lost, found = _by_layer(missing, live), _by_layer(unexpected, stored)
+    in_a_layer = any(layer and found[layer] >= numel for layer, numel in lost.items())
+    for_most = 2 * lost.total() > sum(live.values()) and 2 * found.total() > lost.total()
+    if lost.total() == found.total() or in_a_layer or for_most:
         raise ValueError(
-            f"{folder} is of another model: {'; '.join(problems)}. Load it into the model that was saved or pass "
+            f"{folder} seems to have this model's weights under other names ({_described(one_sided)}): transformers "
+            f"converts many models as it saves and loads them, and outsize.load does not. Build the model with "
+            f"`with outsize.init(...): model = Model.from_pretrained({str(folder)!r})` and prepare that; the weights "
+            f"of a prepared model come back from folders of outsize.save and outsize.export. Nothing was changed"
+        )
+
+
+def _by_layer(names: Sequence[str], elements: Mapping[str, int]) -> Counter[str]:
+    """How many elements each numbered module has (`model.layers.3.`, the outermost one); under "" those in none."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        layer = _NUMBERED.match(name)
+        counts[layer[0] if layer else ""] += elements[name]
+    return counts
+
+
+def _described(one_sided: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{len(found)} {what}: {_listed(found)}" for what, found in one_sided.items() if found)
+
+
+def _check_names(folder: Path, one_sided: Mapping[str, Sequence[str]]) -> None:
+    if any(one_sided.values()):
+        raise ValueError(
+            f"{folder} is of another model: {_described(one_sided)}. Load it into the model that was saved or pass "
             f"strict=False. Nothing was changed"
         )
 

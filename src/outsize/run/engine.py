@@ -42,6 +42,9 @@ class Frame:
         self.differentiates = torch.is_grad_enabled()
 
 
+_NAMED = 3
+"""How many parameters the message about one view names."""
+
 _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
@@ -133,12 +136,12 @@ class Engine:
         if unit.updates != updates:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation was modified: optimizer.step() has updated, or "
-                f"outsize.load replaced, {self.name_of(view, unit)!r} between the forward and this backward; call "
+                f"outsize.load replaced, {self.name_of(view)!r} between the forward and this backward; call "
                 f"backward() before, or run the forward again"
             )
         if view._version != version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation was modified: {self.name_of(view, unit)!r} was "
+                f"one of the variables needed for gradient computation was modified: {self.name_of(view)!r} was "
                 f"written to inside outsize.gathered(..., modify=True) between the forward and this backward; call "
                 f"backward() before, or run the forward again"
             )
@@ -181,15 +184,21 @@ class Engine:
             f"outsize.prepare(device=..., compute_dtype=...)"
         )
 
-    def name_of(self, tensor: torch.Tensor, unit: Unit | None = None) -> str:
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The parameter's name; for a view of a gathered buffer the names of the parameters that it overlaps."""
         name = self._names.get(id(tensor))
-        if name is not None:
-            return name
-        names = list(unit.parameters) if unit is not None else []
-        return names[0] if len(names) == 1 else f"a view of unit {unit.name}" if unit is not None else "?"
+        key = self.key_of(tensor) if name is None else None
+        if key is None:
+            return name or "?"
+        unit = self._by_key[key]
+        start, end = _span(local(tensor))
+        spans = {name: _span(local(param)) for name, param in unit.parameters.items()}
+        names = [name for name, (first, last) in spans.items() if first < end and start < last]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return ", ".join(names[:_NAMED]) + more if names else f"a view of unit {unit.name}"
 
     def _refuse_read(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
-        found = f"parameter {self.name_of(tensor, unit)!r} is at rest ({unit.shard.tiers.params}) and {operation!r} "
+        found = f"parameter {self.name_of(tensor)!r} is at rest ({unit.shard.tiers.params}) and {operation!r} "
         if _is_being_wrapped():
             raise RuntimeError(
                 f"{found}cannot read it: do not wrap a prepared model (DistributedDataParallel, FSDP), outsize "
@@ -201,12 +210,13 @@ class Engine:
         )
 
     def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
-        name = self.name_of(tensor, unit)
-        if operation == "data=":
-            self.refuse_data(tensor)
+        name = self.name_of(tensor)
+        again = (
+            "the forward and backward() both, which runs a forward again unless it is prepared with activations='keep'"
+        )
         raise RuntimeError(
             f"parameter {name!r} is written in place by {operation!r} outside `outsize.gathered(param, modify=True)`, "
-            f"where the change would be lost; wrap it in that context"
+            f"where the change would be lost; wrap {again if self._frames or in_backward() else 'it'} in that context"
         )
 
     # -- forwards ----------------------------------------------------------------------------------------------------
@@ -371,6 +381,15 @@ class Engine:
             for name, param in unit.parameters.items():
                 if isinstance(param.grad, RestingGrad):
                     yield unit, name, param.grad
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes [start, end) of its storage that a strided tensor reaches."""
+    with torch._C.DisableTorchFunctionSubclass():
+        start = int(tensor.storage_offset())
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + int(reach) + 1 if tensor.numel() else start
+        return start * tensor.element_size(), end * tensor.element_size()
 
 
 def _is_being_wrapped() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from typing import Any, NoReturn, Protocol, final
@@ -27,6 +28,12 @@ from outsize.run.saved import Gathered, run_saving
 # backward needs no hooks on outputs: while the operation runs, saved-tensor hooks replace each view of a gathered
 # buffer that autograd saves by a reference which brings the unit back when the backward asks for it. Everything that
 # is no view of a gathered buffer goes to whatever saved-tensor hooks the user has in place (a checkpoint's, say).
+
+
+# Note [Classes that outlive their engine]
+# Dynamo keeps each class that it has seen in the globals of what it compiled, until the process ends. A class that held
+# its engine would keep the model's memory, thread and files as long. So the classes know it weakly; it lives as long as
+# a module that has parameters of it (run/hooks.py), its optimizer, or a graph that waits for its backward.
 
 
 class Gate(Gathered, Protocol):
@@ -90,6 +97,7 @@ METADATA = _functions(_METADATA_NAMES.split()) | {
     torch.is_floating_point,
     torch.is_complex,
     torch.is_same_size,
+    torch._has_compatible_shallow_copy_type,
 }
 
 TO_NUMPY = _functions(["numpy", "__array__"])
@@ -103,7 +111,31 @@ _COMPUTE = {torch.nn.functional.linear, torch.nn.functional.embedding, torch.nn.
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _TO_ITSELF = {torch.Tensor.view_as, torch.Tensor.expand_as}
 """`param.view_as(param).grad_fn` is how torch asks for the node that accumulates a gradient."""
-_NO_VALUES = _AUTOGRAD | _TO_ITSELF
+_CASTS = _functions(("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"))
+_NO_VALUES = _AUTOGRAD | _TO_ITSELF | _CASTS | _SET_DATA
+"""What may do without values, as its arguments tell."""
+
+
+def _keeps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the cast or move gives the tensor itself: found out by one without elements."""
+    if kwargs.get("memory_format") is not None:
+        return False
+    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    try:
+        return func(like, *args[1:], **kwargs) is like
+    except (RuntimeError, AssertionError, TypeError, ValueError):  # the operation itself says what is wrong
+        return False
+
+
+def is_alias(tensor: torch.Tensor, value: object) -> bool:
+    """Whether `tensor.data = value` would change nothing: the same memory in the same shape."""
+    if value is tensor:
+        return True
+    if not isinstance(value, torch.Tensor) or is_distributed(tensor) or is_distributed(value):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        alike = (tensor.dtype, tensor.device, tensor.layout) == (value.dtype, value.device, value.layout)
+        return alike and tensor.is_set_to(value)
 
 
 def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,16 +165,25 @@ def _unguarded(value: Any, edges: bool) -> Any:
     return tensor if is_distributed(tensor) else torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
-class _Guarded:
-    """A tensor each of whose operations passes the gate. See Note [Every operation passes the gate]."""
+class _Managed:
+    """What belongs to an engine."""
 
-    gate: Gate
+    gate_ref: Callable[[], Gate | None]
+    """See Note [Classes that outlive their engine]."""
+
+    @property
+    def gate(self) -> Gate:
+        return self.gate_ref() or _refuse_orphan()
+
+
+class _Guarded(_Managed):
+    """A tensor each of whose operations passes the gate. See Note [Every operation passes the gate]."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return through_gate(cls.gate, func, args, kwargs or {})
+        return through_gate(cls.gate_ref(), func, args, kwargs or {})
 
     def as_subclass(self, cls: type) -> Any:
         """A guarded view: what carries another class would be read unseen."""
@@ -165,11 +206,13 @@ class _View(_Guarded):
         return f"GuardedView(shape={tuple(self.shape)}, dtype={self.dtype})"  # type: ignore[attr-defined]
 
 
-class ManagedParameter:
+class ManagedParameter(_Managed):
     """A prepared parameter, whatever its tier."""
 
-    gate: Gate
-    prepared: Any
+    @property
+    def prepared(self) -> Any:
+        """What `prepare` made of the model."""
+        return self.gate.classes.prepared
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.gate.refuse_copy(self, "copied with copy.deepcopy")  # type: ignore[arg-type]
@@ -203,7 +246,8 @@ class ResidentParameter(ManagedParameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.gate.refuse_data(self)  # type: ignore[arg-type]
+        if not is_alias(self, value):  # type: ignore[arg-type]
+            self.gate.refuse_data(self)  # type: ignore[arg-type]
 
 
 @final
@@ -211,7 +255,8 @@ class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
 
     def __init__(self, gate: Gate) -> None:
-        self._own = {"gate": gate}
+        self._own = {"gate_ref": weakref.ref(gate)}
+        self.prepared: Any = None
         self.guarded = self._made(GuardedParameter, nn.Parameter)
         self.resident = self._made(ResidentParameter, nn.Parameter)
         self.view = self._made(_View, torch.Tensor)
@@ -253,10 +298,10 @@ def _guarded_local(kind: Any) -> dict[str, object]:
 
     def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in METADATA:
-            return pass_gate(cls.gate, func, args, kwargs or {})
+            return pass_gate(cls.gate_ref() or _refuse_orphan(), func, args, kwargs or {})
         before, shapes_only.on = getattr(shapes_only, "on", False), True
         try:
-            return through_gate(cls.gate, func, args, kwargs or {})
+            return through_gate(cls.gate_ref(), func, args, kwargs or {})
         finally:
             shapes_only.on = before
 
@@ -278,14 +323,21 @@ def _guarded_local(kind: Any) -> dict[str, object]:
     }
 
 
-def through_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def through_gate(gate: Gate | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What every guarded tensor does with an operation: shape and the like are free, values pass the gate."""
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.dim and sys._getframe(2).f_globals.get("__name__") == _VMAP:
-                gate.refuse_vmap(args[0])  # its next step takes the memory, and no operation
+                args[0].gate.refuse_vmap(args[0])  # its next step takes the memory, and no operation
             return func(*args, **kwargs)
-    return pass_gate(gate, func, args, kwargs)
+    return pass_gate(gate or _refuse_orphan(), func, args, kwargs)
+
+
+def _refuse_orphan() -> NoReturn:
+    raise RuntimeError(
+        "the prepared model that this parameter belongs to is gone, with its optimizer and all of its modules: keep "
+        "the model for as long as its parameters are used"
+    )
 
 
 def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -293,19 +345,24 @@ def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if func in _NO_VALUES:
         if func in _AUTOGRAD:
             return _differentiate(func, args, kwargs)
-        if len(args) == 2 and args[0] is args[1]:
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _TO_ITSELF and len(args) == 2 and args[0] is args[1]:
                 return _wrap((gate,), func(*args))
+            if func in _CASTS and _keeps(func, args, kwargs):
+                return args[0]
+            if func in _SET_DATA and is_alias(*args):
+                return None
+        if func in _SET_DATA and isinstance(args[0], _Guarded):
+            args[0].gate.refuse_data(args[0])  # type: ignore[arg-type]
     writes = _written(func, args, kwargs)
     name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         guarded = guarded_among(args, kwargs)
         gates = {gate}  # several where parameters of several models meet
         for tensor in guarded:
-            gates.add(tensor.gate)
-            tensor.gate.admit(
-                tensor, name if func not in _SET_DATA else "data=", any(tensor is each for each in writes)
-            )
+            owner = tensor.gate_ref() or _refuse_orphan()
+            gates.add(owner)
+            owner.admit(tensor, name, any(tensor is each for each in writes))
         versions = [tensor._version for tensor in guarded]
         if func in _PICKLE:
             return args[0].clone().__reduce_ex__(*args[1:])
@@ -356,7 +413,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     if "out" in kwargs:
         _collect([kwargs["out"]], found)
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or func in _SET_DATA
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
     if in_place and args:
         _collect([args[0]], found)
     return found

@@ -1,4 +1,4 @@
-"""The only file that changes `nn.Module` objects: forwards get frames, and moves of a prepared model are refused.
+"""The only file that changes `nn.Module` objects: forwards get frames, and moves of prepared parameters are refused.
 
 So are steps of another optimizer than the model's own.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,12 @@ def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recom
         module.forward = recomputed(module, names[id(module)])
     for module in framed:
         module.forward = _framed(engine, module, module.forward)
-    _refuse_moves(model)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _leave_parameters  # type: ignore[method-assign]
+        if any(True for _ in module.parameters()):
+            _check_moves(engine, module)
+    _check_to(model)
 
 
 def _framed(engine: Engine, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +40,10 @@ def _framed(engine: Engine, module: nn.Module, forward: Callable[..., Any]) -> C
             return forward(*args, **kwargs)
 
     return run
+
+
+def _leave_parameters() -> None:
+    """In place of `flatten_parameters`, which lets cuDNN move the weights to memory of its own, also in `.to(...)`."""
 
 
 def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
@@ -62,27 +71,59 @@ def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | N
     weakref.finalize(engine, handle.remove)
 
 
-def _refuse_moves(model: nn.Module) -> None:
+def _check_moves(engine: Engine, module: nn.Module) -> None:
+    """Moves of a part, or of what the model is a part of: those that leave the parameters alone are let through.
+
+    By this every module with parameters keeps the engine. See Note [Classes that outlive their engine].
+    """
+    apply: Callable[..., nn.Module] = module._apply
+
+    @wraps(apply)
+    def checked(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        if not _keeps_all(fn, filter(engine.owns, module.parameters())):
+            _refuse_move()
+        return apply(fn, recurse)
+
+    module._apply = checked  # type: ignore[method-assign]
+
+
+def _keeps_all(fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[torch.Tensor]) -> bool:
+    """Whether the move would change no parameter: found out by tensors without elements."""
+    for dtype, device in {(param.dtype, param.device) for param in params}:
+        like = torch.empty(0, dtype=dtype, device=device)
+        try:
+            kept = fn(like) is like
+        except (RuntimeError, AssertionError):  # to a device that is not there, for one
+            kept = False
+        if not kept or (device.type == "cpu" and like.is_shared()):
+            return False
+    return True
+
+
+def _check_to(model: nn.Module) -> None:
     """`model.to(...)`, `.half()`, `.cuda()` would replace every parameter; what changes nothing is let through."""
     to: Callable[..., nn.Module] = model.to
-
-    def refuse(*args: Any, **kwargs: Any) -> nn.Module:
-        raise RuntimeError(
-            "a prepared model cannot be moved or cast (.to, .cuda, .half, ...): outsize keeps its parameters. Choose "
-            "with outsize.prepare(..., device=..., compute_dtype=...) instead, or cast the model before prepare"
-        )
 
     @wraps(to)
     def checked_to(*args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        return model if memory_format is None and _is_already(model, device, dtype) else refuse()
+        if memory_format is not None or not _is_already(model, device, dtype):
+            _refuse_move()
+        return model
 
     model.to = checked_to  # type: ignore[method-assign]
-    model._apply = refuse  # type: ignore[method-assign]
     for name, dtype in (("float", torch.float32), ("double", torch.float64), ("half", torch.float16)):
         setattr(model, name, partial(checked_to, dtype))
     model.bfloat16 = partial(checked_to, torch.bfloat16)  # type: ignore[method-assign]
     model.cpu = partial(checked_to, "cpu")  # type: ignore[method-assign]
+
+
+def _refuse_move() -> NoReturn:
+    raise RuntimeError(
+        "a prepared model cannot be moved or cast (.to, .cuda, .half, ...), nor can a part of it: outsize keeps its "
+        "parameters. Choose with outsize.prepare(..., device=..., compute_dtype=...) instead, or cast the model before "
+        "prepare"
+    )
 
 
 def _is_already(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> bool:
