@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from outsize import _native
 from outsize.optim.compact import encode
 from outsize.optim.native import native_arrays, runs_natively
-from outsize.optim.rules import Opened, Piece, Rule, number, opened
+from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 
 
 @final
@@ -19,26 +20,38 @@ class AdagradRule(Rule):
     def __init__(self) -> None:
         self.arrays = ("sum",)
         self.codes = {"sum": "root"}
+        self.counts = self.scalars = ("step",)
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self._read(Options(hyper, where), 1)
 
     def apply(self, piece: Piece) -> None:
-        hyper, state = piece.hyper, piece.state
+        state = piece.state
         step = number(state.scalars.get("step", 0.0)) + 1.0
+        options = self._read(Options(piece.hyper), int(step))
         state.next_scalars = {"step": step}
         if not state.initialised:
-            _fill_sum(piece, number(hyper.get("initial_accumulator_value", 0.0)))
-        options: _native.AdagradOptions = {
-            "lr": number(hyper["lr"]),
-            "lr_decay": number(hyper["lr_decay"]),
-            "eps": number(hyper["eps"]),
-            "weight_decay": number(hyper["weight_decay"]),
-            "maximize": bool(hyper.get("maximize", False)),
-            "step": int(step),
-        }
+            _fill_sum(piece, _initial_sum(Options(piece.hyper)))
         if runs_natively(piece):
             _native.adagrad(native_arrays(piece, self.arrays), **options, threads=piece.threads)
         else:
             with opened(piece, self.codes) as tensors:
                 adagrad_formula(tensors, **options)
+
+    def _read(self, options: Options, step: int) -> _native.AdagradOptions:
+        _initial_sum(options)
+        return {
+            "lr": options.number("lr"),
+            "lr_decay": options.number("lr_decay", least=0),
+            "eps": options.number("eps", least=0),
+            "weight_decay": options.number("weight_decay"),
+            "maximize": options.flag("maximize"),
+            "step": step,
+        }
+
+
+def _initial_sum(options: Options) -> float:
+    return options.number("initial_accumulator_value", least=0, default=0.0)
 
 
 def _fill_sum(piece: Piece, value: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from outsize import _native
 from outsize.optim.compact import CodeKind
 from outsize.optim.native import expect_arrays, native_arrays, runs_natively
-from outsize.optim.rules import Opened, Piece, Rule, number, opened, pair
+from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 
 
 @final
@@ -21,35 +21,40 @@ class AdamRule(Rule):
     def __init__(self, amsgrad: bool, decoupled: bool) -> None:
         self.arrays = _arrays(amsgrad)
         self.codes = {name: _KINDS[name] for name in self.arrays}
+        self.counts = self.scalars = ("step",)
         self._decoupled = decoupled
 
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self._read(Options(hyper, where), 1)
+
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
-        return _arrays(bool(hyper.get("amsgrad", False)))
+        return _arrays(Options(hyper).flag("amsgrad"))
 
     def apply(self, piece: Piece) -> None:
         step = number(piece.state.scalars.get("step", 0.0)) + 1.0
         piece.state.next_scalars = {"step": step}
-        hyper = piece.hyper
-        amsgrad = bool(hyper.get("amsgrad", False))
-        names = _arrays(amsgrad)
+        options = self._read(Options(piece.hyper), int(step))
+        names = _arrays(options["amsgrad"])
         expect_arrays(piece, names)
-        beta1, beta2 = pair(hyper["betas"])
-        options: _native.AdamOptions = {
-            "lr": number(hyper["lr"]),
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": number(hyper["eps"]),
-            "weight_decay": number(hyper["weight_decay"]),
-            "decoupled": bool(hyper.get("decoupled_weight_decay", self._decoupled)),
-            "maximize": bool(hyper.get("maximize", False)),
-            "amsgrad": amsgrad,
-            "step": int(step),
-        }
         if runs_natively(piece):
             _native.adam(native_arrays(piece, names), **options, threads=piece.threads)
         else:
             with opened(piece, self.codes) as tensors:
                 adam_formula(tensors, **options)
+
+    def _read(self, options: Options, step: int) -> _native.AdamOptions:
+        beta1, beta2 = options.betas()
+        return {
+            "lr": options.number("lr"),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": options.number("eps", least=0),
+            "weight_decay": options.number("weight_decay"),
+            "decoupled": options.flag("decoupled_weight_decay", self._decoupled),
+            "maximize": options.flag("maximize"),
+            "amsgrad": options.flag("amsgrad"),
+            "step": step,
+        }
 
 
 _KINDS: dict[str, CodeKind] = {"exp_avg": "signed", "exp_avg_sq": "root", "max_exp_avg_sq": "root"}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 
 from outsize import _native
 from outsize.optim.native import native_arrays, runs_natively
-from outsize.optim.rules import Opened, Piece, Rule, number, opened, pair
+from outsize.optim.rules import Opened, Options, Piece, Rule, opened
 
 
 class Lion(torch.optim.Optimizer):
@@ -44,21 +44,14 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            beta1, beta2 = pair(group["betas"])
+            options = _read(Options(group))
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 state = self.state[param]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                lion_formula(
-                    Opened(param, param.grad, state),
-                    lr=number(group["lr"]),
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=number(group["weight_decay"]),
-                    maximize=group["maximize"],
-                )
+                lion_formula(Opened(param, param.grad, state), **options)
         return loss
 
 
@@ -69,23 +62,30 @@ class LionRule(Rule):
     def __init__(self) -> None:
         self.arrays = ("exp_avg",)
         self.codes = {"exp_avg": "signed"}
+        self.scalars = ()
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        _read(Options(hyper, where))
 
     def apply(self, piece: Piece) -> None:
-        hyper = piece.hyper
         piece.state.next_scalars = {}
-        beta1, beta2 = pair(hyper["betas"])
-        options: _native.LionOptions = {
-            "lr": number(hyper["lr"]),
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": number(hyper["weight_decay"]),
-            "maximize": bool(hyper.get("maximize", False)),
-        }
+        options = _read(Options(piece.hyper))
         if runs_natively(piece):
             _native.lion(native_arrays(piece, self.arrays), **options, threads=piece.threads)
         else:
             with opened(piece, self.codes) as tensors:
                 lion_formula(tensors, **options)
+
+
+def _read(options: Options) -> _native.LionOptions:
+    beta1, beta2 = options.betas()
+    return {
+        "lr": options.number("lr"),
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": options.number("weight_decay"),
+        "maximize": options.flag("maximize"),
+    }
 
 
 def lion_formula(

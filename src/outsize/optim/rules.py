@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn, final
 
 import torch
 
@@ -35,6 +36,8 @@ class Piece:
     state: SlotState
     threads: int = 1
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    attributes: Mapping[str, object] = field(default_factory=dict)
+    """What the user has hung on the parameter."""
 
 
 class Rule(ABC):
@@ -49,8 +52,21 @@ class Rule(ABC):
     whole: bool = False
     """Whether the update needs whole parameters, in their shape."""
 
+    reads_attributes: bool = False
+    """Whether the update may look at what the user has hung on a parameter."""
+
+    counts: tuple[str, ...] = ()
+    """The per-parameter values that count steps; a parameter that was stepped has them."""
+
+    scalars: tuple[str, ...] | None = None
+    """The per-parameter values that there can be; None: whatever the optimizer keeps."""
+
+    @abstractmethod
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        """Raise, naming `where` the parameter group is, for options with which no update can run."""
+
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
-        """The arrays that a parameter group with these options cannot do without."""
+        """The arrays that a parameter group with these options, which were checked, cannot do without."""
         return ()
 
     @abstractmethod
@@ -58,16 +74,78 @@ class Rule(ABC):
         """Update the piece in place and set `piece.state.next_scalars`."""
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+# Note [Options out of range]
+# torch looks at the options when an optimizer is made, and later computes with whatever they are. Here an update runs
+# long after `step()`, so `step()` looks at them. What torch's arithmetic makes sense of goes on (a negative learning
+# rate, a momentum above 1); what it raises for, or makes NaN of every weight, is an error.
+
+
+@final
+class Options:
+    """The options of a parameter group as numbers. Errors name the group, the option and the value."""
+
+    def __init__(self, hyper: Mapping[str, object], where: str = "the parameter group") -> None:
+        self._hyper = hyper
+        self._where = where
+
+    def number(self, key: str, least: float = -_FLOAT32_MAX, default: float | None = None) -> float:
+        """A finite number, at least `least`; torch admits tensors of one element."""
+        if default is not None and key not in self._hyper:
+            return default
+        value = self._value(key)
+        found = self._number(key, value, value)
+        if not least <= found <= _FLOAT32_MAX:
+            bound = "a finite number" if least < 0 else f"a finite number, at least {least:g}"
+            self._refuse(ValueError, key, value, bound)
+        return found
+
+    def betas(self) -> tuple[float, float]:
+        """A pair of factors of running averages."""
+        value: Any = self._value("betas")
+        try:
+            first, second = value
+        except (TypeError, ValueError):
+            self._refuse(TypeError if value is None else ValueError, "betas", value, "two numbers")
+        pair = self._number("betas", first, value), self._number("betas", second, value)
+        if not all(0 <= beta < 1 for beta in pair):
+            self._refuse(ValueError, "betas", value, "two numbers in [0, 1)")
+        return pair
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._hyper.get(key, default)
+        try:
+            return bool(value)
+        except (RuntimeError, TypeError, ValueError):
+            self._refuse(TypeError, key, value, "True or False")
+
+    def _value(self, key: str) -> object:
+        if key not in self._hyper:
+            raise ValueError(f"{self._where} has no {key!r}, which the update needs; set it")
+        return self._hyper[key]
+
+    def _number(self, key: str, value: Any, shown: object) -> float:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (str, bytes, complex, torch.Tensor)) or not hasattr(value, "__float__"):
+            self._refuse(TypeError, key, shown, "a number" if value is shown or key != "betas" else "two numbers")
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+        except (TypeError, ValueError):
+            self._refuse(TypeError, key, shown, "a number")
+
+    def _refuse(self, kind: type[Exception], key: str, value: object, wanted: str) -> NoReturn:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        raise kind(f"{key!r} of {self._where} must be {wanted}, not {shown}")
+
+
 def number(value: object) -> float:
-    """A hyper-parameter as a float; torch admits tensors for some."""
+    """A count of steps as a float; torch keeps it as a tensor."""
     return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
-
-
-def pair(value: object) -> tuple[float, float]:
-    """A pair of hyper-parameters, such as `betas`."""
-    assert isinstance(value, (tuple, list))
-    first, second = value
-    return number(first), number(second)
 
 
 def refuse_new_array(name: str) -> NoReturn:

@@ -7,7 +7,7 @@ from typing import final
 
 from outsize import _native
 from outsize.optim.native import expect_arrays, native_arrays, runs_natively
-from outsize.optim.rules import Opened, Piece, Rule, number, opened
+from outsize.optim.rules import Opened, Options, Piece, Rule, opened
 
 _BUFFER = "momentum_buffer"
 
@@ -27,31 +27,37 @@ class SGDRule(Rule):
     def __init__(self, momentum: bool) -> None:
         self.arrays = (_BUFFER,) if momentum else ()
         self.codes = {_BUFFER: "signed"} if momentum else {}
+        self.scalars = (_BUFFER,)
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self._read(Options(hyper, where), False)
 
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
-        return (_BUFFER,) if number(hyper["momentum"]) != 0 else ()
+        return (_BUFFER,) if Options(hyper).number("momentum") != 0 else ()
 
     def apply(self, piece: Piece) -> None:
-        hyper, state = piece.hyper, piece.state
-        momentum = number(hyper["momentum"])
-        names = (_BUFFER,) if momentum != 0 else ()
-        expect_arrays(piece, names)
+        state = piece.state
         first = not state.initialised or _BUFFER in state.scalars
-        state.next_scalars = {_BUFFER: None} if self.arrays and first and momentum == 0 else {}
-        options: _native.SgdOptions = {
-            "lr": number(hyper["lr"]),
-            "momentum": momentum,
-            "dampening": number(hyper["dampening"]),
-            "weight_decay": number(hyper["weight_decay"]),
-            "nesterov": bool(hyper["nesterov"]),
-            "maximize": bool(hyper.get("maximize", False)),
-            "first": first,
-        }
+        options = self._read(Options(piece.hyper), first)
+        names = (_BUFFER,) if options["momentum"] != 0 else ()
+        expect_arrays(piece, names)
+        state.next_scalars = {_BUFFER: None} if self.arrays and first and not names else {}
         if runs_natively(piece):
             _native.sgd(native_arrays(piece, names), **options, threads=piece.threads)
         else:
             with opened(piece, self.codes) as tensors:
                 sgd_formula(tensors, **options)
+
+    def _read(self, options: Options, first: bool) -> _native.SgdOptions:
+        return {
+            "lr": options.number("lr"),
+            "momentum": options.number("momentum"),
+            "dampening": options.number("dampening"),
+            "weight_decay": options.number("weight_decay"),
+            "nesterov": options.flag("nesterov"),
+            "maximize": options.flag("maximize"),
+            "first": first,
+        }
 
 
 def sgd_formula(

@@ -33,6 +33,7 @@ from outsize.move.shard import (
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
 from outsize.optim.rules import Piece, Rule
+from outsize.optim.worker import attributes_of
 from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
 
 
@@ -59,6 +60,29 @@ class ChunkUpdater:
         self.threads = max(update_threads() // 2, 1)  # behind the computation, which has the others
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
+        self._attributes: dict[str, dict[str, object]] = {}
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """The per-parameter values that count steps."""
+        return self.rule.counts
+
+    @property
+    def scalars(self) -> tuple[str, ...] | None:
+        """The per-parameter values that there can be; None: whatever the optimizer keeps."""
+        return self.rule.scalars
+
+    def note_attributes(self, name: str, param: torch.Tensor) -> None:
+        """Keep what the user has hung on a parameter as it is now, for the parameter's next update."""
+        if self.rule.reads_attributes:
+            found = attributes_of(param).items()
+            self._attributes[name] = {
+                key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in found
+            }
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        """Raise, naming `where` the parameter group is, for options with which no update can run."""
+        self.rule.check(hyper, where)
 
     def missing(self, hyper: Mapping[str, object]) -> list[str]:
         """The arrays that these hyper-parameters need and that were not made."""
@@ -161,7 +185,8 @@ class ChunkUpdater:
             param, grad = param.view(slot.shape), grad.view(slot.shape)
             master = None if master is None else master.view(slot.shape)
             arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
-        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales))
+        attributes = self._attributes.get(slot.name, {})
+        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, attributes))
         if end == slot.end:
             assert state.next_scalars is not None
             state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, MutableMapping
-from typing import Any, NoReturn, final
+import math
+from collections.abc import ItemsView, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 
 from outsize.move.shard import SlotState, UnitShard
+from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.local import like, local
 
@@ -20,6 +22,75 @@ def _as_torch(key: str, value: Any) -> Any:
 def snapshot(value: Any) -> Any:
     """The value as it is now, whatever becomes of the tensor that holds it."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class Kept(Protocol):
+    """What an optimizer keeps for a parameter beside its arrays."""
+
+    whole: bool
+    """Whether it sees whole parameters, and may keep arrays of other shapes."""
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """The values that count steps; a parameter that was stepped has them."""
+        ...
+
+    @property
+    def scalars(self) -> tuple[str, ...] | None:
+        """The values that there can be; None: whatever the optimizer keeps."""
+        ...
+
+
+def entry_of(state: object, name: str) -> dict[str, Any]:
+    """One parameter's state as somebody gives it, of DTensors what this rank has."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the optimizer's state of {name!r} must be a dict, not {type(state).__name__}")
+    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def check_entry(shard: UnitShard, slot: Slot, entry: Mapping[str, Any], kept: Kept, optimizer: str) -> None:
+    """Raise `ValueError`, with the parameter's name, for a state that is not this optimizer's."""
+    names = {name for name, array in shard.arrays.items() if array.public}
+    own, slot = slot, shard.whole_slots[slot.name]
+    arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
+    wrong = {key for key, value in arrays.items() if value.shape == slot.shape != ()} - names
+    wrong = wrong if slot.numel > 1 and not kept.whole else set()
+    if kept.scalars is not None:
+        wrong |= entry.keys() - names - set(kept.scalars)
+        wrong |= {
+            key for key in names & entry.keys() - arrays.keys() if key not in kept.scalars or entry[key] is not None
+        }
+    missing = [key for key in names - entry.keys() if key != "max_exp_avg_sq"]
+    shapes = [key for key in names & arrays.keys() if arrays[key].numel() not in (slot.numel, own.numel)]
+    if wrong or missing or shapes:
+        found = {key: tuple(value.shape) if key in arrays else value for key, value in entry.items()}
+        raise ValueError(
+            f"the state does not fit {optimizer}: for {slot.name!r} it has {found}, this optimizer keeps "
+            f"{sorted(names)} of shape {tuple(slot.shape)}{_and_counts(kept)}; give the state of the same optimizer. "
+            f"Nothing was changed"
+        )
+    check_counts(slot.name, entry, kept)
+
+
+def _and_counts(kept: Kept) -> str:
+    return f" and {', '.join(map(repr, kept.counts))}" if kept.counts else ""
+
+
+def check_counts(name: str, values: Mapping[str, Any], kept: Kept) -> None:
+    """Raise `ValueError`, with the parameter's name, where counts of steps are none."""
+    for key in kept.counts:
+        value = values.get(key)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        good = isinstance(value, (int, float)) and 0 <= value < _MOST_STEPS and math.floor(value) == value
+        if not good:
+            raise ValueError(
+                f"the optimizer's state of {name!r} needs {key!r}, a count of steps, and "
+                f"{'has none' if key not in values else f'has {values[key]!r}'}; load the state of the same optimizer"
+            )
+
+
+_MOST_STEPS = 2**53  # the last that a float counts
 
 
 def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
@@ -87,8 +158,16 @@ class _PlainItems(ItemsView[torch.Tensor, dict[str, Any]]):
 class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kept: Kept, optimizer: str) -> None:
+        """`kept`: what the optimizer of this class name keeps."""
         self._engine = engine
+        self._kept = kept
+        self._optimizer = optimizer
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """As of a dict: the default where the parameter has no state yet."""
+        has_state = param in self
+        return self[param] if has_state else default
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         if not self._engine.owns(param):
@@ -113,21 +192,33 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         for unit in self._engine.units:
             self._engine.streamer.settle(unit)  # the first update makes the state
             for name, param in unit.parameters.items():
-                state = unit.shard.slot_states.get(name)
-                if state is not None and state.initialised and (state.scalars or unit.shard.has_state):
+                if _has_state(unit.shard, name):
                     yield param
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        return any(param is each for each in self)
+        if not isinstance(param, torch.Tensor) or not self._engine.owns(param):
+            return False
+        unit, slot = self._engine.unit_of(param)
+        self._engine.streamer.settle(unit)  # the first update makes the state
+        return _has_state(unit.shard, slot.name)
 
     def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        if not isinstance(param, torch.Tensor) or not self._engine.owns(param):
+            shown = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            raise ValueError(
+                f"optimizer.state was given an entry for {shown}, which is no parameter of the model that "
+                f"outsize.prepare prepared"
+            )
         unit, slot = self._engine.unit_of(param)
+        entry = entry_of(state, slot.name)
+        if entry:
+            check_entry(unit.shard, slot, entry, self._kept, self._optimizer)
         self._engine.streamer.settle(unit)
         unit.await_written()
-        store_state(unit.shard, slot.name, state)
+        store_state(unit.shard, slot.name, entry)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         """The parameter's state begins anew at its next update, as in torch."""
@@ -142,3 +233,8 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
             "the optimizer of a prepared model cannot be copied or pickled: its state may be on disk. Use "
             "outsize.save, or optimizer.state_dict()"
         )
+
+
+def _has_state(shard: UnitShard, name: str) -> bool:
+    state = shard.slot_states.get(name)
+    return state is not None and state.initialised and bool(state.scalars or shard.has_state)

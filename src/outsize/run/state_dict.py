@@ -4,38 +4,58 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
-from outsize.run.local import local
-from outsize.run.state import StreamedState, store_state
+from outsize.run.state import Kept, StreamedState, check_counts, check_entry, entry_of, store_state
 from outsize.run.unit import Unit
+
+
+class Checked(Kept, Protocol):
+    """What an optimizer keeps, and which options it runs with."""
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        """Raise, naming `where` the parameter group is, for options with which no update can run."""
+        ...
 
 
 @final
 class WholeState:
     """`optimizer.state` after `prepare`, replaced or loaded from a state dict."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, whole: bool) -> None:
-        """`whole`: the optimizer sees whole parameters, and may keep arrays of other shapes."""
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, kept: Checked) -> None:
         self._engine = engine
         self._optimizer = optimizer
-        self._whole = whole
-        self._state: Any = StreamedState(engine)
+        self._name = type(optimizer).__name__
+        self._kept = kept
+        self._state: Any = StreamedState(engine, kept, self._name)
         self.keep()
 
     def keep(self) -> None:
         """What the user may have put in place of `optimizer.state` is not wanted any more: the state was loaded."""
         self._optimizer.state = self._state
+        self._counted = False
+
+    def check_counts(self) -> None:
+        """Raise `ValueError` if a state that came from elsewhere does not count its steps."""
+        if self._counted:
+            return
+        for unit in self._engine.units:
+            for name, state in unit.shard.slot_states.items():
+                if state.initialised:
+                    check_counts(name, state.scalars, self._kept)
+        self._counted = True
 
     def take(self) -> None:
         """Take over a mapping that the user has put in place of `optimizer.state`: an empty one begins anew."""
         given: Any = self._optimizer.state
         if given is self._state:
             return
+        if not isinstance(given, Mapping):
+            raise TypeError(f"optimizer.state must be a mapping of parameters to their state, not {given!r:.80}")
         entries: dict[str, dict[str, Any]] = {}
         for param, state in given.items():
             if not self._engine.owns(param):
@@ -44,8 +64,8 @@ class WholeState:
                 )
             if state:
                 unit, slot = self._engine.unit_of(param)
-                entries[slot.name] = _entry_of(state)
-                self._check(unit, slot, entries[slot.name])
+                entries[slot.name] = entry_of(state, slot.name)
+                check_entry(unit.shard, slot, entries[slot.name], self._kept, self._name)
         self._put(entries)
         self._optimizer.state = self._state
 
@@ -68,22 +88,24 @@ class WholeState:
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(optimizer, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        groups, saved, state = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
-        if not isinstance(saved, list) or not isinstance(state, dict):
-            keys = sorted(map(str, state_dict))
-            raise ValueError(f"an optimizer's state dict has 'param_groups' and 'state', this has {keys}")
+        saved, state = _parts_of(state_dict)
+        groups = optimizer.param_groups
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
                 f"the state dict has parameter groups of {[len(g['params']) for g in saved]} parameters, the optimizer "
                 f"of {[len(g['params']) for g in groups]}; load the state of the same optimizer"
             )
+        for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+            if group["params"]:
+                hyper = {key: value for key, value in {**group, **other}.items() if key != "params"}
+                self._kept.check(hyper, f"the state dict's param_groups[{index}]")
         wanted: list[tuple[Unit, Slot, dict[str, Any]]] = []
         for group, other in zip(groups, saved, strict=True):
             for param, index in zip(group["params"], other["params"], strict=True):
                 if state.get(index):
                     unit, slot = self._engine.unit_of(param)
-                    entry = _entry_of(state[index])
-                    self._check(unit, slot, entry)
+                    entry = entry_of(state[index], slot.name)
+                    check_entry(unit.shard, slot, entry, self._kept, self._name)
                     wanted.append((unit, slot, entry))
         for group, other in zip(groups, copy.deepcopy(saved), strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
@@ -93,24 +115,16 @@ class WholeState:
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
 
-    def _check(self, unit: Unit, slot: Slot, entry: dict[str, Any]) -> None:
-        kept = {name for name, array in unit.shard.arrays.items() if array.public}
-        own, slot = slot, unit.shard.whole_slots[slot.name]
-        arrays = {
-            key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.shape == slot.shape != ()
-        }
-        wrong = [key for key in arrays - kept if slot.numel > 1 and not self._whole]
-        missing = [key for key in kept - entry.keys() if key != "max_exp_avg_sq"]
-        shapes = [key for key in kept & entry.keys() if isinstance(entry[key], torch.Tensor)]
-        shapes = [key for key in shapes if entry[key].numel() not in (slot.numel, own.numel)]
-        if wrong or missing or shapes:
-            raise ValueError(
-                f"the state dict does not fit {type(self._optimizer).__name__}: for {slot.name!r} it has "
-                f"{sorted(map(str, entry))}, this optimizer keeps {sorted(kept)} of shape {tuple(slot.shape)}; load "
-                f"the state of the same optimizer. Nothing was changed"
-            )
 
-
-def _entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's state, of DTensors what this rank has."""
-    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+def _parts_of(state_dict: object) -> tuple[list[Any], Mapping[Any, Any]]:
+    """The groups and the state in a state dict."""
+    wanted = "an optimizer's state dict is a dict with 'param_groups' and 'state'"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"{wanted}, not {type(state_dict).__name__}. Nothing was changed")
+    saved, state = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(saved, list) or not isinstance(state, Mapping):
+        raise ValueError(f"{wanted}, this has {sorted(map(str, state_dict))}. Nothing was changed")
+    for index, group in enumerate(saved):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"param_groups[{index}] of the state dict is no dict with a list 'params'")
+    return saved, state

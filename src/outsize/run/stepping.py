@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, final
@@ -15,9 +15,9 @@ from outsize.move.gradients import GradOps
 from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
+from outsize.run.hyper import differs, hyper_of, told
 from outsize.run.local import local_gradient
-from outsize.run.state import snapshot
-from outsize.run.state_dict import WholeState
+from outsize.run.state_dict import Checked, WholeState
 from outsize.run.unit import Unit
 
 # Note [The update happens at the fetch]
@@ -38,13 +38,15 @@ class Arrays(Protocol):
         ...
 
 
-class InPlaceUpdater(Protocol):
+class InPlaceUpdater(Checked, Protocol):
     """Runs the update of a unit that lies on the computing device altogether."""
-
-    whole: bool
 
     def missing(self, hyper: Mapping[str, object]) -> list[str]:
         """The arrays that these hyper-parameters need and that were not made."""
+        ...
+
+    def note_attributes(self, name: str, param: torch.Tensor) -> None:
+        """Keep what the user has hung on a parameter as it is now, for the parameter's next update."""
         ...
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None: ...
@@ -80,7 +82,7 @@ class Stepper:
         if in_backward:
             for keeper in engine.keepers:
                 keeper.update_now = self._update_now
-        self.state = WholeState(engine, optimizer, updater.whole)
+        self.state = WholeState(engine, optimizer, updater)
         self._attach()
 
     def _attach(self) -> None:
@@ -118,7 +120,11 @@ class Stepper:
             if self._overflowed():
                 self.skipped_steps += 1
             else:
-                self._mark(self._unscale_by())
+                try:
+                    self._mark(self._unscale_by())
+                except BaseException:
+                    self._forget_scaling()
+                    raise
         hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
             hook(optimizer, args, kwargs)
@@ -139,11 +145,11 @@ class Stepper:
                     f"backward is a step; use update='fetch' (the default) to accumulate gradients"
                 )
             if not self._applied:
-                self._check_options()
                 self.state.take()
+                self._check_options(lambda param: param.requires_grad)
             groups = self._groups()
             pending = {
-                name: _owed(unit, name, param.grad, _hyper(groups[id(param)]), 1.0)
+                name: _owed(unit, name, param.grad, hyper_of(groups[id(param)]), 1.0)
                 for name, param in unit.parameters.items()
                 if isinstance(param.grad, RestingGrad) and id(param) in groups
             }
@@ -153,6 +159,7 @@ class Stepper:
             for name in pending:
                 unit.parameters[name].grad.spent = True  # type: ignore[union-attr]
             self._applied[unit] = pending
+            self._note_attributes(unit, pending)
             return self._engine.streamer.update_now(unit, pending)
 
     def _check_finite_in_backward(self, unit: Unit, pending: Pending) -> None:
@@ -187,10 +194,10 @@ class Stepper:
                         f"the gradient of {name!r} was replaced or removed between backward() and step(), after the "
                         f"backward had applied it (update='backward'); use update='fetch' (the default)"
                     )
-                self._check_promise(name, applied, _hyper(groups.get(id(param), {})))
+                self._check_promise(name, applied, hyper_of(groups.get(id(param), {})))
 
     def _check_promise(self, name: str, applied: SlotUpdate, hyper: dict[str, object]) -> None:
-        changed = [key for key, value in hyper.items() if _differs(value, applied.hyper.get(key))]
+        changed = [key for key, value in hyper.items() if differs(value, applied.hyper.get(key))]
         if changed:
             raise RuntimeError(
                 f"{changed[0]!r} of a parameter group changed between backward() and step(), after the backward had "
@@ -199,7 +206,8 @@ class Stepper:
 
     # Note [Loss scaling]
     # `torch.amp.GradScaler` looks for what is not finite before it calls `step`, and gives what it found and the scale
-    # that is still to be taken out to an optimizer that says it can deal with them, as attributes for the call.
+    # that is still to be taken out to an optimizer that says it can deal with them, as attributes for the call. Where
+    # the call raises it leaves them, and would multiply the next scale by the one of before.
 
     def _overflowed(self) -> bool:
         found = getattr(self._optimizer, "found_inf", None)
@@ -209,12 +217,18 @@ class Stepper:
         scale = getattr(self._optimizer, "grad_scale", None)
         return 1.0 if scale is None else float(torch.as_tensor(scale).double().reciprocal().float())
 
+    def _forget_scaling(self) -> None:
+        for name in ("grad_scale", "found_inf"):
+            vars(self._optimizer).pop(name, None)
+
     def _mark(self, factor: float) -> None:
         self._engine.end_interrupted_backward()
         self.state.take()
         if self._engine.reduction is not None:
             self._engine.reduction.complete()
         self._check_promises()
+        if self._engine.reduction is None:
+            self._check_options(self._is_stepped)  # before gradients are unscaled
         pendings = self._collect(factor)
         if not any(pendings.values()) and not self._applied:
             raise RuntimeError(
@@ -222,8 +236,8 @@ class Stepper:
                 "zero_grad() after it)"
             )
         if self._engine.reduction is not None:
-            self._engine.reduction.check_step(_told(pendings, counted=not self._engine.reduction.sync))
-        self._check_options()
+            self._engine.reduction.check_step(told(pendings, counted=not self._engine.reduction.sync))
+            self._check_options(self._is_stepped)  # behind what tells a rank apart that alone has such an option
         self._check_masters(pendings)
         self._check_finite(pendings)
         self._applied.clear()
@@ -233,12 +247,9 @@ class Stepper:
         for unit, pending in pendings.items():
             if not pending:
                 continue
+            self._note_attributes(unit, pending)
             if unit.shard.on_device:
-                self._engine.streamer.settle(unit)
-                self._updater.update_in_place(unit.shard, pending)
-                unit.updates += 1
-                for name in pending:  # a graph of before must not be used
-                    torch.autograd.graph.increment_version(unit.parameters[name])
+                self._update_in_place(unit, pending)
             else:
                 self._engine.streamer.owe(unit, pending)
         self.steps += 1
@@ -250,10 +261,35 @@ class Stepper:
             self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
 
-    def _check_options(self) -> None:
-        """An option that was set after `prepare` may need an array that nobody made."""
-        for group in self._optimizer.param_groups:
-            missing = self._updater.missing(group)
+    def _update_in_place(self, unit: Unit, pending: Pending) -> None:
+        try:
+            self._updater.update_in_place(unit.shard, pending)
+        except BaseException as error:  # a part of the step is done
+            interrupted = RuntimeError("optimizer.step() was interrupted")
+            self._engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
+            raise
+        unit.updates += 1
+        for name in pending:  # a graph of before must not be used
+            torch.autograd.graph.increment_version(unit.parameters[name])
+
+    def _note_attributes(self, unit: Unit, pending: Pending) -> None:
+        self._engine.streamer.settle(unit)  # it may still owe an update, which sees them as they were
+        for name in pending:
+            self._updater.note_attributes(name, unit.parameters[name])
+
+    def _is_stepped(self, param: torch.Tensor) -> bool:
+        return param.grad is not None or self._delays
+
+    def _check_options(self, stepped: Callable[[torch.Tensor], bool]) -> None:
+        """Of groups with parameters that are `stepped`: the update must run with their options, and an option that was
+        set after `prepare` may need an array that nobody made."""
+        self.state.check_counts()
+        for index, group in enumerate(self._optimizer.param_groups):
+            if not any(map(stepped, group["params"])):
+                continue
+            hyper = hyper_of(group)
+            self._updater.check(hyper, f"optimizer.param_groups[{index}]")
+            missing = self._updater.missing(hyper)
             if missing:
                 raise RuntimeError(
                     f"the optimizer needs {missing[0]!r} for each element since an option of a parameter group was "
@@ -282,7 +318,7 @@ class Stepper:
             self._engine.streamer.settle(unit)  # it may still owe an exact update out of the same bytes
             pending = self._engine.keepers[unit.index].keep_together(pending)
             ready[unit] = {
-                name: replace(owed, hyper=_hyper(groups[id(unit.parameters[name])]))
+                name: replace(owed, hyper=hyper_of(groups[id(unit.parameters[name])]))
                 for name, owed in unit.held.items()
                 if id(unit.parameters[name]) in groups
             }
@@ -303,7 +339,7 @@ class Stepper:
     def _collect(self, factor: float) -> dict[Unit, Pending]:
         pendings: dict[Unit, Pending] = {unit: {} for unit in self._engine.units}
         for group in self._optimizer.param_groups:
-            hyper = _hyper(group)
+            hyper = hyper_of(group)
             for param in group["params"]:
                 if param.grad is not None:
                     unit, slot = self._engine.unit_of(param)
@@ -384,42 +420,6 @@ class Stepper:
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
-
-
-def _told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
-    """What a step does, for comparison with other ranks: by parameter its operations and hyper-parameters; `counted`:
-    also how many reductions the gradient is the sum of, which differs where a rank alone has thrown some away."""
-    told: dict[str, str] = {}
-    known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
-    for unit, pending in pendings.items():
-        for name, owed in pending.items():
-            grad = unit.parameters[name].grad
-            sums = f", the sum of {grad.reductions}," if counted and isinstance(grad, RestingGrad) else ""
-            hyper = known.get(id(owed.hyper))
-            if hyper is None:
-                values = {key: _plain(value) for key, value in owed.hyper.items()}
-                hyper = known[id(owed.hyper)] = ", ".join(f"{key}={value}" for key, value in values.items())
-            told[name] = f"a gradient{sums} times {owed.ops.scale!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
-            if owed.ops.zero:
-                told[name] = f"a zero gradient, {hyper}"
-    return told
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 else str(tuple(value.shape))
-    return repr(value) if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else type(value).__name__
-
-
-def _differs(now: object, before: object) -> bool:
-    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
-        return not torch.equal(now, before)
-    return bool(now != before)
-
-
-def _hyper(group: dict[str, Any]) -> dict[str, object]:
-    """The hyper-parameters of a group as they are now."""
-    return {key: snapshot(value) for key, value in group.items() if key != "params"}
 
 
 def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], factor: float) -> SlotUpdate:

@@ -1,0 +1,52 @@
+"""The hyper-parameters of a step: as they are now, compared, and told to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from outsize.move.shard import Pending
+from outsize.run.grads import RestingGrad
+from outsize.run.state import snapshot
+from outsize.run.unit import Unit
+
+
+def told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
+    """What a step does, for comparison with other ranks: by parameter its operations and hyper-parameters; `counted`:
+    also how many reductions the gradient is the sum of, which differs where a rank alone has thrown some away."""
+    said: dict[str, str] = {}
+    known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
+    for unit, pending in pendings.items():
+        for name, owed in pending.items():
+            grad = unit.parameters[name].grad
+            sums = f", the sum of {grad.reductions}," if counted and isinstance(grad, RestingGrad) else ""
+            hyper = known.get(id(owed.hyper))
+            if hyper is None:
+                values = {key: _plain(value) for key, value in owed.hyper.items()}
+                hyper = known[id(owed.hyper)] = ", ".join(f"{key}={value}" for key, value in values.items())
+            said[name] = f"a gradient{sums} times {owed.ops.scale!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
+            if owed.ops.zero:
+                said[name] = f"a zero gradient, {hyper}"
+    return said
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else str(tuple(value.shape))
+    return repr(value) if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else type(value).__name__
+
+
+def differs(now: object, before: object) -> bool:
+    """Whether an option is another one; NaN is the same as NaN."""
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+        return not torch.equal(now, before)
+    if isinstance(now, float) and isinstance(before, float) and now != now and before != before:
+        return False  # both are NaN
+    return now is not before and bool(now != before)
+
+
+def hyper_of(group: dict[str, Any]) -> dict[str, object]:
+    """The hyper-parameters of a group as they are now."""
+    return {key: snapshot(value) for key, value in group.items() if key != "params"}
