@@ -158,6 +158,29 @@ def test_a_job_that_follows_a_broken_one_is_broken_too(conveyor: Conveyor, where
     assert not log
 
 
+class Faulty(Transfer):
+    """A transfer with a mistake in it, where nobody expects one."""
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        raise AssertionError("a mistake of ours")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_conveyor_that_a_fault_of_its_own_has_ended(conveyor: Conveyor) -> None:
+    held = Held()
+    writing = conveyor.submit(Job([Note([], "writing", read=held, write=Faulty())]))
+    waiting = conveyor.submit(Job([Note([], "waiting", read=Held())]))
+    held.promise.keep()
+    for job in (writing.written, waiting.written):
+        with pytest.raises(AssertionError, match="a mistake of ours"):
+            job.wait()
+    with pytest.raises(RuntimeError, match=r"stopped after a fault of its own \(AssertionError: a mistake of ours\)"):
+        conveyor.submit(Job([Note([], "later")]))
+
+
 def test_closing_breaks_what_has_not_begun_and_refuses_more() -> None:
     conveyor = Conveyor(Staging(PAGE, 1, Ledger()))
     held = Held()

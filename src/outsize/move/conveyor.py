@@ -121,7 +121,9 @@ class Conveyor:
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._error: BaseException | None = None  # a fault of ours, which has ended the thread
         self._job: Job | None = None
+        self._at_hand: Job | None = None  # whose step is just being finished, or whose writes are over
         self._held: tuple[Job, Step] | None = None
         self._started: deque[_Moving] = deque()
         self._writing: deque[_Moving] = deque()
@@ -131,6 +133,11 @@ class Conveyor:
     def submit(self, job: Job) -> Job:
         self.check_process()
         with self._changed:
+            if self._error is not None:
+                raise RuntimeError(
+                    f"outsize has stopped after a fault of its own ({type(self._error).__name__}: {self._error}); "
+                    f"restart and load the last checkpoint"
+                ) from self._error
             if self._closing:
                 raise RuntimeError("outsize has been closed; the model cannot be used any more")
             self._queue.append(job)
@@ -155,6 +162,23 @@ class Conveyor:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # grad mode belongs to the thread
+        try:
+            self._serve()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nobody waits for a thread that is gone: who waits for a job, or brings another one, hears of the error."""
+        with self._changed:
+            self._error = error
+            jobs = [*self._queue, *(moving.job for moving in (*self._started, *self._writing))]
+            self._queue.clear()
+        jobs += [job for job in (self._job, self._at_hand, self._held and self._held[0]) if job is not None]
+        for job in jobs:
+            job.fail(error)
+
+    def _serve(self) -> None:
         while self._await_work():
             self._reap_finished_writes()
             self._start_what_fits()
@@ -226,6 +250,7 @@ class Conveyor:
 
     def _finish_oldest(self) -> None:
         moving = self._started.popleft()
+        self._at_hand = moving.job
         error = _wait_all(moving.transfers)
         writes: Sequence[Transfer] = ()
         if error is None and not moving.job.broken:
@@ -246,6 +271,7 @@ class Conveyor:
             self._reap(self._writing.popleft())
 
     def _reap(self, moving: _Moving) -> None:
+        self._at_hand = moving.job
         error = _wait_all(moving.transfers)
         if error is not None:
             moving.job.fail(error)
