@@ -17,7 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.run.grads import RestingGrad
-from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, prepared, squared_error, train
+from tests.conftest import (
+    AT_REST_TIERS,
+    Block,
+    Stack,
+    Workshop,
+    adamw,
+    assert_same_gradients,
+    batches,
+    prepared,
+    squared_error,
+    train,
+)
 
 NAME = "model.safetensors"
 
@@ -67,6 +78,28 @@ def test_torch_func_grad_is_refused_outside_gathered_and_right_inside(workshop: 
     with outsize.gathered(pair.model):
         found = gradients_of(pair.model)
     assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-6) for name, value in expected.items())
+
+
+def test_the_gradient_of_a_transforms_result_is_right_after_gathered(workshop: Workshop, tier: str) -> None:
+    """torch records what a transform computes with parameters that require gradients, for a backward of its result."""
+    pair = workshop.pair(lambda: Stack(depth=2), tier=tier)
+    for _ in range(3):
+        for model, optimizer in pair.both:
+
+            def loss(params: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+                out: Tensor = torch.func.functional_call(model, params, (torch.ones(4, 16),))
+                return out.square().sum()
+
+            with outsize.gathered(pair.model):
+                found = torch.func.grad(loss)(dict(model.named_parameters()))
+                penalty = sum((each.square().sum() for each in found.values()), torch.zeros(()))
+            optimizer.zero_grad()
+            penalty.backward()
+        assert_same_gradients(pair.model, pair.plain, 1e-4, 1e-4)
+        for _, optimizer in pair.both:
+            optimizer.step()
+        pair.check()
+    assert all(isinstance(param, nn.Parameter) for param in pair.model.parameters())  # the copies are gone
 
 
 class Casts(TorchDispatchMode):

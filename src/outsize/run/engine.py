@@ -7,14 +7,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from outsize.move.conveyor import Conveyor
@@ -27,6 +26,7 @@ from outsize.run.local import is_distributed, local, local_gradient
 from outsize.run.reduction import Reduction
 from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
+from outsize.run.transforms import in_transform, on_copies, outside_transforms
 from outsize.run.unit import Unit
 
 logger = logging.getLogger("outsize")
@@ -44,8 +44,6 @@ class Frame:
 
 _NAMED = 3
 """How many parameters the message about one view names."""
-
-_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 @final
@@ -224,7 +222,8 @@ class Engine:
     @contextmanager
     def frame(self, module: nn.Module) -> Iterator[None]:
         """A forward of `module` runs; what it acquires is held until it returns, however it returns."""
-        if _in_transform() and not all(unit.holds or unit.resident for unit in self.units):
+        transformed = in_transform()
+        if transformed and not all(unit.holds or unit.resident for unit in self.units):
             raise RuntimeError(
                 "a forward of a prepared model runs inside torch.func (grad, vjp, jvp or what is made of them), which "
                 "takes parameters where outsize cannot see it: open `with outsize.gathered(model):` around it"
@@ -238,7 +237,8 @@ class Engine:
         frame = Frame(module)
         self._frames.append(frame)
         try:
-            yield
+            with self._on_copies(module) if transformed else nullcontext():
+                yield
             if id(module) == self._root and self.reduction is not None and not in_backward():
                 self.reduction.meet("forward")
         finally:
@@ -247,6 +247,17 @@ class Engine:
                 unit.holds -= 1
             if not self._frames:
                 self._return_nodes()
+
+    @contextmanager
+    def _on_copies(self, module: nn.Module) -> Iterator[None]:
+        """See Note [Weights given to a transform]."""
+        with on_copies(module, self._may_rest) as params:
+            for param in params:
+                self._watch_gradients(self.unit_of(param)[0])
+            yield
+
+    def _may_rest(self, param: torch.Tensor) -> bool:
+        return self.owns(param) and not self.unit_of(param)[0].resident
 
     def end_interrupted_backward(self) -> None:
         """Bring to an end what a backward that raised has left."""
@@ -285,7 +296,7 @@ class Engine:
                 if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
                     self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
                     continue
-                with _outside_transforms(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                with outside_transforms(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                     node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 self._nodes[name] = node
                 known = self._hooks.get(name)
@@ -403,15 +414,3 @@ def _is_being_wrapped() -> bool:
             break
         frame = frame.f_back
     return False
-
-
-def _outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, torch.func sees nothing: a gradient that passes through it is accumulated below all its levels."""
-    running = torch._C._functorch.peek_interpreter_stack()
-    return nullcontext() if running is None else temporarily_clear_interpreter_stack()
-
-
-def _in_transform() -> bool:
-    """Whether torch.func differentiates what runs now. (It vectorizes without looking at what is not given to it.)"""
-    running = torch._C._functorch.peek_interpreter_stack()
-    return running is not None and running.key() in _DIFFERENTIATING
