@@ -65,6 +65,7 @@ def medians(contenders: Mapping[str, Callable[[], Callable[[], object]]], nbytes
         works = {name: contenders[name]() for name in group}
         for turn in range(REPEATS + 1):
             for name, work in works.items():
+                work()  # torch's threads wait actively after its last operation, and take a core from who comes next
                 seconds = seconds_of(work)
                 if turn:  # the first touches memory and starts threads
                     times[name].append(seconds)

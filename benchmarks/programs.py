@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import time
 import warnings
 
@@ -29,6 +30,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.getLogger("outsize").setLevel(logging.ERROR)
     until = time.monotonic() + options.seconds
     ran = failed = 0
     for seed in itertools.count(options.first) if options.seed is None else (options.seed,):

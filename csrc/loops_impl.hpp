@@ -148,7 +148,7 @@ constexpr std::size_t kHalvesVectors = 16;
 
 // Asks for the cache line that lies some way ahead of element `at`, once a line. The processor's own prefetcher does
 // not keep up with five streams. An address past the end is no error: nothing is fetched.
-constexpr std::size_t kAheadBytes = 1024;
+constexpr std::size_t kAheadBytes = 2048;
 constexpr std::size_t kLineBytes = 64;
 
 template <std::size_t kBytes>

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from outsize.move.conveyor import Conveyor, Job, Step
-from outsize.move.gradients import GradOps, GradShard
+from outsize.move.grad_ops import GradOps
+from outsize.move.gradients import GradShard
 from outsize.move.memory import Ledger
 from outsize.move.staging import Staging
 from outsize.move.transfer import ARRIVED, Promise, Transfer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.move.gradients import GradOps
+from outsize.move.grad_ops import GradOps
 from outsize.move.shard import SlotState
 from outsize.optim import Lion, adagrad, adam, lion, sgd
 from outsize.optim.adagrad import AdagradRule

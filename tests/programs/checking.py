@@ -90,7 +90,7 @@ def _run(program: Program, worlds: Mapping[str, World]) -> Failure | None:
 
 def _outcome(call: Call, world: World) -> Outcome:
     try:
-        return Outcome(OPERATIONS[call.name].run(world, **call.arguments))
+        return Outcome(OPERATIONS[call.name].run(world, **call.arguments) or {})
     except Exception as error:
         return Outcome(error=type(error).__name__, said=str(error))
 

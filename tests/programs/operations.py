@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tests.programs.worlds import Need, Shown, World, copies
 
+Run = Callable[..., Shown | None]
+"""Carries an operation out, with its arguments; returns what the user sees of it."""
+
+RunT = TypeVar("RunT", bound=Run)
+
 
 @dataclass(frozen=True)
 class Operation:
     """`gathers`: it may take memory above the budget."""
 
-    run: Callable[..., Shown]
+    run: Run
     often: float
     needs: Need
     gathers: bool
@@ -31,13 +36,12 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-Run = Callable[..., Shown]
 
 
 def operation(
     often: float, needs: Need = "nothing", gathers: bool = False, **arguments: Sequence[Any]
-) -> Callable[[Run], Run]:
-    def enter(run: Run) -> Run:
+) -> Callable[[RunT], RunT]:
+    def enter(run: RunT) -> RunT:
         OPERATIONS[run.__name__] = Operation(run, often, needs, gathers, arguments)
         return run
 
@@ -45,8 +49,8 @@ def operation(
 
 
 SEEDS, INDICES, FACTORS, EITHER = range(1000), range(50), (0.5, 0.9, 1.5), (False, True)
-MAYBE_ALL = (None, *range(20))
-"""An index, or all."""
+MAYBE_ALL = (*[None] * 10, *range(20))
+"""All, or an index."""
 
 ROUTES: Any = {"skipped": (-1, -1, 0, 1, 2), "by_side": EITHER}
 BACKWARDS: Any = {
@@ -100,17 +104,15 @@ def _meanwhile(world: World, part: int, what: str) -> Iterator[None]:
     param.requires_grad_(trained)
 
 
-def _hooked(world: World, hook: str) -> AbstractContextManager[Any]:
+def _hooked(world: World, hook: str) -> Any:
     weight = world.model.norm.weight
-    handle: Any = contextlib.nullcontext()
     if hook == "scores":
-        handle = world.model.register_forward_hook(_halve_gradient_of_output)
-    elif hook == "before" and weight.requires_grad:
-        handle = weight.register_hook(lambda grad: grad / 2)
-    elif hook == "after" and weight.requires_grad and world.spec.gradients_stay and world.spec.ranks == 1:
-        handle = weight.register_post_accumulate_grad_hook(_halve_gradient)
-    kept: AbstractContextManager[Any] = handle
-    return kept
+        return world.model.register_forward_hook(_halve_gradient_of_output)
+    if hook == "before" and weight.requires_grad:
+        return weight.register_hook(lambda grad: grad / 2)
+    if hook == "after" and weight.requires_grad and world.spec.gradients_stay and world.spec.ranks == 1:
+        return weight.register_post_accumulate_grad_hook(_halve_gradient)
+    return contextlib.nullcontext()
 
 
 def _halve_gradient_of_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -220,17 +222,15 @@ def failing(world: World, seed: int, module: int, in_backward: bool, keep: bool)
 
 
 @operation(4, needs="gradients")
-def step(world: World) -> Shown:
+def step(world: World) -> None:
     world.step()
     if world.scheduler is not None:
         world.scheduler.step()
-    return {}
 
 
 @operation(3, **ZEROS)
-def zero_grad(world: World, of_model: bool, to_none: bool) -> Shown:
+def zero_grad(world: World, of_model: bool, to_none: bool) -> None:
     (world.model if of_model else world.optimizer).zero_grad(to_none)
-    return {}
 
 
 @operation(2, needs="gradients", **CLIPS)
@@ -256,41 +256,36 @@ def train_step(world: World, clips: bool, bound: float, order: float | None, of_
 
 
 @operation(1, index=INDICES)
-def drop_gradient(world: World, index: int) -> Shown:
+def drop_gradient(world: World, index: int) -> None:
     at(world, index).grad = None
-    return {}
 
 
 @operation(1, factor=FACTORS)
-def scale_gradients(world: World, factor: float) -> Shown:
+def scale_gradients(world: World, factor: float) -> None:
     for param in world.model.parameters():
         if param.grad is not None:
             param.grad.mul_(factor)
-    return {}
 
 
 @operation(1, index=INDICES, name=("lr", "weight_decay"), factor=FACTORS)
-def change_group(world: World, index: int, name: str, factor: float) -> Shown:
+def change_group(world: World, index: int, name: str, factor: float) -> None:
     group = world.optimizer.param_groups[index % len(world.optimizer.param_groups)]
     if name in group:
         group[name] = group[name] * factor
-    return {}
 
 
 @operation(1, index=MAYBE_ALL)
-def freeze(world: World, index: int | None) -> Shown:
+def freeze(world: World, index: int | None) -> None:
     """Stop training one parameter, or train all again."""
     if index is None:
         world.model.requires_grad_(True)
     else:
         at(world, index).requires_grad_(False)
-    return {}
 
 
 @operation(1, needs="late parameters")
-def add_group(world: World) -> Shown:
+def add_group(world: World) -> None:
     world.extend()
-    return {}
 
 
 # -- looking and changing ----------------------------------------------------------------------------------------------
@@ -308,19 +303,17 @@ def read_weights(world: World, index: int | None) -> Shown:
 
 
 @operation(1, gathers=True, first=INDICES, count=(1, 2, 3), through_data=EITHER)
-def change_weights(world: World, first: int, count: int, through_data: bool) -> Shown:
+def change_weights(world: World, first: int, count: int, through_data: bool) -> None:
     params = [at(world, first + further) for further in range(count)]
     with world.gathered(params, modify=True), torch.no_grad():
         for param in params:
             (param.data if through_data else param).mul_(0.75).add_(0.01)
-    return {}
 
 
 @operation(0.5, gathers=True)
-def load_own_state_dict(world: World) -> Shown:
+def load_own_state_dict(world: World) -> None:
     with world.gathered(world.model, modify=True):
         world.model.load_state_dict({name: value.clone() for name, value in world.model.state_dict().items()})
-    return {}
 
 
 @operation(2, gathers=True)
@@ -330,9 +323,9 @@ def read_gradients(world: World) -> Shown:
 
 
 @operation(1, gathers=True, factor=FACTORS)
-def change_gradients(world: World, factor: float) -> Shown:
+def change_gradients(world: World, factor: float) -> None:
     with world.gathered(world.model, grads=True, modify=True):
-        return scale_gradients(world, factor)
+        scale_gradients(world, factor)
 
 
 @operation(1)
@@ -345,28 +338,25 @@ def read_state(world: World) -> Shown:
 
 
 @operation(0.7, index=MAYBE_ALL)
-def clear_state(world: World, index: int | None) -> Shown:
+def clear_state(world: World, index: int | None) -> None:
     if index is None:
         world.optimizer.state.clear()
     elif at(world, index) in world.optimizer.state:
         del world.optimizer.state[at(world, index)]
-    return {}
 
 
 @operation(0.7, copied=EITHER)
-def load_own_optimizer_state(world: World, copied: bool) -> Shown:
+def load_own_optimizer_state(world: World, copied: bool) -> None:
     state = world.optimizer.state_dict()
     world.optimizer.load_state_dict(copy.deepcopy(state) if copied else state)
-    return {}
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 @operation(2, wait=EITHER)
-def save(world: World, wait: bool) -> Shown:
+def save(world: World, wait: bool) -> None:
     world.save(wait)
-    return {}
 
 
 @operation(1.5, needs="checkpoint")
@@ -382,4 +372,7 @@ def load_elsewhere(world: World) -> Shown:
 
 @operation(0.5)
 def export(world: World) -> Shown:
-    return world.exported()
+    """What is trained: other weights are exported with the bits that 16-bit training keeps of them, or with all."""
+    shown = world.exported()
+    trained = {param for group in world.optimizer.param_groups for param in group["params"]}
+    return {name: shown[name] for name, param in world.model.named_parameters() if param in trained}

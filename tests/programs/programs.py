@@ -102,7 +102,7 @@ def _spec(draw: random.Random, seed: int, ranks: int) -> Spec:
         net = replace(net, layers=tuple(kind for kind in net.layers if kind != "odd") or ("feed",))  # divides by numel
     if optimizer in WITH_CODES and "amsgrad" not in options and draw.random() < 0.3:
         fields["state_format"] = "compact"
-    late = "compute_dtype" not in fields and draw.random() < 0.25  # its master may have begun before it was rounded
+    late = draw.random() < 0.25
     return Spec(
         seed=seed,
         net=net,

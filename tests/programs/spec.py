@@ -47,9 +47,9 @@ class Spec:
 
     @property
     def place_on_device(self) -> dict[str, Any]:
-        """The same arithmetic with everything on the device."""
-        fields = {name: value for name, value in self.fields.items() if name not in ("verify", "units")}
-        return {**fields, **DEVICE}
+        """The same arithmetic with everything on the device; on several ranks units are slices, which norms add up."""
+        dropped = ("verify", "units") if self.ranks == 1 else ("verify",)
+        return {name: value for name, value in self.fields.items() if name not in dropped} | DEVICE
 
     @property
     def follows_torch(self) -> bool:
@@ -58,9 +58,8 @@ class Spec:
 
     @property
     def is_planned_exactly(self) -> bool:
-        """Whether the plan counts each byte: not those of 16-bit gradients that are added up in fp32, nor those of
-        frozen parameters, for which memory is set aside but not touched."""
-        return "compute_dtype" not in self.fields and not self.frozen
+        """Whether the plan counts each byte: not those of frozen parameters, set aside for them but not touched."""
+        return not self.frozen
 
     @property
     def gradients_stay(self) -> bool:

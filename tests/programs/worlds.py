@@ -220,7 +220,6 @@ class PreparedWorld(World):
         self._budget += sum(ledger.now.get(f"{tier}/states", 0) for tier in ("device", "host"))
         self._budget -= sum(unit.size.states for unit in units if unit.tiers.states != "disk")  # they take whole pages
         self._memory = MemoryWatch(ledger)
-        self._swollen = False
 
     def _tight_budget(self, room: float, fields: Mapping[str, Any]) -> int:
         """`room` times the smallest budget that the plan accepts, to 4 KiB; more where that is cut into larger units,
@@ -268,10 +267,8 @@ class PreparedWorld(World):
     def excess_bytes(self, excused: bool) -> int:
         streamer = require(self.model).engine.streamer
         moves = streamer._capacity < self._budget  # else nothing does, and what ranks collect is not bounded
-        excused = excused or streamer._warned or self._swollen or not (moves and self.spec.is_planned_exactly)
+        excused = excused or streamer._warned or not (moves and self.spec.is_planned_exactly)
         streamer._warned, streamer._most_needed = False, 0  # the log says so when units in use at once take more
-        # What was gathered stays until room is wanted.
-        self._swollen = excused and streamer._in_use > streamer._capacity
         peak = self._memory.take_peak()
         return 0 if excused else max(peak - self._budget, 0)
 

@@ -14,7 +14,7 @@ import torch
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region, narrow, natural, region_from
 from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
-from outsize.move.gradients import GradOps
+from outsize.move.grad_ops import GradOps
 from outsize.plan.layout import round_up
 
 FORMAT = "outsize checkpoint"

@@ -31,7 +31,8 @@ from outsize.checkpoint.regions import Region
 from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.values import encode
 from outsize.move.generations import Generation, Generations
-from outsize.move.gradients import GradOps, GradShard
+from outsize.move.grad_ops import GradOps
+from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import UnitShard
 from outsize.plan.layout import Slot

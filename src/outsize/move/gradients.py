@@ -6,13 +6,12 @@ They rest in the dtype in which backward produced them while there is one contri
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from math import inf
 from typing import final
 
 import torch
 
 from outsize.move.conveyor import Step
+from outsize.move.grad_ops import GradOps, accumulate_, wide_dtype
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
@@ -21,68 +20,6 @@ from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, ar
 _OWN = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _WIDE = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
 _TORCH = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class GradOps:
-    """What the user did to a gradient at rest, not yet applied to its bytes: `clamp(scale * g, low, high)`, or zero."""
-
-    scale: float = 1.0
-    low: float = -inf
-    high: float = inf
-    zero: bool = False
-
-    @property
-    def identity(self) -> bool:
-        return self == GradOps()
-
-    @property
-    def clamps(self) -> bool:
-        return self.low > -inf or self.high < inf
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the norm is another than that of the bytes times `scale`, be it in the last bit."""
-        return self.clamps or not is_power_of_two(abs(self.scale))
-
-    def scaled(self, factor: float) -> GradOps | None:
-        """These operations, then `g * factor`; None where one record cannot say it with the same rounding."""
-        if self.zero:
-            return self
-        exact = self.scale == 1.0 or is_power_of_two(self.scale) or is_power_of_two(factor) or factor == 1.0
-        return None if self.clamps or not exact else replace(self, scale=self.scale * factor)
-
-    def clamped(self, low: float, high: float) -> GradOps:
-        """These operations, then a clamp to [low, high]."""
-        if self.zero:
-            return self
-        return replace(self, low=min(max(self.low, low), high), high=max(min(self.high, high), low))
-
-    def apply_(self, grad: torch.Tensor) -> torch.Tensor:
-        """Apply to a gradient in place, each operation rounded once."""
-        if self.zero:
-            return grad.zero_()
-        if self.scale != 1.0:
-            grad.mul_(self.scale)
-        if self.clamps:
-            grad.clamp_(self.low, self.high)
-        return grad
-
-
-def is_power_of_two(value: float) -> bool:
-    """Whether to multiply by it, and to divide, is exact."""
-    return value > 0 and value != inf and value.hex().split("p")[0] == "0x1.0000000000000"
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a second contribution is added."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def add_contribution(previous: torch.Tensor, ops: GradOps, grad: torch.Tensor) -> torch.Tensor:
-    """`previous` with its operations applied, plus `grad`, in fp32 or wider; reuses `previous` where it can."""
-    total = previous.to(wide_dtype(previous.dtype))
-    return ops.apply_(total).add_(grad.to(total.dtype))
 
 
 @final
@@ -182,7 +119,7 @@ class GradShard:
         if previous is None:
             target.copy_(source)
         else:
-            previous.apply_(target).add_(source.to(target.dtype) if source.device == target.device else source.cpu())
+            accumulate_(target, previous, source.to(target.device))
         self.at_rest.add(slot.name)
         return target
 

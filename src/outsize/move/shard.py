@@ -16,7 +16,8 @@ from outsize.move.comm import Ranks
 from outsize.move.conveyor import Step
 from outsize.move.disk import DiskStore
 from outsize.move.generations import Generations
-from outsize.move.gradients import GradOps, GradShard
+from outsize.move.grad_ops import GradOps
+from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer

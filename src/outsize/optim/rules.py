@@ -13,7 +13,7 @@ from typing import Any, NoReturn, final
 import torch
 
 from outsize import _native
-from outsize.move.gradients import GradOps
+from outsize.move.grad_ops import GradOps
 from outsize.move.shard import SlotState
 from outsize.optim.compact import CodeKind, decode, encode
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol, final
 
 import torch
 
-from outsize.move.gradients import GradOps, GradShard, is_power_of_two
+from outsize.move.grad_ops import GradOps, is_power_of_two, vector_norm
+from outsize.move.gradients import GradShard
 from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
 
@@ -183,13 +184,6 @@ class RestingGrad(torch.Tensor):
         self.home.complete()
         if not self.ops.zero:
             self.home.rewrite(self, divisor)
-
-
-def vector_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm that torch's clipping computes, in fp32 or wider. [] from any shape."""
-    wide = grad.dtype if grad.dtype is torch.float64 else torch.float32
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, order, dtype=wide)
-    return norm
 
 
 class _Factors:

@@ -10,11 +10,12 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Conveyor, Job
-from outsize.move.gradients import GradOps, GradShard, WriteGradsStep, add_contribution, wide_dtype
+from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, wide_dtype
+from outsize.move.gradients import GradShard, WriteGradsStep
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
-from outsize.run.grads import RestingGrad, vector_norm
+from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, like, local_gradient
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
@@ -377,7 +378,8 @@ class GradKeeper:
         if self._shard is None:
             loose = grad if ops is None or previous is None else self._add_loose(previous, grad)
             return vector_norm(loose, 2.0), loose
-        self._open(adds=ops is not None)
+        slot_dtype = self._shard.dtype(self._slots[name])
+        self._open(widens=ops is not None or grad.dtype.itemsize > slot_dtype.itemsize)
         content = self._shard.put(self._slots[name], grad, ops)
         self._dirty = True
         return vector_norm(grad if ops is None else content, 2.0), None  # on the device, where it is fast
@@ -386,17 +388,19 @@ class GradKeeper:
         assert previous.loose is not None
         return add_contribution(previous.loose, previous.ops, grad)
 
-    def _open(self, adds: bool) -> None:
-        """Bring the gradients at rest that are still wanted into memory; to one of them something is added."""
+    def _open(self, widens: bool) -> None:
+        """Bring the gradients at rest that are still wanted into memory; one of them becomes a sum, or is one."""
         shard = self._shard
         assert shard is not None
+        if shard.in_memory and widens and shard.store is not None and shard.sum_bytes > shard.nbytes:
+            self._make_room(shard.sum_bytes - shard.nbytes)  # which may write these gradients out
         if shard.in_memory:
             self._await_writing()  # what is being written must not change under the write
             if shard.wide:
                 shard.open(self._live())  # fp32 sums that nobody wants any more make room for plain gradients
             return
         if shard.store is not None:
-            self._make_room(shard.sum_bytes if adds else shard.nbytes)
+            self._make_room(shard.sum_bytes if widens else shard.nbytes)
             self._unit.await_written()
         shard.open(self._live())
 

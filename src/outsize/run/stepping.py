@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from outsize.move.gradients import GradOps
+from outsize.move.grad_ops import GradOps
 from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
