@@ -267,8 +267,9 @@ class PreparedWorld(World):
     def excess_bytes(self, excused: bool) -> int:
         streamer = require(self.model).engine.streamer
         moves = streamer._capacity < self._budget  # else nothing does, and what ranks collect is not bounded
-        excused = excused or streamer._warned or not (moves and self.spec.is_planned_exactly)
-        streamer._warned, streamer._most_needed = False, 0  # the log says so when units in use at once take more
+        excused = excused or streamer._excess.logged or not (moves and self.spec.is_planned_exactly)
+        # The log says so when units in use at once take more.
+        streamer._excess.logged, streamer._excess.most_needed = False, 0
         peak = self._memory.take_peak()
         return 0 if excused else max(peak - self._budget, 0)
 

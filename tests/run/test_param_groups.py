@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.api.shards import LateArrays
+from outsize.move.shard import UnitShard
+from outsize.run.unit import Unit
 from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
 
 
@@ -43,6 +46,53 @@ def test_a_group_added_in_mid_run_is_in_the_checkpoint(workshop: Workshop, tier:
     outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
     expected = train(pair.model, pair.optimizer, batches(3)).losses
     assert train(again.model, again.optimizer, batches(3)).losses == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_parameter_of_a_unit_added_leaves_its_neighbours_weights(
+    workshop: Workshop, tier: str, dtype: torch.dtype
+) -> None:
+    """The unit gets masters, which checkpoints and exports take for the truth about all of its parameters."""
+    model = Stack()
+    optimizer = head_only(model)
+    workshop.prepare(model, optimizer, tier, compute_dtype=dtype)
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(2)]
+    train(model, optimizer, data)
+    optimizer.add_param_group({"params": [model.blocks[0].up.bias], "lr": 0.0, "weight_decay": 0.0})
+    train(model, optimizer, data)
+    before = weights(model)
+    outsize.save(workshop.disk.parent / "ckpt", model, optimizer)
+    again = Stack()
+    outsize.prepare(again, device="cpu")
+    outsize.load(workshop.disk.parent / "ckpt", again)
+    for name, value in weights(again).items():
+        torch.testing.assert_close(value, before[name].float(), rtol=1e-2, atol=1e-2, msg=name)
+
+
+def test_masters_are_added_when_nothing_of_their_unit_is_on_its_way(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share pages with masters of other parameters, which an update may be writing."""
+    model = Stack()
+    optimizer = torch.optim.AdamW([model.blocks[0].up.weight, *model.head.parameters()])
+    workshop.prepare(model, optimizer, compute_dtype=torch.bfloat16)
+    train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(2)])
+    seen: list[object] = []
+    await_written, add = Unit.await_written, LateArrays.add
+
+    def awaited(unit: Unit) -> None:
+        await_written(unit)
+        seen.append(unit.shard)
+
+    def added(arrays: LateArrays, shard: UnitShard, names: Any) -> None:
+        assert seen and seen[-1] is shard
+        add(arrays, shard, names)
+        seen.append("added")
+
+    monkeypatch.setattr(Unit, "await_written", awaited)
+    monkeypatch.setattr(LateArrays, "add", added)
+    optimizer.add_param_group({"params": [model.blocks[0].up.bias]})
+    assert seen[-1] == "added"
 
 
 def test_a_single_parameter_and_named_ones_may_be_added(workshop: Workshop) -> None:

@@ -130,17 +130,18 @@ class LateArrays:
         self._known = set(plan.optimized)
 
     def add(self, shard: UnitShard, names: Collection[str]) -> None:
-        """Make sure that the unit, which is gathered, has room for the optimizer's state of these parameters too.
+        """Make sure that the unit, which is gathered and written, has room for the state of these parameters too.
 
         Their fp32 masters begin at what the unit shows of them: it may have had no room for more until now, and what
         shares a unit depends on the budget. Raises `ValueError` where the budget has no room, `OSError` where the disk
         has none.
         """
+        fresh = [name for name in names if name not in self._known]  # who has only changed its group keeps its master
         if not shard.arrays:
             self._open(shard)
-        for name in names:
-            if name not in self._known:  # one that has only changed its group keeps its master
-                self._begin_master(shard, shard.slots[name])
+            fresh = list(shard.slots)  # what is saved and exported of any of them is the master now
+        for name in fresh:
+            self._begin_master(shard, shard.slots[name])
         self._known.update(names)
 
     def _begin_master(self, shard: UnitShard, slot: Slot) -> None:

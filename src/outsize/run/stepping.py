@@ -416,6 +416,7 @@ class Stepper:
                     names.setdefault(unit, []).append(slot.name)
                 for unit, own in names.items():
                     with self._engine.hold([unit], modify=False):
+                        unit.await_written()  # a master shares its pages with its neighbours'
                         self._arrays.add(unit.shard, own)
             except BaseException:
                 self._optimizer.param_groups.pop()

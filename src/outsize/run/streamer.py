@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -15,22 +14,17 @@ from outsize.move.memory import Ledger
 from outsize.move.purpose import WANT, WANT_BACK, Turn
 from outsize.move.shard import Pending, Updater
 from outsize.move.transfer import again
-from outsize.plan.placement import Budgets, format_at_least
+from outsize.plan.placement import Budgets
 from outsize.plan.schedule import Schedule
-from outsize.plan.sizes import format_bytes
 from outsize.run.activations import in_backward
 from outsize.run.buffers import PASSING_UNITS
+from outsize.run.excess import Excess
 from outsize.run.keeper import GradKeeper
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Residency, Unit
 
 PREFETCH_UNITS = 8
 """How far ahead the streamer looks; memory usually allows less."""
-
-NAMED_UNITS = 4
-"""How many units a warning names; it counts the others."""
-
-logger = logging.getLogger("outsize")
 
 
 @final
@@ -87,7 +81,6 @@ class Streamer:
         self._slab_bytes = slab_bytes
         self._capacity = capacity
         self._ledger = ledger
-        self._budgets = budgets
         self._reduction = reduction  # None with one rank
         self._passing: deque[int] = deque(maxlen=PASSING_UNITS)  # bytes: see Note [The same on every rank]
         self._wanting = wanting  # see Note [Different on every rank]
@@ -95,9 +88,7 @@ class Streamer:
         self.last: Unit | None = None
         self.in_node: set[Unit] = set()  # what the running node of a backward uses
         self._stopped: BaseException | None = None
-        self._warned = False
-        self._excess: str | None = None  # what was in use at the most that was needed, if that is not logged yet
-        self._most_needed = 0
+        self._excess = Excess(budgets, ledger)
 
     @property
     def wants(self) -> bool:
@@ -383,9 +374,10 @@ class Streamer:
             if victim is not None and victim is not keep:
                 self._release(victim)
             elif not self._let_gradients_pass() and not self._await_prefetch(keep):
-                self._note_excess(nbytes, keep)
+                wanted = None if keep is None else keep.name
+                self._excess.note(nbytes, wanted, lambda: self._names_in_use(keep))
                 return
-        self._log_excess()
+        self._excess.log()
 
     def _still_to_pass(self) -> int:
         """What the running backward is going to take for the gradients of the unit in use and of the one before."""
@@ -490,48 +482,8 @@ class Streamer:
         finally:
             self.wait_seconds += time.perf_counter() - began
 
-    def _note_excess(self, nbytes: int, wanted: Unit | None) -> None:
-        """What is in use exceeds the capacity; log it if it exceeds the user's budget, too."""
-        on_cpu = self._budgets.device is None
-        tiers = ("device/", "host/") if on_cpu else ("device/",)
-        needed = nbytes + sum(kept for account, kept in list(self._ledger.now.items()) if account.startswith(tiers))
-        if needed <= max(self._budgets.host if on_cpu else self._budgets.computing[1], self._most_needed):
-            return
-        names = [repr(unit.name) for unit in self._units if self._in_the_way(unit) and unit is not wanted]
-        what = "gradients" if wanted is None else f"unit {wanted.name!r}"
-        self._excess = f"{_listed(names)} in use at once, with {format_bytes(nbytes)} more for {what}"
-        self._most_needed = needed
-        if not self._warned:
-            self._log_excess()
-
-    def _log_excess(self) -> None:
-        """Log the excess, and the budget that would hold it."""
-        if self._excess is None:
-            return
-        self._warned = True
-        on_cpu = self._budgets.device is None
-        field, budget = ("host_memory", self._budgets.host) if on_cpu else self._budgets.computing
-        staging = self._ledger.now.get("host/staging", 0) if on_cpu else 0
-        logger.warning(
-            "%s: that takes %s of %s=%s; going on, above the budget. Raise %s to at least %s, or use fewer of them in "
-            "one forward or one outsize.gathered",
-            self._excess,
-            format_bytes(self._most_needed),
-            field,
-            format_bytes(budget),
-            field,
-            format_at_least(self._budgets.least_beside_free_staging(self._most_needed - staging)),
-        )
-        self._excess = None
+    def _names_in_use(self, wanted: Unit | None) -> list[str]:
+        return [unit.name for unit in self._units if self._in_the_way(unit) and unit is not wanted]
 
     def _in_the_way(self, unit: Unit) -> bool:
         return unit.state is not Residency.AT_REST and not unit.always_resident and not self._idle(unit)
-
-
-def _listed(names: list[str]) -> str:
-    """Up to four units by name."""
-    if len(names) == 1:
-        return f"unit {names[0]} is"
-    if len(names) > NAMED_UNITS:
-        names = [*names[:NAMED_UNITS], f"{len(names) - NAMED_UNITS} more"]
-    return f"units {', '.join(names)} are" if names else "no units are"
