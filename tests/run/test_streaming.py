@@ -135,6 +135,15 @@ def test_the_budget_that_a_refusal_names_holds_what_training_takes(
     assert "above the budget" not in caplog.text
 
 
+def test_a_plan_counts_the_units_that_one_module_uses_at_once(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    model.add_module("lstm", nn.LSTM(128, 128, 3))
+    weights = sum(param.numel() * 4 for param in model.parameters())
+    found = outsize.plan(model, host_memory=least_budget(model, tmp_path), disk=tmp_path, device="cpu", **ON_DISK)
+    assert max(unit.size.working for unit in found.units) < weights <= found.memory_bytes <= found.budgets.host
+    assert "the units that one module uses at once: 'lstm'" in str(found)
+
+
 def test_units_in_use_above_the_budget_are_named_with_the_budget_that_holds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -62,7 +62,7 @@ def plan_of(found: Survey, config: Config) -> Plan:
     on_cpu = found.budgets.device is None
     link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
     parameters = sum(info.numel for info in found.infos.values())
-    return Plan(units, parameters, found.budgets, moved, link)
+    return Plan(units, parameters, found.budgets, moved, link, found.together)
 
 
 def _traffic(size: UnitBytes, tiers: UnitTiers, config: Config) -> DiskTraffic:

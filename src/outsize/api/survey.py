@@ -78,6 +78,7 @@ class Survey:
     optimized: frozenset[str]
     split: tuple[int, int] = (0, 1)
     """(this rank, the ranks over which each unit is split)."""
+    together: tuple[UsedTogether, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -133,7 +134,7 @@ def survey(
     together = tuple(_used_together(model, names, layouts))
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
-    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size))
+    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together)
 
 
 def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:

@@ -14,7 +14,7 @@ from outsize.plan.memory import (
     Stage,
     zero_bytes_per_device,
 )
-from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, accumulates_whole
+from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole
 from outsize.plan.sizes import format_bytes
 
 COMPACT_MOMENT_BYTES = 1 + 4 / 64
@@ -92,6 +92,7 @@ class Plan:
     budgets: Budgets
     update_bytes: int
     link_bytes: int
+    together: tuple[UsedTogether, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -130,14 +131,26 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that the budget must hold while computing: what rests there, the largest unit, staging."""
+        """Host memory that the budget must hold while computing: what rests there, what is at work at once, staging."""
         memory = ("host", "device") if self.budgets.device is None else ("host",)
         resting = sum(map(self.bytes_on, memory)) + sum(
             unit.size.sums for unit in self.units if unit.tiers.grads in memory
         )
         if all(unit.tiers.params == "device" for unit in self.units):
             return resting + self.budgets.staging_bytes
-        return resting + max(unit.size.working for unit in self.units) + self.budgets.staging_bytes
+        return resting + self._at_work[1] + self.budgets.staging_bytes
+
+    @property
+    def _at_work(self) -> tuple[str, int]:
+        """What takes most memory at once while computing, in words, and how much: a unit, or several used together."""
+        sizes = [unit.size for unit in self.units]
+        largest = max(sizes, key=lambda size: size.working)
+        most = "the largest unit at work", largest.name, largest.working
+        for each in self.together:
+            if each.nbytes(sizes) > most[2]:
+                most = "the units that one module uses at once", each.module, each.nbytes(sizes)
+        words, name, nbytes = most
+        return f"{words}: {name!r} {format_bytes(nbytes)}", nbytes
 
     def seconds(self, rates: BytesPerSecond = TYPICAL) -> dict[str, float]:
         """Seconds a step that each resource is busy moving bytes, computation not counted."""
@@ -165,11 +178,10 @@ class Plan:
             lines.append(f"device  {format_bytes(self.bytes_on('device'))} of {format_bytes(budgets.device)}")
             lines.append(f"host    {format_bytes(self.bytes_on('host'))} of {format_bytes(budgets.host)}")
         else:
-            largest = max(self.units, key=lambda unit: unit.size.working)
             lines.append(
                 f"memory  {format_bytes(self.memory_bytes)} of {format_bytes(budgets.host)} (what rests there, staging "
-                f"{format_bytes(budgets.staging_bytes)}, and the largest unit at work: {largest.name!r} "
-                f"{format_bytes(largest.size.working)}; what is left holds units fetched ahead)"
+                f"{format_bytes(budgets.staging_bytes)}, and {self._at_work[0]}; what is left holds units fetched "
+                f"ahead)"
             )
         if budgets.disk is not None:
             lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
