@@ -129,3 +129,16 @@ def test_a_reduction_runs_behind_its_gradients_and_beside_the_next_units_backwar
     assert "reduce" not in accelerator.compute.past
     going.wait()
     assert "reduce" in accelerator.compute.past
+
+
+def test_a_gradient_on_the_device_is_read_behind_what_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conveyor's thread has a current stream of its own, which knows nothing of the computation's."""
+    accelerator = Accelerator(monkeypatch)
+    buffer: Any = AcceleratorBuffer(NBYTES, torch.device("cpu"), Ledger(), accelerator.lane)  # type: ignore[arg-type]
+    past: list[frozenset[str]] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: past.append(accelerator.current.past) or tensor)
+    accelerator.compute.put("gradient")
+    buffer.mark_written()  # as the fetch does that runs the update
+    with accelerator.on(Stream()):
+        buffer.on_host(torch.ones(3))
+    assert past == [frozenset({"gradient"})]

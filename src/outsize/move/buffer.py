@@ -70,6 +70,10 @@ class DeviceBuffer(ABC):
         """The computation has just written into the buffer: transfers that start from now on see it."""
 
     @abstractmethod
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the computation had written of another tensor when it last called `mark_written`, in host memory."""
+
+    @abstractmethod
     def _grow(self) -> None: ...
 
     @abstractmethod
@@ -104,6 +108,9 @@ class HostDeviceBuffer(DeviceBuffer):
 
     def mark_written(self) -> None:
         return
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def _grow(self) -> None:
         return  # pages appear when they are touched
@@ -172,6 +179,10 @@ class AcceleratorBuffer(DeviceBuffer):
 
     def mark_written(self) -> None:
         self._usable = torch.cuda.current_stream(self._flat.device).record_event()
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._on_lane():
+            return tensor.cpu()
 
     def _grow(self) -> None:
         # Resize, don't reallocate: autograd saved views. See Note [Resized storage].

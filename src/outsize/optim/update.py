@@ -403,8 +403,7 @@ class UpdateStep(Step):
         if owed.ops.zero:
             return torch.zeros(high - low, device="cpu")
         if owed.loose is not None:
-            grad = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
-            return grad.cpu() if grad.device.type != "cpu" else grad
+            return self._shard.buffer.on_host(owed.loose.reshape(-1)[low - slot.offset : high - slot.offset])
         assert self._grads is not None
         return self._part("grads", self._grads.contents, low, high).view(self._grads.dtype(slot))
 
