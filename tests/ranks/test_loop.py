@@ -72,6 +72,28 @@ def ask_on_ranks(settings: list[Setting], disk: str) -> list[dict[str, Any]]:
     return found
 
 
+def add_to_held_gradients(settings: list[Setting], disk: str) -> list[list[Tensor]]:
+    """What is added up where nobody zeroes, while the gradients of the step before are held back."""
+    found = []
+    for setting in settings:
+        model, optimizer = make(setting)
+        outsize.prepare(model, optimizer, **fields_of(setting, disk))
+        for step in range(3):
+            loss_of(model, step, [dist.get_rank()]).backward()
+            if step < 2:
+                optimizer.step()
+        with outsize.gathered(model, grads=True):
+            found.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_added_to_those_that_a_delayed_update_holds_back(stage: int, tmp_path: Path) -> None:
+    settings = [Setting(stage, tiers, fields={"delayed_update": 1}) for tiers in ("device", "host", "disk")]
+    for device, *places in run_on_ranks(2, add_to_held_gradients, settings, str(tmp_path)):
+        assert all(torch.equal(one, other) for place in places for one, other in zip(device, place, strict=True))
+
+
 def test_the_loop_may_ask_and_change_what_it_likes(tmp_path: Path) -> None:
     settings = [Setting(0, "host"), Setting(2, "host"), Setting(3, "host"), Setting(3, "disk"), Setting(3, "device")]
 

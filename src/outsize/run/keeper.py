@@ -345,6 +345,8 @@ class GradKeeper:
 
     def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
         """Lay what is this rank's of a reduced gradient to rest as `grad`, added to what rests as `previous`."""
+        if previous is not None:
+            self._bring_here(previous)
         norm, loose = self._lay_down(name, own, previous)
         self._become(grad, norm, loose)
 
