@@ -23,11 +23,13 @@ from outsize.move.shard import (
     MASTER,
     MASTER_BYTES,
     MASTER_DTYPE,
+    STATE_BYTES,
     UnitShard,
 )
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
+from outsize.plan.layout import array_layout
 from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
@@ -296,8 +298,13 @@ def _open_streamer(
         wanting,
     )
     for unit in units:
-        resting = unit.shard.layout.param_bytes if unit.shard.tiers.grads == "disk" else 0  # alike on every rank
-        keepers.append(GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction, resting))
+        resting, sums = 0, 0
+        if unit.shard.tiers.grads == "disk":  # alike on every rank
+            resting = unit.shard.layout.param_bytes
+            sums = array_layout(unit.shard.layout, STATE_BYTES).nbytes
+        keepers.append(
+            GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction, resting, sums)
+        )
     if reduction is not None:
         reduction.collectors += [keeper.collector for keeper in keepers if keeper.collector is not None]
         reduction.buffers.make_room = streamer.make_room_to_collect

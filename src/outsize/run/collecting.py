@@ -158,12 +158,14 @@ class Collector:
     # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
     # when somebody asks. A gradient that the user throws away takes what was collected for it along.
 
-    def __init__(self, unit: Unit, reduction: Reduction, rest: Rest, resting_bytes: int) -> None:
-        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit."""
+    def __init__(self, unit: Unit, reduction: Reduction, rest: Rest, resting_bytes: int, sum_bytes: int) -> None:
+        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
+        `sum_bytes`: the same where they are added to others."""
         self._unit = unit
         self._reduction = reduction
         self._rest = rest
         self._resting_bytes = resting_bytes
+        self._sum_bytes = sum_bytes
         self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
         self._home: torch.Tensor | None = None  # see Note [Where the mean was found]
         self._expected: dict[str, RestingGrad] = {}  # what `param.grad` is, where something was collected for it
@@ -238,7 +240,8 @@ class Collector:
         kept = False
         unfilled = set(fresh)
         try:
-            self._reduction.make_room_to_rest(self._resting_bytes)
+            adds = any(name not in fresh for name in reduced)
+            self._reduction.make_room_to_rest(self._sum_bytes if adds else self._resting_bytes)
             for name, own in reduced.items():
                 grad = expected[name]
                 if self._unit.parameters[name].grad is not grad:

@@ -41,11 +41,13 @@ class GradKeeper:
         settle: Callable[[Unit], None],
         reduction: Reduction | None = None,
         resting_bytes: int = 0,
+        sum_bytes: int = 0,
     ) -> None:
-        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit."""
+        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
+        `sum_bytes`: the same where they are added to others."""
         self._settle = settle
         self._reduction = reduction  # None with one rank
-        self.collector = None if reduction is None else Collector(unit, reduction, self, resting_bytes)
+        self.collector = None if reduction is None else Collector(unit, reduction, self, resting_bytes, sum_bytes)
         self._unit = unit
         self._conveyor = conveyor
         self._make_room = make_room
