@@ -190,7 +190,8 @@ def _directories(disk: object) -> tuple[str, ...] | None:
     for entry in entries:
         if not isinstance(entry, (str, os.PathLike)) or not os.fspath(entry):
             raise TypeError(f"disk holds {entry!r}; each entry must be the path of a directory")
-    return tuple(os.fspath(entry) for entry in entries)
+    # The working directory may change while a run lasts. Not abspath: what `..` leads to is the file system's to say.
+    return tuple(str(Path(entry).absolute()) for entry in entries)
 
 
 def _unit_choice(units: object) -> tuple[type[torch.nn.Module] | str, ...] | None:

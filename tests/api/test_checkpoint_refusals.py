@@ -320,3 +320,17 @@ def test_another_program_can_read_a_checkpoint_with_json_and_numpy(saved: tuple[
             )
             expected = run.model.get_parameter(name).detach()
             assert torch.equal(torch.tensor(values).reshape(where["shape"]), expected), name
+
+
+def test_a_shape_of_more_dimensions_than_a_tensor_has_is_damage_found_before_its_elements_are_counted(
+    saved: tuple[Run, Path],
+) -> None:
+    run, path = saved
+    largest = (1 << 62) - 1
+
+    def deepen(content: Any) -> None:
+        record = next(iter(content["parameters"].values()))
+        record["weight"]["shape"] = [largest] * 65
+
+    edit(path, deepen)
+    refused(run, path, ValueError, "manifest.json.*65 dimensions are more than the 64")

@@ -378,6 +378,8 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "a gap": (single(one(data_offsets=[4, 36]), bytes(36)), "begins at 4"),
     "a wrong length": (single(one(data_offsets=[0, 31])), "takes 31 bytes"),
     "a negative place": (single(one(data_offsets=[-32, 0])), "whole numbers"),
+    "a size that no tensor has": (single(one(shape=[2, 1 << 62])), "whole numbers that a size can be"),
+    "more dimensions than a tensor has": (single(one(shape=[1] * 65)), "'weight' has 65 dimensions, more than the 64"),
     "a fractional shape": (single(one(shape=[2, 4.0])), "whole numbers"),
     "an unknown dtype": (single(one(dtype="F3")), "unknown dtype 'F3'"),
     "no offsets": (single({"weight": {"dtype": "F32", "shape": [2, 4]}}), "damaged: KeyError"),

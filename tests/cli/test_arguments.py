@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.cli import build_parser, main
+from outsize.cli import build_parser, main, writing
 from outsize.cli.folder import RunFolder
 from outsize.cli.job import Job
 
@@ -80,6 +80,37 @@ def test_resumed_run_keeps_what_it_learns(words: list[str], message: str) -> Non
     stored = parse("--text", "/a", "--batch", "2").options()
     with pytest.raises(ValueError, match=message):
         parse(*words).resumed(words, stored, "r")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("", "Expecting value"), ("[1]", "no JSON object"), ('{"text": []}', "it lacks model, batch"), ("ä", "decode")],
+)
+def test_options_that_no_run_has_written_are_named_with_the_remedy(
+    content: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoint(1).mkdir(parents=True)
+    folder.options.write_text(content, encoding="latin-1")
+    assert main(["train", "--resume", "--out", str(tmp_path), "--name", "run"]) == 2
+    error = one_line_error(capsys)
+    assert f"{folder.options} does not hold the options of a run" in error and why in error
+    assert "remove it, and give the options that the run was made with" in error
+
+
+def test_options_are_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
+    folder.path.mkdir()
+    elsewhere.write_text("precious")
+    monkeypatch.setattr(writing.secrets, "token_hex", lambda count: "0" * 2 * count)
+    for name in ("options.new", ".options.json.new-" + 12 * "0", "options.json"):
+        (folder.path / name).symlink_to(elsewhere)
+    with pytest.raises(FileExistsError):  # not even by the name that is guessed right
+        folder.write_options(Job())
+    monkeypatch.undo()
+    folder.write_options(Job())
+    assert elsewhere.read_text() == "precious"
+    assert not folder.options.is_symlink() and folder.read_options() == Job().options()
 
 
 def test_newest_run_is_the_one_that_saved_last(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,6 +74,31 @@ def test_verify_finds_a_flipped_byte(folder: Path, capsys: pytest.CaptureFixture
     caught = capsys.readouterr()
     assert "step-10: " in caught.out
     assert f"{file} is damaged: chunk 0" in caught.err
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "prune"])
+def test_a_name_that_the_terminal_cannot_show_is_no_damage(
+    action: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 10):
+        (folder / f"step-{step}").rename(folder / f"läuft-{step}\x1b[2J")
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    keep = ["--keep", "1", "--dry-run"] if action == "prune" else []
+    assert main(["checkpoint", action, str(folder), *keep]) == 0
+    sys.stdout.flush()
+    assert rb"l\xe4uft-1\x1b[2J" in shown.getvalue()
+
+
+def test_what_stops_the_listing_is_not_taken_for_damage(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Mock(write=full))
+    assert main(["checkpoint", "verify", str(folder)]) == 2
+    assert capsys.readouterr().err == "outsize: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize("dtype", [None, "fp32"])

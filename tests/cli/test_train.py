@@ -1,9 +1,12 @@
 """`outsize train` from the first line to the export: once on a plain-torch engine, once on the real one."""
 
+import errno
 import os
+import resource
 import shlex
 import shutil
 import signal
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+import outsize
 from outsize.cli import main, metrics, train
+from outsize.move.transfer import Promise
 
 FEW = ["--batch", "2", "--seq-len", "16", "--minutes", "0", "--warmup", "2", "--eval-every", "2", "--lr", "0.01"]
 
@@ -141,6 +146,100 @@ def test_second_interruption_says_whether_and_how_to_go_on(
     checkpoint, command = runs / "other/checkpoints/step-2", f"outsize train --out {runs} --name other --resume"
     said = f"outsize: interrupted; the newest checkpoint is {checkpoint}; go on with: {command}\n"
     assert capsys.readouterr().err == said
+
+
+def lose_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """As where the disk is found to be full behind the training."""
+    save = outsize.save
+
+    def save_behind(path: str, *args: Any, **fields: Any) -> Any:
+        save(path, *args, **fields)
+        saving = Promise()
+        if path.endswith(f"step-{step}"):
+            shutil.rmtree(path)
+            saving.break_(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path))
+        else:
+            saving.keep()
+        return saving
+
+    monkeypatch.setattr(outsize, "save", save_behind)
+
+
+@pytest.mark.slow
+def test_a_last_checkpoint_that_is_lost_behind_the_training_fails_the_run(
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = tmp_path / "runs"
+    lose_the_last_checkpoint(monkeypatch, 3)
+    assert main(arguments(text, tiny_model, runs, "--steps", "3", "--save-every", "2", "--name", "run")) == 1
+    said = capsys.readouterr()
+    lost = f"[Errno 28] No space left on device: '{runs}/run/checkpoints/step-3'"
+    way_on = f"the newest checkpoint is {runs}/run/checkpoints/step-2; go on with: outsize train"
+    assert f"outsize: the checkpoint of step 3 could not be completed ({lost}); {way_on}" in said.err
+    assert "checkpoint:" not in said.out
+    assert "model:      " in said.out and (runs / "run/report.png").exists()  # all else is there
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_promises_no_checkpoint_that_was_lost(
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lose_the_last_checkpoint(monkeypatch, 2)
+    signals_after(monkeypatch, 2, signal.SIGINT)
+    assert main(arguments(text, tiny_model, tmp_path / "runs", "--steps", "4")) == 1
+    said = capsys.readouterr()
+    assert "the checkpoint of step 2 could not be completed" in said.err
+    assert "there is no checkpoint to go on from" in said.err
+    assert "interrupted after" not in said.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [None, {"step": 1}])
+def test_a_checkpoint_of_another_script_is_refused_with_the_remedy(
+    extra: Any,
+    fake_engine: Any,
+    text: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = tmp_path / "mine" / "step-1"
+    checkpoint.mkdir(parents=True)
+    monkeypatch.setattr(outsize, "load", lambda *_: extra)
+    words = arguments(text, tiny_model, tmp_path / "runs", "--name", "b", "--resume", str(checkpoint))
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"outsize: {checkpoint} is not of a run of `outsize train`; go on in the script that saved it" in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_records_outlive_a_disk_that_is_full_as_they_are_cut(tmp_path: Path) -> None:
+    measures = [field.name for field in fields(metrics.Record) if field.default is MISSING]
+    file = tmp_path / "metrics.jsonl"
+    for step in range(1, 21):
+        metrics.append(file, metrics.Record(**{**dict.fromkeys(measures, 0), "step": step}))
+    before = file.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            metrics.keep_until(file, 12)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
+    metrics.keep_until(file, 12)
+    assert [record.step for record in metrics.read(file)] == list(range(1, 13))
 
 
 @pytest.mark.slow

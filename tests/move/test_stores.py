@@ -300,11 +300,40 @@ def test_a_directory_that_is_being_made_is_not_taken_for_dead(tmp_path: Path) ->
     fresh, old = (tmp_path / f"outsize-run-999999999-{each * 12}.new" for each in "ab")
     for entry in (fresh, old):
         entry.mkdir()
-    past = time.time() - 2 * 3600
-    os.utime(old, (past, past))
+    age(old, 2)
     RunDirectory(tmp_path).close()
     assert fresh.exists()
     assert not old.exists()
+
+
+def age(entry: Path, hours: float) -> None:
+    past = time.time() - hours * 3600
+    os.utime(entry, (past, past))
+
+
+def test_a_directory_whose_lock_was_cleaned_away_is_dead_only_when_nothing_in_it_has_changed_for_long(
+    tmp_path: Path,
+) -> None:
+    alive, dead = (tmp_path / f"outsize-run-999999999-{each * 12}" for each in "ab")
+    for entry in (alive, dead):
+        entry.mkdir()
+        (entry / "unit").write_text("state")
+        age(entry, 2)
+    age(dead / "unit", 2)
+    RunDirectory(tmp_path).close()
+    assert (alive / "unit").exists()
+    assert not dead.exists()
+
+
+def test_a_lock_is_as_young_as_the_newest_file_of_its_run(engine: _native.DiskEngine, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    age(run.path / "lock", 240)
+    StripedFile(engine, [run.path], "unit", PAGE).close()
+    assert time.time() - (run.path / "lock").stat().st_mtime < 3600
+    (run.path / "lock").unlink()
+    StripedFile(engine, [run.path], "other", PAGE).close()
+    assert not (run.path / "lock").exists()  # one without a lock on it would be a dead run's
+    run.close()
 
 
 @pytest.mark.parametrize(("kind", "code"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])

@@ -44,6 +44,13 @@ DEVICE_MARGIN = 0.7
 DISK_MARGIN = 0.95
 """The share of what is free that is used when the user names no budget; the rest is for activations and others."""
 
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where the kernel tells of this container's memory: (folder, limit, use, and the field of memory.stat with what is in
+the use but free for the taking: cached files that nobody has read again)."""
+
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -301,12 +308,18 @@ def _meminfo_available() -> int:
 
 
 def _control_group() -> Iterator[tuple[int, int]]:
-    places = (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    )
-    for limit, used in places:
+    """(the limit, what is used of it) in bytes."""
+    for folder, limit, used, inactive in CONTROL_GROUPS:
         try:
-            yield int(Path(limit).read_text()), int(Path(used).read_text())
+            bound, taken = int((folder / limit).read_text()), int((folder / used).read_text())
         except (OSError, ValueError):
             continue
+        yield bound, max(taken - _statistic(folder / "memory.stat", inactive), 0)
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        fields = [line.split() for line in path.read_text().splitlines()]
+        return next((int(field[1]) for field in fields if field[0] == name), 0)
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -13,6 +13,8 @@ from outsize.checkpoint.values import DTYPE_NAMES, DTYPES
 from outsize.move.shard import BLOCK
 
 CODECS = {"signed": torch.int8, "root": torch.uint8}
+MAX_DIMS = 64
+"""As in torch's own kernels."""
 
 # Note [Arrays in parts]
 # Slices of data-parallel ranks lie one behind the other in the flattened array, so a region simply has several pieces.
@@ -72,7 +74,7 @@ class Region:
 
     @classmethod
     def from_json(cls, value: Any) -> Region:
-        dtype, shape = DTYPES[value["dtype"]], tuple(natural(each) for each in value["shape"])
+        dtype, shape = DTYPES[value["dtype"]], shape_from(value["shape"])
         if "pieces" not in value:
             return cls.at(str(value["file"]), natural(value["offset"]), dtype, shape)
         pieces = tuple(Piece(str(file), natural(at), natural(numel)) for file, at, numel in value["pieces"])
@@ -272,6 +274,13 @@ def _by_rows(
     if start < end and end % row and first <= last:
         found += within(last, 0, end % row)
     return torch.cat(found) if found else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def shape_from(value: Any) -> tuple[int, ...]:
+    """Raises `ValueError` for what no tensor has: of a million dimensions the product alone takes hours."""
+    if len(value) > MAX_DIMS:
+        raise ValueError(f"{len(value)} dimensions are more than the {MAX_DIMS} that a tensor may have")
+    return tuple(natural(each) for each in value)
 
 
 def natural(value: Any) -> int:

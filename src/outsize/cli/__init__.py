@@ -1,6 +1,7 @@
 """The command line: `outsize train | plan | probe | checkpoint`. `import outsize` leaves it out."""
 
 import argparse
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,10 @@ _ROOMS = {"train": train, "plan": planning, "probe": probe, "checkpoint": checkp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; 0 when it went well, 2 after a mistake (one line on stderr), 130 after Ctrl-C."""
+    """Run one sub-command; 0 when it went well, 1 where it found or left something broken, 2 after a mistake (one line
+    on stderr), 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is no reason to fail; stderr is so already
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(words)
     args.words = words[1:]

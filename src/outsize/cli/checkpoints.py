@@ -99,7 +99,7 @@ def _row(path: Path, manifest: Manifest) -> tuple[str, str, str, str, str, str]:
 
 
 def _printable(text: str) -> str:
-    """A manifest may hold what a terminal obeys, or cannot print."""
+    """A manifest or a name may hold what a terminal obeys, or cannot print."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -109,11 +109,12 @@ def _verify(args: argparse.Namespace) -> int:
         try:
             manifest, data = open_manifest(path)
             _verify_one(manifest, data)
-            size = sum(record.nbytes for record in manifest.files.values())
-            print(f"{path}: {len(manifest.files)} files, {format_bytes(size)}, every checksum is right")
         except (ValueError, OSError) as error:
             damaged += 1
-            print(f"outsize: {error}", file=sys.stderr)
+            print(f"outsize: {_printable(str(error))}", file=sys.stderr)
+            continue
+        size = format_bytes(sum(record.nbytes for record in manifest.files.values()))
+        print(_printable(f"{path}: {len(manifest.files)} files, {size}, every checksum is right"))
     return 1 if damaged else 0
 
 
@@ -136,7 +137,7 @@ def _export(args: argparse.Namespace) -> int:
     finally:
         data.close()
     size = sum(weight.nbytes for weight in weights)
-    print(f"{args.out}: {len(weights)} tensors, {format_bytes(size)}, as safetensors")
+    print(_printable(f"{args.out}: {len(weights)} tensors, {format_bytes(size)}, as safetensors"))
     return 0
 
 
@@ -152,5 +153,5 @@ def _prune(args: argparse.Namespace) -> int:
     left = [] if args.dry_run else [path for path in outdated if path.exists()]  # why was logged
     for path in outdated:
         if path not in left:
-            print(f"{'would remove' if args.dry_run else 'removed'} {path}")
+            print(_printable(f"{'would remove' if args.dry_run else 'removed'} {path}"))
     return 1 if left else 0

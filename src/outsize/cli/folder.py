@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outsize.cli.job import LATEST, Job
+from outsize.cli.job import FIXED, LATEST, Job
+from outsize.cli.writing import replace_text
 
 DEFAULT_NAME = "default"
 
@@ -86,16 +87,28 @@ class RunFolder:
         return self.path / "options.json"
 
     def read_options(self) -> dict[str, Any]:
-        """What the run was made with; empty where it is not known."""
+        """What the run was made with; empty where it is not known. Raises `ValueError` for what no run has written."""
         if not self.options.exists():
             return {}
-        stored: dict[str, Any] = json.loads(self.options.read_text())
+        try:
+            stored = json.loads(self.options.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise self._foreign(str(error)) from error
+        if not isinstance(stored, dict):
+            raise self._foreign("it is no JSON object")
+        lacking = [name for name in FIXED if name not in stored]
+        if lacking:
+            raise self._foreign(f"it lacks {', '.join(lacking)}")
         return stored
 
+    def _foreign(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.options} does not hold the options of a run ({why}); remove it, and give the options that the run "
+            f"was made with"
+        )
+
     def write_options(self, job: Job) -> None:
-        fresh = self.options.with_suffix(".new")
-        fresh.write_text(json.dumps(job.options(), indent=1) + "\n")
-        fresh.replace(self.options)
+        replace_text(self.options, json.dumps(job.options(), indent=1) + "\n")
 
     def command(self, *more: str) -> str:
         """The command line that goes on with this run from its newest checkpoint."""

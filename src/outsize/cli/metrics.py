@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from outsize.cli.writing import replace_text
+
 
 class Memory(Protocol):
     """What the command line reads of `outsize.memory(model)`. Bytes and seconds; counters only grow."""
@@ -112,7 +114,7 @@ def keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read(path) if record.step <= step]
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in kept))
+    replace_text(path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
 
 
 def process_memory(field: str = "VmRSS") -> int:

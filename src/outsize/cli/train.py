@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.checkpoint.background import Saving
 from outsize.cli import corpus, job, metrics, models, report
 from outsize.cli.asked import Asked
 from outsize.cli.display import Display, NoDisplay, open_display
@@ -34,6 +35,9 @@ HELD_OUT_TOKENS = 4096  # held-out loss is the mean over this many tokens, sprea
 SAMPLE_TOKENS = 40
 PROMPTS = ("def __init__(self, ", "The ")  # of source code, of other text
 KEPT_CHECKPOINTS = 2
+# What of a checkpoint's `extra` a resumed run goes on by.
+GOES_ON_BY = ("step", "elapsed_seconds", "held_out_before", "bytes_read", "bytes_written", "data", "scaler")
+EXIT_OF_FAILURE = 1  # the last checkpoint was lost behind the training
 EXIT_OF_SIGNAL = 128  # and its number: 130 after Ctrl-C, 143 after SIGTERM
 add_arguments = job.add_arguments
 
@@ -121,6 +125,7 @@ class Training:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=wanted.dtype == "fp16")
         self.step, self.held_out_before = 0, float("nan")
         self._saved: int | None = None
+        self._saving: Saving | None = None
         self._started, self._read_before, self._written_before = started, 0, 0
 
     @property
@@ -207,12 +212,29 @@ class Training:
             "data": self._data_order(),
             "scaler": self.scaler.state_dict(),
         }
-        outsize.save(str(target), self.model, self.optimizer, extra=extra, keep=KEPT_CHECKPOINTS)
+        self._saving = outsize.save(str(target), self.model, self.optimizer, extra=extra, keep=KEPT_CHECKPOINTS)
         self._saved = self.step
+
+    def is_saved(self) -> bool:
+        """Wait until the last checkpoint is complete. Where it fails, say so, and what there is to go on from."""
+        try:
+            if self._saving is not None:
+                self._saving.wait()
+        except Exception as error:
+            lost = f"the checkpoint of step {self._saved} could not be completed ({error})"
+            if self.team.first:
+                print(f"outsize: {lost}; {_way_on(self.folder)}", file=sys.stderr)
+            return False
+        return True
 
     def resume(self, checkpoint: Path) -> None:
         """Continue exactly where the checkpoint was made; the text and its order must be the same."""
         extra = outsize.load(str(checkpoint), self.model, self.optimizer)
+        if not isinstance(extra, dict) or any(name not in extra for name in GOES_ON_BY):
+            raise ValueError(
+                f"{checkpoint} is not of a run of `outsize train`; go on in the script that saved it, or begin a run "
+                f"from its weights: `outsize checkpoint export` them, add the model's config.json, and give --model"
+            )
         if extra["data"] != self._data_order():
             raise ValueError(
                 f"{checkpoint} was made with {_listed(extra['data'])}, now it is {_listed(self._data_order())}; "
@@ -297,9 +319,12 @@ def _train(training: Training) -> int:
             _one_step(training, display)
     if not training.over:
         training.save()
+        if not training.is_saved():
+            return EXIT_OF_FAILURE
         team.say(f"interrupted after step {training.step}; go on with:\n  {training.folder.command()}")
         return EXIT_OF_SIGNAL + (interruption.number or signal.SIGINT)
-    _finish(training)
+    if not _finish(training):
+        return EXIT_OF_FAILURE
     if training.step < wanted.steps:
         longer = training.elapsed_seconds / 60 + wanted.minutes
         team.say(
@@ -321,8 +346,11 @@ def _one_step(training: Training, display: Display) -> None:
         training.save()
 
 
-def _finish(training: Training) -> None:
-    """Everything after the last step: evaluation, checkpoint, sample, export, report."""
+def _finish(training: Training) -> bool:
+    """Everything after the last step: evaluation, checkpoint, sample, export, report.
+
+    Whether the checkpoint is complete.
+    """
     folder, before, after = training.folder, training.held_out_before, training.held_out_loss()
     peak = process_memory("VmHWM")
     training.save()
@@ -331,7 +359,7 @@ def _finish(training: Training) -> None:
     say(f"a sample:\n{training.sample()}\n")
     training.export()
     if not training.team.first:
-        return
+        return training.is_saved()
     state = outsize.memory(training.model).state_bytes
     over = max(1, peak - training.base_rss)
     print(
@@ -342,8 +370,11 @@ def _finish(training: Training) -> None:
     held_out = [(0, before), (training.step, after)]
     report.write(folder.report, metrics.read(folder.metrics), held_out, peak)
     print(f"report:     {folder.report}")
-    print(f"checkpoint: {folder.checkpoint(training.step)}")
+    is_saved = training.is_saved()
+    if is_saved:
+        print(f"checkpoint: {folder.checkpoint(training.step)}")
     print(f"model:      {folder.model}  (AutoModelForCausalLM.from_pretrained opens it)")
+    return is_saved
 
 
 class Interruption:

@@ -20,6 +20,7 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, RestingArray, States, Weights, copy_in
 from outsize.checkpoint.files import naming, read_manifest
 from outsize.checkpoint.reader import Masters
+from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard, page_range
@@ -354,8 +355,10 @@ def _span(name: str, record: Any) -> tuple[int, int]:
     shape, offsets = record["shape"], record["data_offsets"]
     if record["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} is of the unknown dtype {record['dtype']!r}")
-    if not all(type(each) is int and each >= 0 for each in (*shape, *offsets)):
-        raise ValueError(f"the shape or place of {name!r} is not made of whole numbers")
+    if not all(type(each) is int and 0 <= each < 1 << 62 for each in (*shape, *offsets)):
+        raise ValueError(f"the shape or place of {name!r} is not made of whole numbers that a size can be")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{name!r} has {len(shape)} dimensions, more than the {MAX_DIMS} that a tensor may have")
     start, end = offsets
     if end - start != prod(shape) * _DTYPES[record["dtype"]].itemsize:
         raise ValueError(f"{name!r} takes {end - start} bytes, which do not fit its shape and dtype")

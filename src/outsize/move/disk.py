@@ -34,7 +34,7 @@ STRIPE_BYTES = 4 << 20
 RUN_PREFIX = "outsize-run-"
 _NEW_SUFFIX = ".new"
 _RUN_NAME = re.compile(rf"{RUN_PREFIX}\d+-[0-9a-f]{{12}}(\{_NEW_SUFFIX})?")
-_NEW_IS_DEAD_AFTER_SECONDS = 3600
+_UNLOCKED_IS_DEAD_AFTER_SECONDS = 3600
 
 # Note [Whose directory]
 # Each run works in a sub-directory of its own that holds a file named `lock`, under a POSIX lock for as long as the
@@ -42,6 +42,9 @@ _NEW_IS_DEAD_AFTER_SECONDS = 3600
 # workers, so a worker that outlives the run does not keep the directory. A directory whose lock can be taken belongs
 # to a dead run and is removed; the twelve random digits of its name are nobody else's. The lock says nothing between
 # runs of one process, so each process knows its own. The directory gets its final name only once its lock is held.
+# A directory without a `lock` is being made, or half removed, or a live run's from which something that cleans up has
+# taken it: it is dead when nothing in it has changed for an hour. Cleaners go by age and nobody writes to a lock, so it
+# is touched whenever the run makes a file.
 
 
 class DiskDirectoryError(OSError, ValueError):
@@ -114,26 +117,23 @@ def remove_dead_runs(parent: Path) -> None:
     for entry in parent.glob(f"{RUN_PREFIX}*"):
         if not _RUN_NAME.fullmatch(entry.name) or entry.resolve() in RunDirectory.alive:
             continue
-        if entry.name.endswith(_NEW_SUFFIX):
-            _remove_if_old(entry)
-        elif _is_dead(entry):
+        if _is_old(entry) if entry.name.endswith(_NEW_SUFFIX) else _is_dead(entry):
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _remove_if_old(entry: Path) -> None:
+def _is_old(entry: Path) -> bool:
     try:
-        age = time.time() - entry.stat().st_mtime
+        changed = max(each.stat().st_mtime for each in (entry, *entry.iterdir()))
     except OSError:
-        return  # its owner has just given it its name
-    if age > _NEW_IS_DEAD_AFTER_SECONDS:
-        shutil.rmtree(entry, ignore_errors=True)
+        return False  # its owner has just given it its name, or removed a file
+    return time.time() - changed > _UNLOCKED_IS_DEAD_AFTER_SECONDS
 
 
 def _is_dead(entry: Path) -> bool:
     try:
         lock = os.open(entry / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True  # half removed by another run
+        return _is_old(entry)
     except OSError:
         return False  # another user's: not ours to judge
     try:
@@ -199,6 +199,8 @@ class StripedFile:
             for path in self._paths:
                 self._files.append(_create(path))
                 os.ftruncate(self._files[-1], self._file_bytes)
+            for directory in directories:
+                _touch_lock(directory)
         except BaseException:
             self.close()
             raise
@@ -299,6 +301,12 @@ class StripedFile:
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop())
+
+
+def _touch_lock(directory: Path) -> None:
+    """Nothing where it is gone: a new one would not be under the run's lock. See Note [Whose directory]."""
+    with suppress(OSError):
+        os.utime(directory / "lock")
 
 
 def _create(path: str) -> int:
