@@ -32,7 +32,7 @@ def test_no_arguments_give_the_main_job() -> None:
 
 
 def test_main_job_rests_on_disk_within_256_mib() -> None:
-    fields = Job().config_fields(RunFolder(Path("runs/default")))
+    fields = Job().config_fields(RunFolder(Path("runs/default")).disk)
     assert fields["host_memory"] == "256MiB"
     assert {fields[kind] for kind in ("params", "grads", "states")} == {"disk"}
     assert fields["disk"] == ["runs/default/disk"]

@@ -10,12 +10,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from outsize.cli.folder import RunFolder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATE_FORMATS = ("exact", "compact")
@@ -88,10 +85,10 @@ class Job:
     def seconds(self) -> float | None:
         return self.minutes * 60 or None
 
-    def config_fields(self, folder: RunFolder) -> dict[str, Any]:
+    def config_fields(self, disk_of_run: Path) -> dict[str, Any]:
         """The keywords of `outsize.init`, `prepare` and `plan`; the disk tier is in the run's folder unless told."""
         given = {name: getattr(self, name) for name in CONFIG_FIELDS if getattr(self, name) is not None}
-        disk = [str(path) for path in self.disk or (folder.disk,)]
+        disk = [str(path) for path in self.disk or (disk_of_run,)]
         delay = self.delayed_update or False
         return {**given, "disk": disk, "compute_dtype": DTYPES[self.dtype], "delayed_update": delay}
 

@@ -100,7 +100,7 @@ def _prepare_folder(wanted: Job, folder: RunFolder) -> None:
 def _print_plan(wanted: Job, folder: RunFolder, config: Any, ranks: int) -> None:
     model = models.on_meta(config)
     optimizer = torch.optim.AdamW(models.parameter_groups(model, wanted.weight_decay), lr=wanted.lr)
-    print(outsize.plan(model, optimizer, ranks=ranks, **wanted.config_fields(folder)), flush=True)
+    print(outsize.plan(model, optimizer, ranks=ranks, **wanted.config_fields(folder.disk)), flush=True)
 
 
 class Training:
@@ -293,7 +293,7 @@ def _listed(values: dict[str, int]) -> str:
 
 
 def _build(wanted: Job, folder: RunFolder, config: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.device]:
-    fields = wanted.config_fields(folder)
+    fields = wanted.config_fields(folder.disk)
     torch.manual_seed(wanted.seed)
     with outsize.init(**fields):
         model = models.build(config, wanted.model if models.has_weights(wanted.model) else None)
