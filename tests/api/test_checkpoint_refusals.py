@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -15,7 +16,7 @@ import torch
 import outsize
 from outsize import load, save
 from outsize.api.exporting import export
-from outsize.checkpoint import files, folder
+from outsize.checkpoint import files, folder, manifest
 from outsize.checkpoint.manifest import sealed
 from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, assert_same
 
@@ -334,3 +335,77 @@ def test_a_shape_of_more_dimensions_than_a_tensor_has_is_damage_found_before_its
 
     edit(path, deepen)
     refused(run, path, ValueError, "manifest.json.*65 dimensions are more than the 64")
+
+
+def test_an_extra_that_no_manifest_has_room_for_is_refused_before_anything_changes(
+    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = saved
+    nbytes = (path / "manifest.json").stat().st_size
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 8 * nbytes)
+    with pytest.raises(ValueError, match="extra would take .* and a manifest has at most .* into tensors"):
+        save(path.parent / "step-2", run.model, run.optimizer, {"order": list(range(4 * nbytes))}, keep=1)
+    assert not list(path.parent.glob("*step-2*"))
+    save(path.parent / "step-2", run.model, run.optimizer, {"order": "7" * nbytes}, keep=1).wait()
+    assert len(load(path.parent / "step-2", run.model, run.optimizer)["order"]) == nbytes
+
+
+def test_a_manifest_that_nobody_could_read_is_not_published(
+    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = saved
+    before = run.result()
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(ValueError, match="the manifest of this checkpoint would take"):
+        save(path, run.model, run.optimizer).wait()
+    monkeypatch.undo()
+    assert not list(path.parent.glob(".*"))
+    run.load(path)
+    assert_same(before, run.result())
+
+
+def test_a_path_that_a_shell_would_expand_is_refused(saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = saved
+    monkeypatch.chdir(path.parent)
+    names = set(os.listdir())
+    for call in (
+        lambda: save("~/step-1", run.model, run.optimizer),
+        lambda: export("~user", run.model),
+        lambda: export("~/dcp", run.model, format="dcp"),
+    ):
+        with pytest.raises(ValueError, match=r"os.path.expanduser\('~"):
+            call()
+    assert set(os.listdir()) == names
+    save("./~step-1", run.model, run.optimizer).wait()
+    assert Path("~step-1/manifest.json").is_file()
+
+
+def test_the_current_directory_is_not_replaced(saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = saved
+    (path.parent / "empty").mkdir()
+    for folder_ in (path, path.parent / "empty"):
+        monkeypatch.chdir(folder_)
+        names = set(os.listdir())
+        with pytest.raises(ValueError, match="is the current directory"):
+            save(".", run.model, run.optimizer)
+        assert set(os.listdir()) == names
+    with pytest.raises(ValueError, match="is the current directory"):
+        export("", run.model, format="dcp")
+    export(".", run.model)  # its files come into the directory, which stays
+    assert Path("model.safetensors").is_file()
+
+
+def test_a_numpy_generator_of_another_kind_is_refused_with_its_name(saved: tuple[Run, Path]) -> None:
+    numpy: Any = pytest.importorskip("numpy")
+    run, path = saved
+    usual = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.PCG64(1))
+        with pytest.raises(TypeError, match="numpy.random draws from PCG64.*MT19937"):
+            save(path.parent / "other", run.model, run.optimizer)
+        assert not (path.parent / "other").exists()
+        expected = copy.deepcopy(numpy.random.get_bit_generator()).random_raw()
+        run.load(path)  # it has a state of MT19937, which this process does not draw from
+        assert numpy.random.get_bit_generator().random_raw() == expected
+    finally:
+        numpy.random.set_bit_generator(usual)

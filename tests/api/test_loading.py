@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outsize
-from outsize.checkpoint import files
+from outsize.checkpoint import files, reader, shelf
 from outsize.checkpoint.files import DataReader, file_record, open_manifest
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import CodedRegion, Joined, Piece, Region, narrow
@@ -484,3 +484,129 @@ def test_a_huge_manifest_of_a_neighbour_is_not_read(run: Run, tmp_path: Path, mo
     monkeypatch.setattr(files, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(FileExistsError, match="not an outsize checkpoint and is not overwritten"):
         run.save(tmp_path / "ckpts" / "step-2")
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_weights_beside_checkpoints_are_not_taken_for_them(format: str, run: Run, tmp_path: Path) -> None:
+    outsize.export(tmp_path / "weights", run.model, format=format)
+    for entry in (tmp_path / "weights").iterdir():
+        entry.rename(tmp_path / "ckpts" / entry.name)
+    saved = run.weights()
+    run.train()
+    trained = run.weights()
+    with pytest.raises(ValueError, match="both weights .* and checkpoints .*'step-10'.*step-10, .*latest"):
+        outsize.load(tmp_path / "ckpts", run.model)
+    assert same(trained, run.weights())
+    assert outsize.load(tmp_path / "ckpts" / "latest", run.model, run.optimizer) == "step-10"
+    assert same(saved, run.weights())
+
+
+class Pruned:
+    """A directory where a run saves with `keep=1`, each time at the worst instant for whoever reads it."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        self.folder, self.times = folder, times
+
+    def go_on(self) -> None:
+        """The next checkpoint comes, and the last one goes."""
+        newest = max(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=None)
+        if newest is None or not self.times:
+            return
+        self.times -= 1
+        number = int(newest.name.removeprefix("step-"))
+        shutil.copytree(newest, self.folder / f"step-{number + 1}")
+        for entry in self.folder.glob("step-*"):
+            if entry.name != f"step-{number + 1}":
+                entry.rename(self.folder / f".{entry.name}.gone-0123456789ab")
+                shutil.rmtree(self.folder / f".{entry.name}.gone-0123456789ab")
+
+
+@pytest.mark.parametrize("instant", ["listed", "opened", "verified"])
+def test_a_directory_is_looked_through_again_when_its_newest_checkpoint_goes(
+    instant: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pruned = Pruned(tmp_path / "ckpts", times=3)
+    room, name = {
+        "listed": (reader, "checkpoints_in"),
+        "opened": (reader, "open_manifest"),
+        "verified": (DataReader, "verify"),
+    }[instant]
+    plain = getattr(room, name)
+
+    def first(*given: Any, **fields: Any) -> Any:
+        if instant == "listed":
+            found = plain(*given, **fields)
+            pruned.go_on()
+            return found
+        pruned.go_on()
+        return plain(*given, **fields)
+
+    monkeypatch.setattr(room, name, first)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert outsize.load(tmp_path / "ckpts", run.model, run.optimizer) == "step-10"
+    assert not pruned.times
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("seek", [shelf.incomplete_in, shelf.damaged_in])
+def test_what_is_renamed_while_it_is_listed_is_neither_incomplete_nor_damaged(
+    seek: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ckpts = os.path.lexists, tmp_path / "ckpts"
+
+    def lexists(path: Any) -> bool:
+        seen = plain(path) if seek is shelf.damaged_in else False
+        if Path(path).parent.name.startswith("step-") and Path(path).parent.exists():
+            shutil.rmtree(Path(path).parent)
+            return seen
+        return plain(path)
+
+    monkeypatch.setattr(shelf.os.path, "lexists", lexists)
+    assert seek(ckpts) == []
+    assert list(ckpts.iterdir()) == []
+
+
+def test_tensors_of_an_extra_are_memory_of_the_process(run: Run, tmp_path: Path) -> None:
+    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, {"ema": torch.ones(1 << 16)}).wait()
+    extra = outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
+    assert "extra.safetensors" not in Path("/proc/self/maps").read_text()
+    os.truncate(tmp_path / "ckpt" / "extra.safetensors", 10)
+    assert extra["ema"].sum() == 1 << 16
+
+
+def test_states_of_generators_are_bounded_together_and_unknown_ones_are_left_out(run: Run, tmp_path: Path) -> None:
+    newest = tmp_path / "ckpts" / "step-10"
+    region = {"file": "model.bin", "offset": 0, "dtype": "uint8", "shape": [4096]}
+
+    def change(content: Any) -> None:
+        content["rng"]["more"] = [{"$tensor": region}] * 1000
+
+    edit(newest, change)
+    outsize.load(newest, run.model, run.optimizer)
+
+    def change_known(content: Any) -> None:
+        content["rng"]["cuda"] = content["rng"].pop("more")
+
+    edit(newest, change_known)
+    with pytest.raises(ValueError, match="random number generators are more than"):
+        outsize.load(newest, run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_is_loaded_in_inference_mode_can_be_trained(tier: str, tmp_path: Path) -> None:
+    run, other = Run(tmp_path, tier), Run(tmp_path, tier, seed=1)
+    torch.manual_seed(7)
+    run.train()
+    run.model(torch.randn(4, 48)).square().mean().backward()
+    run.save(tmp_path / "ckpt")
+    with torch.inference_mode():
+        outsize.load(tmp_path / "ckpt", other.model, other.optimizer)
+    torch.manual_seed(8)
+    for each in (run, other):
+        torch.manual_seed(8)
+        each.model(torch.randn(4, 48)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(each.model.parameters(), 0.1)
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.train()
+    assert same(run.weights(), other.weights())

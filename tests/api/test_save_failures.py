@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -508,3 +509,98 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
     monkeypatch.setattr(Checkpoint, "verify", verify)
     other.load(tmp_path / "ckpt")
     assert same(saved, other.values())
+
+
+def test_a_write_protected_checkpoint_stays_in_sight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1")
+    plain = os.access
+    # Whoever runs the tests may be root, who may write anywhere.
+    monkeypatch.setattr(shelf.os, "access", lambda path, mode: Path(path).name != "step-1" and plain(path, mode))
+    for step in (2, 3):
+        run.save(tmp_path / f"step-{step}", keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "step-1", "step-3"}
+    assert "step-1 is not removed: it is write-protected" in caplog.text
+
+
+def test_a_folder_that_is_still_there_when_it_should_be_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shelf.shutil, "rmtree", lambda folder, ignore_errors: None)
+    (tmp_path / ".step-1.gone-0123456789ab").mkdir()
+    shelf.remove_all([tmp_path / ".step-1.gone-0123456789ab", tmp_path / "nowhere"])
+    assert caplog.text.count("could not be removed") == 1
+    assert ".step-1.gone-0123456789ab is superfluous" in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_syncs_no_folders_is_written_to(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = Run(tmp_path), os.fsync
+    run.train()
+
+    def of_files_alone(fd: Any) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        plain(fd)
+
+    monkeypatch.setattr(folder.os, "fsync", of_files_alone)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            run.save(tmp_path / "ckpt")
+        return
+    run.save(tmp_path / "ckpt")
+    outsize.export(tmp_path / "weights", run.model)
+    run.load(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_that_cannot_be_synced_is_an_error(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(folder.os, "fsync", fsync)
+    folder.sync(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        folder.sync(tmp_path / "file")
+
+
+def test_a_folder_that_another_run_has_swept_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system whose locks hold for each machine alone."""
+    run, plain = Run(tmp_path), writer.write_own
+    run.train()
+    run.save(tmp_path / "step-1")
+    values = run.values()
+
+    def write_own(path: Path, *given: Any) -> Any:
+        stored = plain(path, *given)
+        for file in path.iterdir():
+            file.unlink()
+        return stored
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_own", write_own)
+        with pytest.raises(FileNotFoundError, match="was removed while the checkpoint was written"):
+            run.save(tmp_path / "step-2", keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "step-1"}
+    run.train()
+    run.load(tmp_path / "step-1")
+    assert same(values, run.values())
+
+
+@pytest.mark.parametrize("size", ["large"], indirect=True)
+def test_what_ends_before_it_writes_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, "host")
+    run.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.UnfinishedCheckpoint, "finish", full)
+        with pytest.raises(OSError, match="No space left"):
+            run.save(tmp_path / "ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+    run.train()  # nothing is held any more
+    run.save(tmp_path / "ckpt")

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 
 import outsize
 from outsize.checkpoint.manifest import sealed
-from outsize.cli import main
+from outsize.cli import checkpoints, main
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -181,3 +182,24 @@ def test_export_does_not_hide_a_checkpoint(folder: Path, capsys: pytest.CaptureF
     assert main(["checkpoint", "export", str(folder / "step-10"), str(folder / "step-10")]) == 2
     assert "holds a checkpoint" in capsys.readouterr().err
     assert not (folder / "step-10" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_a_checkpoint_that_goes_meanwhile_is_not_damaged(
+    action: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run that saves with `keep` removes it, before it is opened or while it is read."""
+    plain, went = checkpoints.open_manifest, {folder / "step-2": True, folder / "step-10": False}
+
+    def open_manifest(path: Path) -> Any:
+        if went.get(path):
+            shutil.rmtree(path)
+        opened = plain(path)
+        if path in went:
+            shutil.rmtree(path)
+        return opened
+
+    monkeypatch.setattr(checkpoints, "open_manifest", open_manifest)
+    assert main(["checkpoint", action, str(folder)]) == 0
+    caught = capsys.readouterr()
+    assert "step-1" in caught.out and "damaged" not in caught.out + caught.err

@@ -197,6 +197,39 @@ def test_buffers_of_another_rank_that_do_not_fit_are_damage(tmp_path: Path) -> N
     assert "buffer 'seen' of rank 1 has another shape" in str(second.error), second.trace
 
 
+class Counting(nn.Linear):
+    """It keeps how often it was used beside its parameters."""
+
+    uses = 0.0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"uses": self.uses, "twice": torch.tensor(2 * self.uses)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.uses = state["uses"]
+        assert state["twice"] == 2 * self.uses
+
+
+def load_extra_states(mesh: tuple[int, ...], disk: str, save: bool) -> float:
+    model = nn.Sequential(Counting(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fields = fields_of(Setting(3, "host"), disk)
+    outsize.prepare(model, optimizer, **fields, **({"mesh": init_device_mesh("cpu", mesh)} if mesh else {}))
+    if save:
+        model[0].uses = 1.0 + dist.get_rank()
+        outsize.save(f"{disk}/ckpt", model, optimizer).wait()
+    outsize.load(f"{disk}/ckpt", model, optimizer)
+    return model[0].uses
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_each_rank_gets_the_extra_states_of_its_own_modules_back(mesh: tuple[int, ...], tmp_path: Path) -> None:
+    ranks = mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]
+    assert run_on_ranks(ranks, load_extra_states, mesh, str(tmp_path), True) == [1.0 + rank for rank in range(ranks)]
+    assert run_on_ranks(ranks, load_extra_states, mesh, str(tmp_path), False) == [1.0 + rank for rank in range(ranks)]
+    assert run_on_ranks(3, load_extra_states, (), str(tmp_path), False) == [1.0] * 3  # another number of ranks
+
+
 def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[dict[str, Tensor]]:
     found = []
     for index, setting in enumerate(settings):

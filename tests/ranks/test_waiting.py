@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.checkpoint import writer
+from outsize.checkpoint import background, writer
 from outsize.move import waiting, watch
 from outsize.move.purpose import Purpose
 from outsize.move.waiting import RanksError, Waiting
@@ -262,3 +263,31 @@ def loads_what_was_just_saved(behind: bool, disk: str) -> None:
 def test_a_save_is_over_on_every_copy_when_it_is_over_on_one(behind: bool, tmp_path: Path) -> None:
     ends = ends_on_ranks(2, loads_what_was_just_saved, behind, str(tmp_path))
     assert all(end.error is None for end in ends), [end.trace for end in ends]
+
+
+def ends_after_a_save(disk: str) -> None:
+    """As scripts end, on a machine that is busy: the thread that writes comes to its turn a little later."""
+    writer.AT_ONCE_BYTES = -1
+    begins, plain = threading.Event(), background._started
+
+    def started(work: Callable[[], None]) -> threading.Thread | None:
+        def after() -> None:
+            begins.wait()
+            work()
+
+        return plain(after)
+
+    background._started = started
+    model, optimizer = make(HOST)
+    fields = fields_of(HOST, disk) | {"mesh": init_device_mesh("cpu", (2, 1))}
+    outsize.prepare(model, optimizer, **fields)
+    saving = outsize.save(f"{disk}/ckpts/step-1", model, optimizer)
+    dist.destroy_process_group()
+    begins.set()
+    saving.wait()
+
+
+def test_the_end_of_the_process_group_does_not_cost_the_last_checkpoint(tmp_path: Path) -> None:
+    ends = ends_on_ranks(2, ends_after_a_save, str(tmp_path))
+    assert all(end.error is None for end in ends), [end.trace for end in ends]
+    assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["step-1"]

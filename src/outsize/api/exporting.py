@@ -17,7 +17,7 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.ranks import JobPeers, in_all_copies
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, take_state, tied_names, whole
-from outsize.checkpoint.folder import NewFolder, check_replaceable
+from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.joint import together
 from outsize.formats.pieces import NamedWeight, TensorPiece, buffer_pieces, joined_pieces, parameter_pieces
 from outsize.formats.weights import DTYPE_NAMES, Asked, merged_folder, pass_on_shards, write_shards
@@ -61,7 +61,8 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
     if format == "dcp":
-        return _export_dcp(Path(os.path.realpath(path)), model, max_shard_size, dtype, optimizer)
+        return _export_dcp(target_of(path), model, max_shard_size, dtype, optimizer)
+    target = target_of(path)
     if optimizer is not None:
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
@@ -72,7 +73,6 @@ def export(
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     settle(prepared)
-    target = Path(os.path.realpath(path))
     if reduction is None or peers is None:
         _write(target, model, weights, shard_bytes)
         return
@@ -127,6 +127,7 @@ def _export_dcp(
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "format='dcp' needs a new or an empty folder", str(target))
+    check_not_current(target)
     check_replaceable(target)
     take_state(prepared)
     settle(prepared)

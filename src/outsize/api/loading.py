@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
+from outsize.api.extra_states import takers_of
 from outsize.api.ranks import JobPeers, check_same, everywhere
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Live, check_match
-from outsize.checkpoint.reader import Checkpoint, Masters, Place, find_checkpoint
+from outsize.checkpoint.reader import LATEST, LOOKS, Checkpoint, Masters, Place, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
-from outsize.checkpoint.shelf import is_checkpoint
+from outsize.checkpoint.shelf import checkpoints_in, is_checkpoint, was_removed
 from outsize.formats.dcp import is_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES, UnitShard
@@ -47,8 +48,8 @@ def load(
             these have no random numbers and no `extra`, so that None is returned.
         model: without `optimizer`, weights and buffers alone are restored; optimizer state, gradients and random
             numbers stay as they are. None: the optimizer's state alone.
-        strict: with False, parameters and buffers that only one side has are passed over; their names are logged as a
-            warning. Shapes must fit either way.
+        strict: with False, parameters, buffers and extra states of modules that only one side has are passed over;
+            their names are logged as a warning. Shapes must fit either way.
 
     The tiers, the units, the budgets, the state format and the compute dtype (float32, bfloat16, float16) may differ
     from those of the run that saved: arrays are found by parameter name, and the fp32 masters stay exact either way.
@@ -57,12 +58,26 @@ def load(
     checkpoint, `ValueError` for a damaged one (with file and chunk) and for one that does not match, with what is
     missing, unexpected and different. Memory: a fixed slab, and the largest gradient if the checkpoint holds gradients.
     """
-    prepared = _prepared(model, optimizer)
+    grad = torch.is_grad_enabled()
+    # What is restored is trained on, wherever `load` is called: autograd takes no tensor of inference mode.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        return _load(_prepared(model, optimizer), os.fspath(path), model, optimizer, strict)
+
+
+def _load(
+    prepared: Prepared,
+    label: str,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
+) -> Any:
     prepared.resources.saver.settle()
-    source = Path(os.path.realpath(path))
+    source = Path(os.path.realpath(label))
     Saving.settle_at(source)
     ours = is_checkpoint(source)
     of_weights, of_dcp = not ours and is_safetensors(source), not ours and is_dcp(source)
+    if of_weights or of_dcp:
+        _check_alone(source)
     if (of_weights or of_dcp) and cuts_of(prepared):
         raise ValueError(
             f"{source} cannot be loaded into tensor-parallel parameters: load it into the model before "
@@ -71,8 +86,8 @@ def load(
     if of_weights:
         return _load_safetensors(prepared, source, model, optimizer, strict)
     if of_dcp:
-        return _load_dcp(prepared, source, model, optimizer, os.fspath(path), strict)
-    checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, os.fspath(path), strict))
+        return _load_dcp(prepared, source, model, optimizer, label, strict)
+    checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, label, strict))
     try:
         _check_same_checkpoint(prepared, checkpoint)
         settle(prepared)
@@ -81,6 +96,17 @@ def load(
         return checkpoint.extra
     finally:
         checkpoint.close()
+
+
+def _check_alone(source: Path) -> None:
+    """Raise `ValueError` for a folder of another library's that is a directory of checkpoints too."""
+    newest = next((each.path for each in checkpoints_in(source)), None)
+    if newest is not None:
+        raise ValueError(
+            f"{source} holds both weights of their own and checkpoints of outsize.save, the newest {newest.name!r}; "
+            f"name the one that is meant: {newest}, {source / LATEST} for the newest one, or a folder of the weights "
+            f"alone"
+        )
 
 
 T = TypeVar("T")
@@ -107,8 +133,28 @@ def _open(
     label: str,
     strict: bool,
 ) -> Checkpoint:
-    """The checkpoint, found to be whole and to fit."""
-    checkpoint = Checkpoint(find_checkpoint(source), codec_named, _place_of(prepared), cuts_of(prepared))
+    """The checkpoint, found to be whole and to fit. In a directory another one is taken where that which was the newest
+    is removed by a run that saves with `keep`."""
+    looks = 0
+    while True:
+        looks += 1
+        folder = find_checkpoint(source)
+        try:
+            return _opened(prepared, folder, model, optimizer, label, strict)
+        except FileNotFoundError as error:
+            if looks == LOOKS or not was_removed(folder, error):
+                raise
+
+
+def _opened(
+    prepared: Prepared,
+    folder: Path,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    label: str,
+    strict: bool,
+) -> Checkpoint:
+    checkpoint = Checkpoint(folder, codec_named, _place_of(prepared), cuts_of(prepared))
     try:
         live = _live(prepared, model, optimizer)
         _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)
@@ -149,7 +195,9 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
     buffers = buffers_of(prepared.model)
     persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
     record = optimizer_record(prepared, optimizer, encoded=False)
-    return Live(parameters, persistent if model is not None else None, record)
+    if model is None:
+        return Live(parameters, None, record)
+    return Live(parameters, persistent, record, takers_of(model).keys())
 
 
 @contextmanager
@@ -273,6 +321,9 @@ def _restore(
     if model is not None:
         buffers = buffers_of(model)
         _fill_buffers(buffers, partial(_stored_buffer, checkpoint, buffers))
+        for name, module in takers_of(model).items():
+            if name in checkpoint.extra_states:
+                module.set_extra_state(checkpoint.extra_states[name])
     if optimizer is not None:
         assert checkpoint.manifest.optimizer is not None
         _restore_stepping(prepared, optimizer, checkpoint.manifest.optimizer.steps, checkpoint.hyper)
@@ -344,7 +395,7 @@ def _fill_buffers(
         value, found = buffers[name][0], stored(name)
         if found is None:
             continue
-        with torch.no_grad():
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
             if name not in expanded:
                 value.copy_(found)
             elif not _has_bits(value, fresh := found.to(value.device, value.dtype)):

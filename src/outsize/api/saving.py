@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
+from outsize.api.extra_states import extra_states_of
 from outsize.api.public import require
 from outsize.api.ranks import JobPeers, everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.folder import check_replaceable
+from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
 from outsize.checkpoint.joint import Cut, together
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.own import Extra, Own, check_buffers
 from outsize.checkpoint.parts import UnsyncedError
 from outsize.checkpoint.reader import Masters
-from outsize.checkpoint.rng import capture_rng
+from outsize.checkpoint.rng import capture_rng, check_capturable
 from outsize.checkpoint.shelf import (
     check_in_series,
     given_back,
@@ -63,7 +64,8 @@ def save(
             directory or file is never overwritten (`FileExistsError`).
         optimizer: the prepared one. Without it weights and buffers alone are of use to `load`.
         extra: whatever else the run needs to go on (a scheduler's `state_dict()`, the step): dict, list, tuple, str,
-            int, float, bool, None and tensors, nested. Anything else is a `TypeError` that names its place.
+            int, float, bool, None and tensors, nested. Anything else is a `TypeError` that names its place, also in
+            what a module's `get_extra_state()` gives, which is saved too.
         keep: how many checkpoints of the series stay (the folders beside `path` whose names differ in their last digits
             only); the oldest beyond it are removed once this one is complete. Default: all.
 
@@ -77,7 +79,7 @@ def save(
     checkpoint is as it was. What goes wrong later is logged, and raised by `wait()`, the next `save` and `load`.
     """
     prepared = whole(model, optimizer, "save")
-    target = Path(os.path.realpath(path))
+    target = target_of(path)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
     saver = prepared.resources.saver
@@ -96,10 +98,13 @@ def save(
             check_in_series(target, keep)
         check_buffers(buffers)
         _check_place(prepared, target)
+        check_not_current(target)
         check_replaceable(target)
+        check_capturable()
         record = optimizer_record(prepared, optimizer, encoded=True)
         sums.update({} if reduction is None else _sums(buffers))
-        return Extra(extra), no_longer_kept(target, keep) if first else [], next_saved_at(target.parent), record
+        outdated = no_longer_kept(target, keep) if first else []
+        return Extra(extra, extra_states_of(model)), outdated, next_saved_at(target.parent), record
 
     # What may fail on one rank comes here, where it fails on all.
     found = look() if reduction is None else everywhere(reduction.ranks, look, "save")
@@ -148,7 +153,9 @@ def save(
         if peers is not None:
             peers.behind = True
         saving = saver.begin(target)
-        saving.run_behind(partial(_finish_behind, [prepared.engine], begun, outdated, copy))
+        # Made now: the thread may come to its turn when the process group is destroyed already.
+        copies = None if copy is None else JobPeers(copy, "save", behind=True)
+        saving.run_behind(partial(_finish_behind, [prepared.engine], begun, outdated, copies))
         return saving
     going: list[Path] = []
 
@@ -242,11 +249,11 @@ def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> 
 
 
 def _finish_behind(
-    alive: list[Engine], begun: Sequence[UnfinishedCheckpoint], outdated: Sequence[Path], copies: Ranks | None
+    alive: list[Engine], begun: Sequence[UnfinishedCheckpoint], outdated: Sequence[Path], copies: JobPeers | None
 ) -> None:
-    """Write what is left and publish, and wait for the copy of the model that does. The engine stays alive as long as
-    its memory is being written, and no longer: its end would wait, on the very thread that writes, for the conveyor,
-    which may wait for what is written."""
+    """Write what is left and publish, and wait for the copy of the model that does; or leave nothing of it. The engine
+    stays alive as long as its memory is being written, and no longer: its end would wait, on the very thread that
+    writes, for the conveyor, which may wait for what is written."""
 
     def finish() -> None:
         for unfinished in begun:
@@ -256,7 +263,11 @@ def _finish_behind(
         if copies is None:
             finish()
         else:
-            together(JobPeers(copies, "save", behind=True), finish, "outsize.save")
+            together(copies, finish, "outsize.save")
+    except BaseException:
+        for unfinished in begun:
+            unfinished.abandon()
+        raise
     finally:
         alive.clear()
 

@@ -232,8 +232,8 @@ class DataReader:
         return self._open[name]
 
     def path(self, name: str) -> str:
-        """Where another library finds the file, whatever the folder is called by now."""
-        return f"/proc/self/fd/{self._held}/{name}"
+        """Where another library finds the file until the next one is read, whatever the folder is called by now."""
+        return f"/proc/self/fd/{self._file(name)}"
 
     def close(self) -> None:
         while self._open:

@@ -11,6 +11,8 @@ import os
 import re
 import secrets
 import shutil
+import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import final
@@ -136,13 +138,44 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or a folder's list of names to the disk."""
+    """Bring a file, or a folder's list of names as far as its file system can, to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with naming(path, "syncing"):
             os.fsync(fd)
+    except OSError as error:
+        # Some file systems (shared folders of virtual machines, older network ones) sync no folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise
     finally:
         os.close(fd)
+
+
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Where what is written to `path` goes. Raises `ValueError` for one that begins with `~`, which a shell expands and
+    nobody here does."""
+    given = os.fspath(path)
+    if isinstance(given, str) and given.startswith("~"):
+        raise ValueError(
+            f"{given!r} would be a folder called {given.split('/')[0]!r} in the current directory; pass "
+            f"os.path.expanduser({given!r}), or './{given}' if that is meant"
+        )
+    return Path(os.path.realpath(path))
+
+
+def check_not_current(target: Path) -> None:
+    """Raise `ValueError` where the folder that is going to be replaced is the current directory: this process, and the
+    shell that it was started from, would be left in the old one, which is removed."""
+    if target.exists() and os.path.samefile(target, os.curdir):
+        raise ValueError(f"{target} is the current directory, which cannot be replaced; name a folder in it")
+
+
+def check_present(folder: Path, names: Iterable[str]) -> None:
+    """Raise `FileNotFoundError` unless the folder still has all its files: where the lock on it does not count
+    (network file systems that lock for each machine alone), another run may have swept it."""
+    for name in names:
+        if not os.path.lexists(folder / name):
+            raise FileNotFoundError(errno.ENOENT, "was removed while the checkpoint was written", str(folder / name))
 
 
 def check_replaceable(target: Path) -> None:

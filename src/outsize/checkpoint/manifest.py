@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.grad_ops import GradOps
 from outsize.plan.layout import round_up
+from outsize.plan.sizes import format_bytes
 
 FORMAT = "outsize checkpoint"
 VERSION = 3
@@ -237,14 +239,18 @@ class Manifest:
     """Of the ranks but the first: {"rng": ..., "extra": ...} each, and "buffers" where some are not the first one's."""
     copies: Sequence[Sequence[Any]] = ()
     """The same of all ranks of each further copy of the model."""
+    extra_states: Mapping[str, Any] | None = None
+    """Of the modules, encoded, by their names in torch's state dicts; None in a checkpoint from before that."""
 
     def of_rank(self, copy: int, rank: int) -> Mapping[str, Any]:
         """What a rank of a copy of the model had of its own; its buffers as far as they are not the first one's."""
         if copy:
             return self.copies[copy - 1][rank]  # type: ignore[no-any-return]
-        return self.ranks[rank - 1] if rank else {"rng": self.rng, "extra": self.extra}
+        first = {"rng": self.rng, "extra": self.extra, "extra_states": self.extra_states or {}}
+        return self.ranks[rank - 1] if rank else first
 
     def to_text(self) -> str:
+        """Raises `ValueError` for a text that is larger than any reader takes."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -259,10 +265,13 @@ class Manifest:
             "optimizer": self.optimizer and self.optimizer.to_json(),
             "rng": self.rng,
             "extra": self.extra,
+            **({"extra_states": self.extra_states} if self.extra_states is not None else {}),
             **({"ranks": list(self.ranks)} if self.ranks else {}),
             **({"copies": list(map(list, self.copies))} if self.copies else {}),
         }
-        return sealed(_readable(content, 2, ""))
+        text = sealed(_readable(content, 2, ""))
+        check_text_bytes(len(text), "the manifest of this checkpoint")  # it is ASCII
+        return text
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
@@ -301,6 +310,7 @@ class Manifest:
             tensor_ranks=natural(value.get("tensor_ranks", 1)),
             ranks=[dict(each) for each in value.get("ranks", [])],
             copies=[[dict(each) for each in copy] for copy in value.get("copies", [])],
+            extra_states=dict(value["extra_states"]) if "extra_states" in value else None,
         )
         size, tensor = manifest.world_size, manifest.tensor_ranks
         if not 1 <= tensor <= size or size % tensor:
@@ -329,6 +339,22 @@ class Manifest:
                 continue  # of an array without elements, for which nobody has written a file
             if piece.file not in self.files or piece.offset + nbytes > self.files[piece.file].nbytes:
                 raise ValueError(f"an array of {nbytes} bytes at {piece.offset} lies outside of {piece.file!r}")
+
+
+def check_values(value: Any, what: str) -> None:
+    """Raise `ValueError` for encoded values that no manifest has room for."""
+    # A look that costs next to nothing: no value is more than 8 times as long in JSON as in this form.
+    if 8 * len(marshal.dumps(value, 2)) > MAX_MANIFEST_BYTES:
+        check_text_bytes(len(_one_line(value)), what)
+
+
+def check_text_bytes(nbytes: int, what: str) -> None:
+    if nbytes > MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"{what} would take {format_bytes(nbytes)} of text, and a manifest has at most "
+            f"{format_bytes(MAX_MANIFEST_BYTES)}; put long lists and texts of extra into tensors "
+            f"(torch.tensor(values), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)) or into files"
+        )
 
 
 def sealed(text: str) -> str:

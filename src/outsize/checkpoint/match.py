@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,8 @@ class Live:
     buffers: Shapes | None
     """None where buffers are not to be loaded."""
     optimizer: OptimizerRecord | None
+    extra_states: Collection[str] | None = None
+    """The names of those that modules take; None where they are not to be loaded."""
 
 
 def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True) -> Differences:
@@ -42,7 +44,14 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
             if record.persistent
         }
         found |= _differences("buffer", persistent, live.buffers)
-    passed_over = {what: names for what, names in found.items() if not strict and what.split()[0] in _PASSABLE}
+    older: Differences = {}
+    if live.extra_states is not None:
+        sides = _one_sided("extra state", manifest.extra_states or {}, live.extra_states)
+        if manifest.extra_states is None:  # from before they were saved
+            older = sides
+        else:
+            found |= sides
+    passed_over = {what: names for what, names in found.items() if not strict and what.split()[0] in _PASSABLE} | older
     problems = [f"{len(names)} {what}: {_listed(names)}" for what, names in found.items() if what not in passed_over]
     if problems:
         raise ValueError(
@@ -58,9 +67,15 @@ def _shapes(records: Mapping[str, ParameterRecord]) -> dict[str, tuple[tuple[int
     return {name: (record.shape, record.dtype) for name, record in records.items()}
 
 
+def _one_sided(kind: str, stored: Collection[str], live: Collection[str]) -> Differences:
+    found = {
+        f"missing {kind}s": [name for name in live if name not in stored],
+        f"unexpected {kind}s": [name for name in stored if name not in live],
+    }
+    return {what: names for what, names in found.items() if names}
+
+
 def _differences(kind: str, stored: Shapes, live: Shapes) -> Differences:
-    missing = [name for name in live if name not in stored]
-    unexpected = [name for name in stored if name not in live]
     both = [name for name in live if name in stored]
     shapes = [
         f"{name} is {_dims(stored[name][0])} there and {_dims(live[name][0])} here"
@@ -72,13 +87,8 @@ def _differences(kind: str, stored: Shapes, live: Shapes) -> Differences:
         for name in both
         if stored[name][1] != live[name][1] and not {stored[name][1], live[name][1]} <= _CONVERTIBLE
     ]
-    found = {
-        f"missing {kind}s": missing,
-        f"unexpected {kind}s": unexpected,
-        f"{kind}s of another shape": shapes,
-        f"{kind}s of another dtype": dtypes,
-    }
-    return {what: names for what, names in found.items() if names}
+    found = {f"{kind}s of another shape": shapes, f"{kind}s of another dtype": dtypes}
+    return _one_sided(kind, stored, live) | {what: names for what, names in found.items() if names}
 
 
 def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, strict: bool) -> None:

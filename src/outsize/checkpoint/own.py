@@ -13,7 +13,7 @@ from outsize.checkpoint.files import DataWriter, file_record
 from outsize.checkpoint.folder import sync
 from outsize.checkpoint.joint import own_name
 from outsize.checkpoint.library import require_safetensors, storing
-from outsize.checkpoint.manifest import BufferRecord, FilePlan, FileRecord
+from outsize.checkpoint.manifest import BufferRecord, FilePlan, FileRecord, check_values
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.values import DTYPE_NAMES, INLINE_NUMEL, encode, inline
 
@@ -25,11 +25,14 @@ Buffers = Mapping[str, tuple[torch.Tensor, bool]]
 
 @final
 class Extra:
-    """The user's `extra`, checked and encoded before anything is written."""
+    """The user's `extra` and the modules' extra states, checked and encoded before anything is written."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, states: Mapping[str, Any] | None = None) -> None:
+        """`states`: of the modules, by their names in torch's state dicts."""
         self.tensors: dict[str, torch.Tensor] = {}
         self.encoded = encode(value, "extra", self._keep)
+        self.states = {name: encode(state, name, self._keep) for name, state in (states or {}).items()}
+        check_values([self.encoded, self.states], "extra")
         if self.tensors:
             require_safetensors("outsize.save with tensors in extra")
 
@@ -42,7 +45,8 @@ class Extra:
     def to_send(self) -> Extra:
         """The same for another process."""
         sent = Extra(None)
-        sent.encoded, sent.tensors = self.encoded, {name: each.detach().cpu() for name, each in self.tensors.items()}
+        sent.encoded, sent.states = self.encoded, self.states
+        sent.tensors = {name: each.detach().cpu() for name, each in self.tensors.items()}
         return sent
 
 
@@ -67,11 +71,13 @@ class Stored:
     buffers: Mapping[str, BufferRecord]
     rng: Any
     extra: Any
+    extra_states: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Of a further rank."""
         buffers = {name: record.to_json() for name, record in self.buffers.items()}
-        return {"rng": self.rng, "extra": self.extra, **({"buffers": buffers} if buffers else {})}
+        more = {"extra_states": dict(self.extra_states), "buffers": buffers}
+        return {"rng": self.rng, "extra": self.extra, **{key: each for key, each in more.items() if each}}
 
 
 @final
@@ -115,7 +121,7 @@ def write_own(folder: Path, own: Own, rank: int, file: ModelFile, files: dict[st
     rng = encode(own.rng, where, lambda _, tensor: file.keep(tensor).to_json())
     file.write(folder, files)
     _write_extra(folder / own_name(EXTRA_FILE, rank), own.extra, files)
-    return Stored(buffers, rng, own.extra.encoded)
+    return Stored(buffers, rng, own.extra.encoded, own.extra.states)
 
 
 def _write_extra(path: Path, extra: Extra, files: dict[str, FileRecord]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,15 +21,20 @@ from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest, ParameterRecord
 from outsize.checkpoint.own import EXTRA_FILE, MODEL_FILE
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
+from outsize.checkpoint.rng import KINDS as RNG_KINDS
 from outsize.checkpoint.rng import check_rng
-from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in
+from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in, was_removed
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Codec, SlotState, UnitShard
 from outsize.plan.layout import Slot
 
 LATEST = "latest"
+LOOKS = 10
+"""How often a directory is looked through that another process changes meanwhile."""
+
 MAX_RNG_BYTES = 1 << 20
+"""Of all generators of a rank."""
 
 Codecs = Callable[[str], Codec]
 """The codec of a kind of 8-bit array, by its name in checkpoints."""
@@ -77,19 +83,35 @@ def find_checkpoint(path: Path) -> Path:
         logger.warning("passed over %s: it has no manifest, so it was never completed", entry)
     for entry in damaged_in(folder):
         logger.warning("passed over %s: its manifest is damaged", entry)
-    for shelved in checkpoints_in(folder):
-        try:
-            open_manifest(shelved.path)[1].close()
-        except (ValueError, OSError) as error:
-            logger.warning("passed over %s: %s", shelved.path, str(error))
-        else:
-            logger.info("%s: the newest complete checkpoint is %s", path, shelved.path)
-            return shelved.path
+    for _ in range(LOOKS):
+        names = _names_in(folder)
+        newest = _newest_in(folder)
+        if newest is not None:
+            logger.info("%s: the newest complete checkpoint is %s", path, newest)
+            return newest
+        if names == _names_in(folder):
+            break
     raise FileNotFoundError(
         errno.ENOENT,
         "not a complete checkpoint, and it holds none: the manifest is written last and is missing; load another one",
         str(folder / MANIFEST_NAME),
     )
+
+
+def _names_in(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _newest_in(folder: Path) -> Path | None:
+    for shelved in checkpoints_in(folder):
+        try:
+            open_manifest(shelved.path)[1].close()
+        except (ValueError, OSError) as error:
+            if not was_removed(shelved.path, error):
+                logger.warning("passed over %s: %s", shelved.path, str(error))
+        else:
+            return shelved.path
+    return None
 
 
 @contextmanager
@@ -162,9 +184,18 @@ class Checkpoint:
         tensors: dict[str, torch.Tensor] = {}
         extra = own_name(EXTRA_FILE, self._number)
         if extra in manifest.files:
-            tensors = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(extra))
+            mapped = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(extra))
+            # Copies: a mapped file keeps its space when it is removed, and ends who reads it when it is cut.
+            tensors = {name: mapped.pop(name).clone() for name in list(mapped)}
         self.extra = decode(own["extra"], tensors.__getitem__)
-        self.rng: dict[str, Any] = decode(own["rng"], self._tensor)
+        states = own.get("extra_states", {})
+        if states.keys() != (manifest.extra_states or {}).keys():
+            raise ValueError(f"rank {self._number} has the extra states of other modules than the first rank")
+        self.extra_states = {name: decode(state, tensors.__getitem__) for name, state in states.items()}
+        self._unread_rng = MAX_RNG_BYTES
+        self.rng: dict[str, Any] = {
+            kind: decode(own["rng"][kind], self._rng_tensor) for kind in RNG_KINDS if kind in own["rng"]
+        }
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()
         self.hyper: list[dict[str, Any]] = [decode(group.hyper, from_inline) for group in groups]
@@ -177,11 +208,12 @@ class Checkpoint:
             if record.scalars is not None
         }
 
-    def _tensor(self, value: Any) -> torch.Tensor:
+    def _rng_tensor(self, value: Any) -> torch.Tensor:
         region = Region.from_json(value)
         self.manifest.check(region)
-        if region.nbytes > MAX_RNG_BYTES:
-            raise ValueError(f"the state of a random number generator has {region.nbytes} bytes")
+        self._unread_rng -= region.nbytes
+        if self._unread_rng < 0:
+            raise ValueError(f"the states of the random number generators are more than {MAX_RNG_BYTES} bytes")
         return self.data.read(region)
 
     def _scalar(self, value: Any) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+KINDS = ("torch", "python", "numpy", "cuda")
+
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """The states of torch, Python, NumPy (if it is in use) and the computing device, as plain values."""
@@ -16,6 +18,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
     }
+    check_capturable()
     numpy = _numpy()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
@@ -23,6 +26,17 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+def check_capturable() -> None:
+    """Raise `TypeError` for a generator whose state has another form than those that are stored."""
+    numpy = _numpy()
+    if numpy is not None and not _has_usual_generator(numpy):
+        name = numpy.random.get_state(legacy=False)["bit_generator"]
+        raise TypeError(
+            f"numpy.random draws from {name}, and outsize.save stores the state of MT19937, its default, alone; draw "
+            f"from a numpy.random.Generator of your own and put its state into extra"
+        )
 
 
 def check_rng(states: dict[str, Any]) -> None:
@@ -41,7 +55,7 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(_python_state(states))
     numpy = _numpy()
-    if numpy is not None and "numpy" in states:
+    if numpy is not None and "numpy" in states and _has_usual_generator(numpy):
         numpy.random.set_state(_numpy_state(states))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -49,6 +63,10 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 
 def _numpy() -> Any:
     return sys.modules.get("numpy")
+
+
+def _has_usual_generator(numpy: Any) -> bool:
+    return bool(numpy.random.get_state(legacy=False)["bit_generator"] == "MT19937")
 
 
 def _python_state(states: dict[str, Any]) -> Any:

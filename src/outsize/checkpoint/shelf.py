@@ -51,7 +51,8 @@ def checkpoints_in(parent: Path) -> list[Shelved]:
 
 def incomplete_in(parent: Path) -> list[Path]:
     """Folders that look like checkpoints and have no manifest: a save that never ended, or a copy that was cut off."""
-    return [entry for entry in _lookalikes(parent) if not os.path.lexists(entry / MANIFEST_NAME)]
+    found = [entry for entry in _lookalikes(parent) if not os.path.lexists(entry / MANIFEST_NAME)]
+    return [entry for entry in found if entry.exists()]  # another run may have renamed it just now
 
 
 def damaged_in(parent: Path) -> list[Path]:
@@ -72,11 +73,23 @@ def _lookalikes(parent: Path) -> list[Path]:
 
 
 def _has_data(folder: Path) -> bool:
-    return any(folder.glob("unit-*.bin"))
+    return bool(_data_of(folder))
+
+
+def _data_of(folder: Path) -> list[Path]:
+    with suppress(FileNotFoundError):  # another run has just renamed it
+        return list(folder.glob("unit-*.bin"))
+    return []
 
 
 def _has_damaged_manifest(folder: Path) -> bool:
-    return os.path.lexists(folder / MANIFEST_NAME) and _saved_at(folder / MANIFEST_NAME) is None
+    manifest = folder / MANIFEST_NAME
+    return os.path.lexists(manifest) and _saved_at(manifest) is None and os.path.lexists(manifest)
+
+
+def was_removed(checkpoint: Path, error: Exception) -> bool:
+    """Whether it could not be read because another run has just removed it (`keep=`): that is no damage."""
+    return isinstance(error, FileNotFoundError) and not os.path.lexists(checkpoint)
 
 
 def _is_hidden(entry: Path) -> bool:
@@ -125,7 +138,10 @@ def _opens(folder: Path) -> bool:
 
 
 def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
-    """Those that hold nothing but what is ours; the others are not removed, and said so."""
+    """Those that hold nothing but what is ours and are not write-protected; the others are not removed, and said so.
+
+    Hidden, a folder that cannot be removed would take its space for good, and nobody would see it.
+    """
     found = []
     for path in checkpoints:
         try:
@@ -134,6 +150,8 @@ def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
             continue
         if foreign:
             logger.warning("%s is not removed: it also holds %s", path, ", ".join(foreign[:10]))
+        elif not os.access(path, os.W_OK | os.X_OK):
+            logger.warning("%s is not removed: it is write-protected", path)
         else:
             found.append(path)
     return found
@@ -179,6 +197,8 @@ def set_all_aside(checkpoints: Iterable[Path]) -> list[Path]:
 def remove_all(folders: Iterable[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+        if os.path.lexists(folder):
+            logger.warning("%s is superfluous and could not be removed; remove it by hand", folder)
 
 
 def next_saved_at(parent: Path) -> str:
@@ -193,7 +213,7 @@ def given_back(going: Iterable[Path]) -> dict[int, int]:
     """Bytes that are free on each file system (`st_dev`) when these checkpoints are gone, as far as one can know."""
     returned: dict[int, int] = {}
     for folder in going:
-        for file in folder.glob("unit-*.bin"):
+        for file in _data_of(folder):
             with suppress(FileNotFoundError):
                 status = file.lstat()
                 if status.st_nlink == 1:

@@ -13,7 +13,7 @@ import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, Gradients, RestingArray, copy_out
 from outsize.checkpoint.files import DataWriter, file_record
-from outsize.checkpoint.folder import NewFolder, sync, write_text
+from outsize.checkpoint.folder import NewFolder, check_present, sync, write_text
 from outsize.checkpoint.joint import Cut, Peers, folder_of, merged_parts, own_name, together
 from outsize.checkpoint.joint import Part as RankPart
 from outsize.checkpoint.manifest import (
@@ -224,8 +224,11 @@ class UnfinishedCheckpoint:
 
     def _finish_alone(self) -> Path | None:
         self._write_parts()
-        manifest = self._manifest(self._files, Records(self._plans))
+        return self._publish(self._manifest(self._files, Records(self._plans)))
+
+    def _publish(self, manifest: Manifest) -> Path | None:
         write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
+        check_present(self._folder.path, manifest.files)
         return self._folder.publish()
 
     def _finish_with(self, peers: Peers) -> Path | None:
@@ -251,8 +254,7 @@ class UnfinishedCheckpoint:
                 ranks=of_first[1:],
                 copies=of_copies,
             )
-            write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
-            return self._folder.publish()
+            return self._publish(manifest)
 
         parts: list[RankPart] = together(peers, own, "writing the checkpoint")
         replaced: list[Path | None] = together(peers, publish, "publishing the checkpoint")
@@ -286,6 +288,7 @@ class UnfinishedCheckpoint:
             optimizer=snapshot.optimizer,
             rng=self._own.rng,
             extra=self._own.extra,
+            extra_states=self._own.extra_states,
             written_by=_versions(),
             saved_at=snapshot.saved_at,
         )

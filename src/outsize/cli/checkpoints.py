@@ -18,6 +18,7 @@ from outsize.checkpoint.shelf import (
     incomplete_in,
     remove_all,
     set_all_aside,
+    was_removed,
     without_foreign,
 )
 from outsize.cli.job import DTYPES
@@ -75,6 +76,8 @@ def _ls(args: argparse.Namespace) -> int:
             data.close()
             rows.append(_row(path, manifest))
         except (ValueError, OSError) as error:
+            if was_removed(path, error):
+                continue
             rows.append((path.name, "", "", "", "", f"damaged: {error}"))
     rows += [(path.name, "", "", "", "", "incomplete: no manifest") for path in incomplete]
     cells = [[_printable(cell) for cell in row] for row in rows]
@@ -110,6 +113,9 @@ def _verify(args: argparse.Namespace) -> int:
             manifest, data = open_manifest(path)
             _verify_one(manifest, data)
         except (ValueError, OSError) as error:
+            if was_removed(path, error):
+                print(f"{path}: another run has just removed it")
+                continue
             damaged += 1
             print(f"outsize: {_printable(str(error))}", file=sys.stderr)
             continue
