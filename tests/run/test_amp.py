@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -178,3 +179,55 @@ def test_an_fp16_model_of_the_users_own_trains(workshop: Workshop, tier: str) ->
     workshop.prepare(model, optimizer, tier)
     losses, _ = train_scaled(model, optimizer, half_precision_batches(1) * 12, clip=True)
     assert losses[-1] < losses[0] * 0.9
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_step_hook_that_raises_leaves_no_scale_behind(workshop: Workshop, tier: str, when: str) -> None:
+    pair = workshop.pair(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), tier=tier)
+    for model, optimizer in pair.both:
+        scaler, fired = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+
+        def hook(*_: object, fired: list[int] = fired) -> None:
+            fired.append(1)
+            if len(fired) == 1:
+                raise LookupError("from a hook")
+
+        getattr(optimizer, f"register_step_{when}_hook")(hook)
+        for batch in batches(3):
+            scaler.scale(squared_error(model, batch)).backward()
+            with contextlib.suppress(LookupError):
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert len(fired) == 3
+    pair.check()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_scaled_step_that_is_refused_leaves_the_gradients_as_they_were(
+    workshop: Workshop, tier: str, given: bool
+) -> None:
+    """`given`: the user has put a gradient of his own in place of one at rest."""
+    moved = []
+    for refused in (False, True):
+        torch.manual_seed(0)
+        model = Stack(depth=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        x, y = batches(1)[0]
+        scaler.scale(squared_error(model, (x.bfloat16(), y.bfloat16()))).backward()
+        if given:
+            model.head.weight.grad = torch.full((4, 16), 512.0, dtype=torch.bfloat16)
+        if refused:
+            with outsize.gathered(model.blocks[0], modify=True), pytest.raises(RuntimeError, match="Nothing was upda"):
+                scaler.step(optimizer)
+            if given:
+                assert (model.head.weight.grad == 512.0).all()
+        scaler.step(optimizer)
+        scaler.update()
+        if given:
+            assert (model.head.weight.grad == 0.5).all()  # as torch leaves it
+        moved.append(weights(model))
+    for name, value in moved[0].items():
+        assert torch.equal(moved[1][name], value), name

@@ -5,6 +5,7 @@ import errno
 import os
 import pickle
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -731,3 +732,86 @@ def test_wrapping_a_prepared_model_for_data_parallelism_is_refused(workshop: Wor
     workshop.prepare(model, adamw(model), "squeezed", stage=0)
     with pytest.raises(RuntimeError, match="do not wrap a prepared model"):
         nn.parallel.DistributedDataParallel(model)
+
+
+def replaced_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer that halves its learning rate in a step of its own."""
+    inner = optimizer.step
+
+    def step(self: torch.optim.Optimizer, *args: Any) -> Any:
+        self.param_groups[0]["lr"] *= 0.5
+        return inner(*args)
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def test_a_step_that_was_replaced_on_the_optimizer_is_refused_in_prepare(workshop: Workshop) -> None:
+    model = Stack()
+    optimizer = replaced_step(adamw(model))
+    refused(
+        model,
+        optimizer,
+        r"`step` of this AdamW .* replaced by 'replaced_step.<locals>.step'.* call prepare first",
+        **workshop.fields("host"),
+    )
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps it
+    refused(
+        model,
+        optimizer,
+        r"`step` of this AdamW .* replaced by 'replaced_step.<locals>.step'.* call prepare first",
+        **workshop.fields("host"),
+    )
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_step_that_is_interrupted_when_units_are_marked_stops_the_run(
+    workshop: Workshop, tier: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(2))
+    streamer, marked = prepared(pair.model).engine.streamer, []
+    owe = streamer.owe
+
+    def interrupted(*args: Any) -> None:
+        marked.append(args)
+        if len(marked) == 2:
+            raise error
+        owe(*args)
+
+    squared_error(pair.model, batches(1)[0]).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(streamer, "owe", interrupted)
+        with pytest.raises(error):
+            pair.optimizer.step()
+    with pytest.raises(RuntimeError, match="training stopped after an error"):
+        outsize.save(workshop.disk.parent / "half", pair.model, pair.optimizer)
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_step_that_is_interrupted_before_units_are_marked_may_be_tried_again(
+    workshop: Workshop, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = workshop.pair(tier=tier)
+    for model, optimizer in pair.both:
+        train(model, optimizer, batches(2))
+        squared_error(model, batches(1)[0]).backward()
+        squared_error(model, batches(2)[1]).backward()
+    streamer, settled = prepared(pair.model).engine.streamer, []
+    settle = streamer.settle
+
+    def interrupted(*args: Any) -> None:
+        settled.append(args)
+        if len(settled) == 3:
+            raise KeyboardInterrupt
+        settle(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamer, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.optimizer.step()
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(batches(2))

@@ -538,3 +538,55 @@ def test_an_optimizer_step_by_hand_needs_no_gradient_of_unused_units(workshop: W
 
     pair = workshop.pair(optimizer=adamw, tier=tier)
     pair.train(batches(3), loss_of=loss_of, clip=0.1)
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_values_put_into_the_data_of_a_gradient_at_rest_are_refused_with_the_remedy(
+    workshop: Workshop, tier: str
+) -> None:
+    pair = workshop.pair(tier=tier)
+    backward(pair, batches(1))
+    grad = pair.model.head.weight.grad
+    with pytest.raises(RuntimeError, match=r"'head.weight' .* would be lost: .*gathered\(param, grads=True, modify"):
+        grad.data = torch.zeros(4, 16)
+    grad.data = grad.data
+    for model, optimizer in pair.both:
+        for param in model.parameters():
+            param.grad.data.mul_(0.5)
+        optimizer.step()
+    pair.check()
+
+
+class Branches(nn.Module):
+    """Two layers of one shape in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"q": nn.Linear(16, 16), "k": nn.Linear(16, 16)})
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block["q"](x)) * torch.sigmoid(self.block["k"](x)))
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+@pytest.mark.parametrize("how", ["same", "swap"])
+@pytest.mark.parametrize("units", [["block", "head"], [nn.Linear]], ids=["one unit", "two units"])
+def test_the_gradient_at_rest_of_another_parameter_is_refused_by_name(
+    workshop: Workshop, tier: str, how: str, units: Any
+) -> None:
+    pair = workshop.pair(Branches, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), tier, units=units)
+    backward(pair, batches(1))
+    q, k = pair.model.block["q"].weight, pair.model.block["k"].weight
+    before = q.grad, k.grad
+    k.grad, q.grad = (q.grad, k.grad) if how == "swap" else (q.grad, q.grad)
+    with pytest.raises(RuntimeError, match=r"'block\.[qk]\.weight' was made the gradient of 'block\.[kq]\.weight'"):
+        pair.optimizer.step()
+    q.grad, k.grad = before
+    with outsize.gathered([q, k], grads=True, modify=True):
+        k.grad.copy_(q.grad)
+    pair.plain.block["k"].weight.grad.copy_(pair.plain.block["q"].weight.grad)
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(batches(2))

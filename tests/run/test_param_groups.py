@@ -13,7 +13,7 @@ import outsize
 from outsize.api.shards import LateArrays
 from outsize.move.shard import UnitShard
 from outsize.run.unit import Unit
-from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, squared_error, train, weights
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -341,3 +341,83 @@ def test_parameters_without_elements_have_state_as_in_torch(workshop: Workshop, 
     assert mine.keys() == theirs.keys()
     assert {float(entry["step"]) for entry in mine.values()} == {2.0}
     assert all(entry["exp_avg"].shape == theirs[index]["exp_avg"].shape for index, entry in mine.items())
+
+
+@pytest.mark.parametrize("kind", ["list", "tensors"])
+def test_betas_that_change_in_place_after_step_belong_to_the_next_one(workshop: Workshop, tier: str, kind: str) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+        both = (torch.tensor(0.9), torch.tensor(0.999))
+        optimizer.param_groups[0]["betas"] = [0.9, 0.999] if kind == "list" else both
+        return optimizer
+
+    pair = workshop.pair(optimizer=make, tier=tier)
+    for batch in batches(4):
+        for model, optimizer in pair.both:
+            train(model, optimizer, [batch])
+            betas: Any = optimizer.param_groups[0]["betas"]
+            if kind == "list":
+                betas[0] -= 0.2
+            else:
+                betas[0].sub_(0.2)
+    pair.check()
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_betas_in_a_list_that_change_after_an_update_in_the_backward_are_an_error(
+    workshop: Workshop, tier: str
+) -> None:
+    pair = workshop.pair(tier=tier, update="backward")
+    pair.optimizer.param_groups[0]["betas"] = [torch.tensor(0.9), 0.999]
+    train(pair.model, pair.optimizer, batches(2))
+    squared_error(pair.model, batches(1)[0]).backward()
+    pair.optimizer.param_groups[0]["betas"][0].sub_(0.2)
+    with pytest.raises(RuntimeError, match="'betas' of a parameter group changed between"):
+        pair.optimizer.step()
+
+
+def test_an_added_group_stays_the_users_own_dict(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(optimizer=head_only, tier=tier)
+    for model, optimizer in pair.both:
+        group = {**body(model), "params": (param for param in model.blocks.parameters())}
+        optimizer.add_param_group(group)
+        assert optimizer.param_groups[1] is group
+        group["lr"] = 0.05
+        train(model, optimizer, batches(3))
+    pair.check()
+
+
+def test_a_set_of_parameters_is_no_group(workshop: Workshop) -> None:
+    pair = workshop.pair(optimizer=head_only, tier="host")
+    for model, optimizer in pair.both:
+        with pytest.raises(TypeError, match="ordering of tensors in sets"):
+            optimizer.add_param_group({"params": set(model.blocks.parameters())})  # type: ignore[union-attr]
+        assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_put_into_a_group_by_hand_are_refused_before_anything_changes(
+    workshop: Workshop, tier: str, dtype: torch.dtype
+) -> None:
+    model = Stack()
+    optimizer = head_only(model)
+    workshop.prepare(model, optimizer, tier, compute_dtype=dtype)
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(2)]
+    train(model, optimizer, data)
+    before, params = weights(model), optimizer.param_groups[0]["params"]
+    foreign = nn.Parameter(torch.ones(3))
+    foreign.grad = torch.ones(3)
+    for param, said in (
+        (foreign, r"optimizer.param_groups\[0\] has a parameter of shape \(3,\) that is not in the model"),
+        (model.blocks[0].up.weight, r"'blocks.0.up.weight' was put into .* call `optimizer.add_param_group"),
+    ):
+        squared_error(model, data[0]).backward()
+        params.append(param)
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            optimizer.step()
+        params.pop()
+        optimizer.zero_grad()
+    model.blocks.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    optimizer.add_param_group({"params": [model.blocks[0].up.weight]})
+    train(model, optimizer, data)

@@ -40,7 +40,7 @@ from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, is_repeated, local
 from outsize.run.reduction import Reduction
 from outsize.run.state import store_state
-from outsize.run.stepping import Stepper
+from outsize.run.stepping import Stepper, refuse_own_step
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
@@ -91,6 +91,8 @@ def assemble(
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
     _refuse_wrapped(model)
+    if optimizer is not None:
+        refuse_own_step(optimizer)
     rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
     ranks = open_ranks(config, list(model.parameters()))
     try:

@@ -259,6 +259,8 @@ def _load_dcp(
             _fill_buffers(buffers_of(model), checkpoint.buffer)
         if optimizer is not None:
             _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
+            assert prepared.stepper is not None
+            prepared.stepper.state.put_options_right()
 
     _fill(prepared, checkpoint, source, place)
 

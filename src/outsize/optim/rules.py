@@ -67,7 +67,7 @@ class Rule(ABC):
 
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         """The arrays that a parameter group with these options, which were checked, cannot do without."""
-        return ()
+        return self.arrays
 
     @abstractmethod
     def apply(self, piece: Piece) -> None:

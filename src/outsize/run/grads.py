@@ -106,6 +106,18 @@ class RestingGrad(torch.Tensor):
         assert home is not None, "the model of this gradient is gone"
         return home
 
+    @property
+    def data(self) -> RestingGrad:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            raise RuntimeError(
+                f"the gradient of {self.label!r} is at rest, and values put into its .data would be lost: write them "
+                f"with `with outsize.gathered(param, grads=True, modify=True): param.grad.copy_(...)`"
+            )
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from outsize.move.shard import Pending
 from outsize.run.grads import RestingGrad
@@ -13,9 +14,10 @@ from outsize.run.state import snapshot
 from outsize.run.unit import Unit
 
 
-def told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
-    """What a step does, for comparison with other ranks: by parameter its operations and hyper-parameters; `counted`:
-    also how many reductions the gradient is the sum of, which differs where a rank alone has thrown some away."""
+def told(pendings: Mapping[Unit, Pending], factor: float, counted: bool) -> dict[str, str]:
+    """What a step does, for comparison with other ranks: by parameter its operations, a loss scale's `factor` after
+    them, and hyper-parameters; `counted`: also how many reductions the gradient is the sum of, which differs where a
+    rank alone has thrown some away."""
     said: dict[str, str] = {}
     known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
     for unit, pending in pendings.items():
@@ -26,7 +28,9 @@ def told(pendings: Mapping[Unit, Pending], counted: bool) -> dict[str, str]:
             if hyper is None:
                 values = {key: _plain(value) for key, value in owed.hyper.items()}
                 hyper = known[id(owed.hyper)] = ", ".join(f"{key}={value}" for key, value in values.items())
-            said[name] = f"a gradient{sums} times {owed.ops.scale!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
+            said[name] = (
+                f"a gradient{sums} times {owed.ops.scale * factor!r} in [{owed.ops.low}, {owed.ops.high}], {hyper}"
+            )
             if owed.ops.zero:
                 said[name] = f"a zero gradient, {hyper}"
     return said
@@ -44,9 +48,15 @@ def differs(now: object, before: object) -> bool:
         return not torch.equal(now, before)
     if isinstance(now, float) and isinstance(before, float) and now != now and before != before:
         return False  # both are NaN
+    if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)) and len(now) == len(before):
+        return type(now) is not type(before) or any(map(differs, now, before))
     return now is not before and bool(now != before)
 
 
 def hyper_of(group: dict[str, Any]) -> dict[str, object]:
-    """The hyper-parameters of a group as they are now."""
-    return {key: snapshot(value) for key, value in group.items() if key != "params"}
+    """The hyper-parameters of a group as they are now, whatever becomes of their tensors and lists."""
+    return {
+        key: tree_map(snapshot, value) if isinstance(value, (list, tuple, dict)) else snapshot(value)
+        for key, value in group.items()
+        if key != "params"
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn, Protocol, final
 
 import torch
@@ -11,12 +11,16 @@ import torch
 from outsize.move.shard import SlotState, UnitShard
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
+from outsize.run.entry import StateEntry, plain
 from outsize.run.local import like, local
 
 
 def _as_torch(key: str, value: Any) -> Any:
-    """A per-parameter value as torch's optimizers keep it: counts of steps are tensors."""
-    return torch.tensor(value, device="cpu") if key == "step" and isinstance(value, float) else snapshot(value)
+    """A per-parameter value as torch's optimizers keep it: counts of steps are tensors, of a dtype that counts on."""
+    if key != "step" or not isinstance(value, float):
+        return snapshot(value)
+    wide = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+    return torch.tensor(value, dtype=wide, device="cpu")
 
 
 def snapshot(value: Any) -> Any:
@@ -24,11 +28,27 @@ def snapshot(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
+class Needed(Protocol):
+    """Which arrays an optimizer keeps."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Of any parameter group."""
+        ...
+
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        """Those that a parameter group with these options, which were checked, cannot do without."""
+        ...
+
+
 class Kept(Protocol):
     """What an optimizer keeps for a parameter beside its arrays."""
 
     whole: bool
     """Whether it sees whole parameters, and may keep arrays of other shapes."""
+
+    @property
+    def rule(self) -> Needed: ...
 
     @property
     def counts(self) -> tuple[str, ...]:
@@ -40,16 +60,25 @@ class Kept(Protocol):
         """The values that there can be; None: whatever the optimizer keeps."""
         ...
 
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        """Raise, naming `where` the parameter group is, for options with which no update can run."""
+        ...
+
 
 def entry_of(state: object, name: str) -> dict[str, Any]:
     """One parameter's state as somebody gives it, of DTensors what this rank has."""
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {name!r} must be a dict, not {type(state).__name__}")
-    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {key: local(plain(value)) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def check_entry(shard: UnitShard, slot: Slot, entry: Mapping[str, Any], kept: Kept, optimizer: str) -> None:
-    """Raise `ValueError`, with the parameter's name, for a state that is not this optimizer's."""
+def check_entry(
+    shard: UnitShard, slot: Slot, entry: Mapping[str, Any], kept: Kept, optimizer: str, hyper: Mapping[str, Any] | None
+) -> None:
+    """Raise `ValueError`, with the parameter's name, for a state that is not this optimizer's.
+
+    `hyper`: the options of the parameter's group; None where it is in none.
+    """
     names = {name for name, array in shard.arrays.items() if array.public}
     own, slot = slot, shard.whole_slots[slot.name]
     arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
@@ -60,7 +89,10 @@ def check_entry(shard: UnitShard, slot: Slot, entry: Mapping[str, Any], kept: Ke
         wrong |= {
             key for key in names & entry.keys() - arrays.keys() if key not in kept.scalars or entry[key] is not None
         }
-    missing = [key for key in names - entry.keys() if key != "max_exp_avg_sq"]
+    missing = {key for key in names - entry.keys() if key != "max_exp_avg_sq"}
+    if missing and hyper is not None and not kept.whole:  # torch's state has what the parameter's own group needs
+        kept.check(hyper, f"the parameter group of {slot.name!r}")
+        missing &= set(kept.rule.needs(hyper))
     shapes = [key for key in names & arrays.keys() if arrays[key].numel() not in (slot.numel, own.numel)]
     if wrong or missing or shapes:
         found = {key: tuple(value.shape) if key in arrays else value for key, value in entry.items()}
@@ -116,50 +148,11 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
 
 
 @final
-class StateEntry(dict[str, Any]):
-    """A copy of one parameter's state, which says so where another value is put in. (Writes into a tensor of it go
-    unseen, and are lost.)"""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        known = self.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.shape == known.shape:
-            same = torch.equal(value.to(known.device, known.dtype), known)
-        else:
-            same = value is known
-        if not same:
-            self._refuse()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            "optimizer.state[param] is a copy after outsize.prepare, and a change of it would be lost: write the whole "
-            "entry, `optimizer.state[param] = {**optimizer.state[param], key: value}`"
-        )
-
-    __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-
-@final
-class _PlainItems(ItemsView[torch.Tensor, dict[str, Any]]):
-    """What `optimizer.state_dict()` reads and the user stores: plain dicts, one after the other."""
-
-    def __init__(self, state: StreamedState) -> None:
-        super().__init__(state)
-        self._state = state
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        for param in self._state:
-            yield param, dict(self._state[param])
-
-
-@final
 class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
 
-    def __init__(self, engine: Engine, kept: Kept, optimizer: str) -> None:
-        """`kept`: what the optimizer of this class name keeps."""
+    def __init__(self, engine: Engine, kept: Kept, optimizer: torch.optim.Optimizer) -> None:
+        """`kept`: what the optimizer keeps."""
         self._engine = engine
         self._kept = kept
         self._optimizer = optimizer
@@ -178,15 +171,13 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         state = unit.shard.slot_states.get(slot.name)
         if state is None or not state.initialised:
             return StateEntry()
-        entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
-        for name, array in unit.shard.arrays.items():
-            if array.public and name not in state.scalars:  # SGD without momentum has None there
-                value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
-                entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
-        return StateEntry(entry)
-
-    def items(self) -> ItemsView[torch.Tensor, dict[str, Any]]:
-        return _PlainItems(self)
+        with torch.inference_mode(False):  # which makes tensors whose writes nobody counts
+            entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
+            for name, array in unit.shard.arrays.items():
+                if array.public and name not in state.scalars:  # SGD without momentum has None there
+                    value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+                    entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
+            return StateEntry(entry)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for unit in self._engine.units:
@@ -215,7 +206,8 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         unit, slot = self._engine.unit_of(param)
         entry = entry_of(state, slot.name)
         if entry:
-            check_entry(unit.shard, slot, entry, self._kept, self._optimizer)
+            hyper = options_of(param, self._optimizer)
+            check_entry(unit.shard, slot, entry, self._kept, type(self._optimizer).__name__, hyper)
         self._engine.streamer.settle(unit)
         unit.await_written()
         store_state(unit.shard, slot.name, entry)
@@ -233,6 +225,13 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
             "the optimizer of a prepared model cannot be copied or pickled: its state may be on disk. Use "
             "outsize.save, or optimizer.state_dict()"
         )
+
+
+def options_of(param: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The options of the parameter's group; None where it is in none."""
+    groups = optimizer.param_groups
+    found = next((group for group in groups if any(param is each for each in group["params"])), None)
+    return None if found is None else {key: value for key, value in found.items() if key != "params"}
 
 
 def _has_state(shard: UnitShard, name: str) -> bool:

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, final
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
-from outsize.run.state import Kept, StreamedState, check_counts, check_entry, entry_of, store_state
+from outsize.run.entry import StateEntry
+from outsize.run.state import Kept, StreamedState, check_counts, check_entry, entry_of, options_of, store_state
 from outsize.run.unit import Unit
 
 
-class Checked(Kept, Protocol):
-    """What an optimizer keeps, and which options it runs with."""
+@contextmanager
+def stopping_on_errors(engine: Engine, what: str) -> Iterator[None]:
+    """State of which a part is changed is of no use: an error in the block, or an interrupt, stops the run."""
+    try:
+        yield
+    except BaseException as error:
+        engine.streamer.stop(error if isinstance(error, Exception) else RuntimeError(f"{what} was interrupted"))
+        raise
 
-    def check(self, hyper: Mapping[str, object], where: str) -> None:
-        """Raise, naming `where` the parameter group is, for options with which no update can run."""
-        ...
+
+def _with_plain_entries(_: object, state_dict: dict[str, Any]) -> None:
+    """A state dict is the user's own: plain dicts of plain tensors, which may be written to."""
+    entries = state_dict["state"].items()
+    state_dict["state"] = {key: entry.plain() if isinstance(entry, StateEntry) else entry for key, entry in entries}
 
 
 @final
 class WholeState:
     """`optimizer.state` after `prepare`, replaced or loaded from a state dict."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, kept: Checked) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, kept: Kept) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._kept = kept
-        self._state: Any = StreamedState(engine, kept, self._name)
+        self._state: Any = StreamedState(engine, kept, optimizer)
+        optimizer.register_state_dict_post_hook(_with_plain_entries, prepend=True)
         self.keep()
 
     def keep(self) -> None:
@@ -65,8 +77,10 @@ class WholeState:
             if state:
                 unit, slot = self._engine.unit_of(param)
                 entries[slot.name] = entry_of(state, slot.name)
-                check_entry(unit.shard, slot, entries[slot.name], self._kept, self._name)
-        self._put(entries)
+                hyper = options_of(param, self._optimizer)
+                check_entry(unit.shard, slot, entries[slot.name], self._kept, self._name, hyper)
+        with stopping_on_errors(self._engine, "taking over optimizer.state"):
+            self._put(entries)
         self._optimizer.state = self._state
 
     def _put(self, entries: Mapping[str, dict[str, Any]]) -> None:
@@ -95,25 +109,38 @@ class WholeState:
                 f"the state dict has parameter groups of {[len(g['params']) for g in saved]} parameters, the optimizer "
                 f"of {[len(g['params']) for g in groups]}; load the state of the same optimizer"
             )
-        for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
-            if group["params"]:
-                hyper = {key: value for key, value in {**group, **other}.items() if key != "params"}
-                self._kept.check(hyper, f"the state dict's param_groups[{index}]")
         wanted: list[tuple[Unit, Slot, dict[str, Any]]] = []
-        for group, other in zip(groups, saved, strict=True):
+        for at, (group, other) in enumerate(zip(groups, saved, strict=True)):
+            hyper = {key: value for key, value in {**group, **other}.items() if key != "params"}
+            if group["params"]:
+                self._kept.check(hyper, f"the state dict's param_groups[{at}]")
             for param, index in zip(group["params"], other["params"], strict=True):
                 if state.get(index):
                     unit, slot = self._engine.unit_of(param)
                     entry = entry_of(state[index], slot.name)
-                    check_entry(unit.shard, slot, entry, self._kept, self._name)
+                    check_entry(unit.shard, slot, entry, self._kept, self._name, hyper)
                     wanted.append((unit, slot, entry))
-        for group, other in zip(groups, copy.deepcopy(saved), strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        forget()
-        self._put({slot.name: entry for _, slot, entry in wanted})
-        optimizer.state = self._state
+        with stopping_on_errors(self._engine, "optimizer.load_state_dict"):
+            for group, other in zip(groups, copy.deepcopy(saved), strict=True):
+                group.update({key: value for key, value in other.items() if key != "params"})
+            self.put_options_right()
+            forget()
+            self._put({slot.name: entry for _, slot, entry in wanted})
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
+
+    # Note [Options of another optimizer's state]
+    # torch hands what it has loaded to the optimizer's `__setstate__`, which adds the options that earlier versions did
+    # not have, and puts right those that make the class what it is: AdamW's decay stays decoupled whatever the state of
+    # an Adam says. Here it is shown no state, which would be read from where it rests, one parameter after the other.
+
+    def put_options_right(self) -> None:
+        """Parameter groups were loaded from what may be another optimizer's."""
+        optimizer: Any = self._optimizer
+        try:
+            optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
+        finally:
+            optimizer.state = self._state
 
 
 def _parts_of(state_dict: object) -> tuple[list[Any], Mapping[Any, Any]]:

@@ -6,18 +6,19 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import chain
+from math import isfinite
 from typing import Any, Protocol, final
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from outsize.move.grad_ops import GradOps
 from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.hyper import differs, hyper_of, told
-from outsize.run.local import local_gradient
-from outsize.run.state_dict import Checked, WholeState
+from outsize.run.owing import expect_own, expect_room, owed_to
+from outsize.run.state import Kept
+from outsize.run.state_dict import WholeState, stopping_on_errors
 from outsize.run.unit import Unit
 
 # Note [The update happens at the fetch]
@@ -38,7 +39,7 @@ class Arrays(Protocol):
         ...
 
 
-class InPlaceUpdater(Checked, Protocol):
+class InPlaceUpdater(Kept, Protocol):
     """Runs the update of a unit that lies on the computing device altogether."""
 
     def missing(self, hyper: Mapping[str, object]) -> list[str]:
@@ -50,6 +51,19 @@ class InPlaceUpdater(Checked, Protocol):
         ...
 
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None: ...
+
+
+def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer object whose `step` was replaced: it would not be called."""
+    own = vars(optimizer).get("step")
+    if getattr(own, "_wrapped_by_lr_sched", False):  # it counts the calls for a scheduler, as ours will
+        own = getattr(own, "__wrapped__", None)
+    if own is not None and getattr(own, "__func__", own) is not type(optimizer).step:
+        raise ValueError(
+            f"the `step` of this {type(optimizer).__name__} object was replaced by "
+            f"{getattr(own, '__qualname__', type(own).__name__)!r}, which would not be called any more: call prepare "
+            f"first, or make it a method of a subclass or a hook (register_step_pre_hook)"
+        )
 
 
 @final
@@ -105,6 +119,13 @@ class Stepper:
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if
         one is not finite."""
+        try:
+            return self._step(args, kwargs)
+        except BaseException:
+            self._forget_scaling()
+            raise
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         optimizer: Any = self._optimizer
         hooks = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
@@ -120,11 +141,7 @@ class Stepper:
             if self._overflowed():
                 self.skipped_steps += 1
             else:
-                try:
-                    self._mark(self._unscale_by())
-                except BaseException:
-                    self._forget_scaling()
-                    raise
+                self._mark(self._unscale_by())
         hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
             hook(optimizer, args, kwargs)
@@ -149,7 +166,7 @@ class Stepper:
                 self._check_options(lambda param: param.requires_grad)
             groups = self._groups()
             pending = {
-                name: _owed(unit, name, param.grad, hyper_of(groups[id(param)]), 1.0)
+                name: self._owed_to(unit, name, param.grad, hyper_of(groups[id(param)]))
                 for name, param in unit.parameters.items()
                 if isinstance(param.grad, RestingGrad) and id(param) in groups
             }
@@ -207,7 +224,8 @@ class Stepper:
     # Note [Loss scaling]
     # `torch.amp.GradScaler` looks for what is not finite before it calls `step`, and gives what it found and the scale
     # that is still to be taken out to an optimizer that says it can deal with them, as attributes for the call. Where
-    # the call raises it leaves them, and would multiply the next scale by the one of before.
+    # the call raises it leaves them, and would multiply the next scale by the one of before. The scale is taken out
+    # when nothing can refuse the step any more, so that a step that was refused leaves the gradients as they were.
 
     def _overflowed(self) -> bool:
         found = getattr(self._optimizer, "found_inf", None)
@@ -229,19 +247,32 @@ class Stepper:
         self._check_promises()
         if self._engine.reduction is None:
             self._check_options(self._is_stepped)  # before gradients are unscaled
-        pendings = self._collect(factor)
+        pendings = self._collect()
         if not any(pendings.values()) and not self._applied:
             raise RuntimeError(
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
             )
         if self._engine.reduction is not None:
-            self._engine.reduction.check_step(told(pendings, counted=not self._engine.reduction.sync))
+            self._engine.reduction.check_step(told(pendings, factor, counted=not self._engine.reduction.sync))
             self._check_options(self._is_stepped)  # behind what tells a rank apart that alone has such an option
         self._check_masters(pendings)
-        self._check_finite(pendings)
+        self._check_finite(pendings, factor)
+        for unit, pending in pendings.items():
+            if pending or self._delays:
+                self._engine.streamer.settle(unit)  # what an earlier step has left fails before this one is marked
+        with stopping_on_errors(self._engine, "optimizer.step()"):
+            self._mark_all(pendings, factor)
+        self._engine.streamer.schedule.step()
+        if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
+            self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
+        self._engine.streamer.prefetch()
+
+    def _mark_all(self, pendings: dict[Unit, Pending], factor: float) -> None:
         self._applied.clear()
         self._group_of = {}  # groups may change between steps
+        if factor != 1.0:
+            self._unscale(pendings, factor)
         if self._delays:
             pendings = self._hold_back(pendings)
         for unit, pending in pendings.items():
@@ -256,18 +287,18 @@ class Stepper:
         if self._engine.reduction is not None:
             for group in self._engine.reduction.ranks.everyone():
                 group.step = self.steps
-        self._engine.streamer.schedule.step()
-        if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
-            self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
-        self._engine.streamer.prefetch()
+
+    def _unscale(self, pendings: dict[Unit, Pending], factor: float) -> None:
+        """Take the loss scale out of the gradients, where the user sees them too."""
+        for unit, pending in pendings.items():
+            for name, owed in pending.items():
+                grad = unit.parameters[name].grad
+                assert grad is not None
+                grad.mul_(factor)
+                pending[name] = owed_to(unit, name, grad, owed.hyper)
 
     def _update_in_place(self, unit: Unit, pending: Pending) -> None:
-        try:
-            self._updater.update_in_place(unit.shard, pending)
-        except BaseException as error:  # a part of the step is done
-            interrupted = RuntimeError("optimizer.step() was interrupted")
-            self._engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
-            raise
+        self._updater.update_in_place(unit.shard, pending)
         unit.updates += 1
         for name in pending:  # a graph of before must not be used
             torch.autograd.graph.increment_version(unit.parameters[name])
@@ -336,20 +367,34 @@ class Stepper:
             self._group_of = {id(param): group for group in groups for param in group["params"]}
         return self._group_of
 
-    def _collect(self, factor: float) -> dict[Unit, Pending]:
+    def _collect(self) -> dict[Unit, Pending]:
         pendings: dict[Unit, Pending] = {unit: {} for unit in self._engine.units}
-        for group in self._optimizer.param_groups:
+        for index, group in enumerate(self._optimizer.param_groups):
             hyper = hyper_of(group)
             for param in group["params"]:
                 if param.grad is not None:
+                    if not self._engine.owns(param):
+                        raise ValueError(
+                            f"optimizer.param_groups[{index}] has a parameter of shape {tuple(param.shape)} that is "
+                            f"not in the model that outsize.prepare prepared: take it out, and build the whole model "
+                            f"before prepare. Nothing was updated"
+                        )
                     unit, slot = self._engine.unit_of(param)
                     if slot.name in self._applied.get(unit, {}):
                         continue
-                    pendings[unit][slot.name] = _owed(unit, slot.name, param.grad, hyper, factor)
+                    pendings[unit][slot.name] = self._owed_to(unit, slot.name, param.grad, hyper)
         return pendings
 
-    def _check_finite(self, pendings: dict[Unit, Pending]) -> None:
+    def _owed_to(self, unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
+        expect_own(unit, name, grad, self._engine.keepers[unit.index])
+        expect_room(unit, name, self._updater)
+        return owed_to(unit, name, grad, hyper)
+
+    def _check_finite(self, pendings: dict[Unit, Pending], factor: float) -> None:
+        """Raise unless all gradients are finite, and stay so when a loss scale's `factor` is taken out."""
         bad = self._not_finite(pendings)
+        if not isfinite(factor):
+            bad = [name for pending in pendings.values() for name in pending]
         if bad:
             count = sum(len(pending) for pending in pendings.values())
             raise FloatingPointError(
@@ -400,7 +445,8 @@ class Stepper:
             raise TypeError(f"param_group must be a dict, but got {type(group)}")
         params = group["params"]
         given = [params] if isinstance(params, torch.Tensor) else list(params)
-        group = {**group, "params": given}  # a generator can be read once
+        if not isinstance(params, set):  # which torch refuses
+            group["params"] = given  # a generator can be read once
         given = [each[1] if isinstance(each, tuple) else each for each in given]
         for param in given:
             if isinstance(param, torch.Tensor) and not self._engine.owns(param):
@@ -421,21 +467,3 @@ class Stepper:
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
-
-
-def _owed(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], factor: float) -> SlotUpdate:
-    if grad.layout is not torch.strided:
-        raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
-    if isinstance(grad, RestingGrad):
-        grad.home.check_current(grad)
-        if not grad.ops.zero:
-            grad.expect_unspent("applied again")
-    else:
-        grad = unit.shard.part_of(name, local_gradient(unit.parameters[name], grad))
-    if factor != 1.0:
-        grad.mul_(factor)
-    if isinstance(grad, RestingGrad):
-        return SlotUpdate(hyper, grad.ops, grad.loose, grad.shard)
-    if unit.shard.on_device:
-        return SlotUpdate(hyper, GradOps(), grad.detach())
-    return SlotUpdate(hyper, GradOps(), grad.detach().clone())  # the user's own tensor, which may change
