@@ -246,6 +246,8 @@ def _build(
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
+    absent: dict[str, Any] = dict.fromkeys(sorted(rule.optional)) if rule is not None else {}
+    states = {param: {**absent, **state} for param, state in states.items() if state}
     sums: dict[str, str] | None = None if ranks is None else {}
     for unit in units:
         _adopt(unit, states, load, sums)

@@ -38,6 +38,8 @@ class Piece:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     attributes: Mapping[str, object] = field(default_factory=dict)
     """What the user has hung on the parameter."""
+    own: Mapping[str, object] | None = None
+    """What the user had set on the optimizer when the step was called; None: whatever it has now."""
 
 
 class Rule(ABC):
@@ -60,6 +62,13 @@ class Rule(ABC):
 
     scalars: tuple[str, ...] | None = None
     """The per-parameter values that there can be; None: whatever the optimizer keeps."""
+
+    optional: frozenset[str] = frozenset()
+    """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
+
+    def own(self) -> Mapping[str, object] | None:
+        """What the update reads from the optimizer itself, as it is now."""
+        return None
 
     @abstractmethod
     def check(self, hyper: Mapping[str, object], where: str) -> None:

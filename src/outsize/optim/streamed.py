@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-import random
 import threading
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Hashable, Mapping
 from numbers import Complex, Real
 from typing import Any, final
 
 import torch
 
+from outsize.optim.probe import NARROW, Found, expect_on_what_it_is_given, hidden_grads, probe, small_shapes
 from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, split_master
-from outsize.optim.worker import Subject, Unsuited, Worker, attributes_of, same_values
-
-# Note [The probe]
-# What an optimizer needs is found out by trying it on small matrices (`optim/worker.py` runs its step): if a step on
-# the matrix is, bit for bit, a step on its two halves, it is elementwise and runs on pieces. If not, but a step on two
-# matrices is a step on each alone, it runs on whole parameters (Muon, Adafactor, LAMB). One that ties parameters
-# together, that needs a closure, draws random numbers or keeps what it learns outside of its parameters' state can do
-# neither and is refused with the reason. Weights and gradients come in several magnitudes, since a threshold on a norm
-# shows on one side of it only. What first happens in a later step than the probe's last one is not seen.
+from outsize.optim.worker import Subject, Unsuited, Worker, attributes_of
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
 # Arrays are made by `prepare` alone, so such an option is found before a step by the same probe, and so is one that
 # makes the optimizer look at whole parameters (a norm) where it has run on pieces, and one that its step cannot compute
-# with, which raises what it raises in torch. All of that depends on the kind of each number (zero, a fraction, above
-# one, not finite) and not on its value: a learning rate that changes every step is looked up.
+# with, which raises what it raises in torch. What is set on the optimizer itself counts as an option here. All of that
+# depends on the kind of each number (zero, a fraction, above one, not finite) and not on its value: a learning rate
+# that changes every step is looked up.
 
 # Note [Narrow states]
 # Arrays rest as fp32. One that fp32 holds exactly (a mask, signs, bf16) is given to the step in its own dtype again.
 
-_PROBE_STEPS = 3
-_MAGNITUDES: tuple[tuple[float, tuple[float, ...]], ...] = (
-    (1.0, (1.0, 1.0, 1.0)),
-    (1.0, (1e3, 1e3, 1e3)),
-    (1.0, (1e-3, 1e-3, 1e-3)),
-    (1.0, (1e-3, 1.0, 1e3)),
-    (1e3, (1.0, 1.0, 1.0)),
-    (1e-3, (1.0, 1.0, 1.0)),
-)
-"""Of the probe's weights, and of its gradients in each step."""
+# Note [Arrays that come later]
+# An optimizer may make an array in a later step than its first (Lookahead's slow weights), or for some of its groups
+# only (a momentum). Room for it is made by `prepare` for all parameters. A parameter whose state is without it has None
+# for it in its scalars, which checkpoints keep, and the step is not given the zeros that lie there. (Where there is no
+# such record the state has all arrays: so it is in older checkpoints.) One that the step itself had as None in the
+# trial is given as None.
 
 _KNOWN_OPTIONS = 64
 """Combinations of options whose arrays are remembered; real runs have a few."""
@@ -52,18 +42,7 @@ _KNOWN_ATTRIBUTES = 16
 """Combinations of what the user hangs on parameters that are tried."""
 
 _NO_OPTIONS = {"params", "param_names"}
-_NARROW = {torch.bool, torch.int8, torch.uint8, torch.int16, torch.bfloat16, torch.float16}
 _ORDINARY_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError, OverflowError, AssertionError)
-
-
-@dataclass
-class _Found:
-    """What the probe has found: the dtype of each per-element array, the per-parameter counts, and whether whole
-    parameters are needed."""
-
-    arrays: dict[str, torch.dtype]
-    counts: tuple[str, ...]
-    whole: bool
 
 
 @final
@@ -74,30 +53,55 @@ class StreamedRule(Rule):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._lock = threading.Lock()
+        self._optimizer = weakref.ref(optimizer)  # a thread that updates must not keep it alive
         self._worker = Worker(optimizer)
         self._name = type(optimizer).__name__
         self._known: dict[Hashable, tuple[str, ...]] = {}
+        self._numbers = _numbers(optimizer)
         self._attributes = _attributes_of(optimizer)
-        self._dtypes: dict[str, torch.dtype] = {}
-        counts: dict[str, None] = {}
         try:
+            _expect_no_arguments(optimizer)
             _expect_parameters(optimizer)
-            for group in optimizer.param_groups:
-                found = self._probe(group)
-                self._known[_signature(group)] = tuple(found.arrays)
-                self._dtypes.update(found.arrays)
-                counts.update(dict.fromkeys(found.counts))
-                self.whole = self.whole or found.whole
+            expect_on_what_it_is_given(optimizer)
+            with hidden_grads(optimizer):
+                kinds = {self._key(group): group for group in optimizer.param_groups}
+                found = {key: self._probe(group) for key, group in kinds.items()}
+            if not any(each.moved for each in found.values()):
+                raise Unsuited("its step() does not change the parameter that it is given")
         except Unsuited as error:
             raise _refusal(self._name, str(error)) from error
         except Exception as error:
             raise _refusal(self._name, f"its step() on one parameter raised: {error}") from error
+        self.whole = any(each.whole for each in found.values())
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._nones: set[str] = set()
+        for key, each in found.items():
+            self._dtypes.update(each.arrays if self.whole else {**each.further, **each.arrays})
+            self._known[key] = tuple(each.arrays | each.further)
         self.arrays = tuple(self._dtypes)
-        self.counts = tuple(counts)
+        self.counts = tuple(dict.fromkeys(count for each in found.values() for count in each.counts))
+        for each in found.values():
+            self._note_optional(each)
+
+    def _note_optional(self, found: Found) -> None:
+        """See Note [Arrays that come later]."""
+        self._nones |= found.nones
+        self.optional = (self.optional | set(self.arrays) - (found.always or set())) - self._nones
+
+    def own(self) -> Mapping[str, object]:
+        return self._worker.own()
+
+    def _key(self, hyper: Mapping[str, object]) -> Hashable:
+        return _signature(hyper), _signature(self.own())
 
     def check(self, hyper: Mapping[str, object], where: str) -> None:
         """See Note [Options after prepare]."""
-        options = _signature(hyper)
+        optimizer = self._optimizer()
+        numbers = self._numbers if optimizer is None else _numbers(optimizer)
+        if numbers != self._numbers:  # what was added may be parameters of another kind
+            self._known.clear()
+            self._numbers = numbers
+        options = self._key(hyper)
         if options in self._known:
             return
         if len(self._known) >= _KNOWN_OPTIONS:
@@ -118,11 +122,12 @@ class StreamedRule(Rule):
                 f"with its present options {self._name} needs whole parameters, and it was prepared to run on "
                 f"pieces of them: set such options before prepare. Nothing was updated"
             )
-        self._known[options] = tuple(found.arrays)
+        self._note_optional(found)
+        self._known[options] = tuple(found.arrays | found.further)
 
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         """One that runs on whole parameters keeps a further array as it is."""
-        return () if self.whole else self._known[_signature(hyper)]
+        return () if self.whole else self._known[self._key(hyper)]
 
     def apply(self, piece: Piece) -> None:
         master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)
@@ -132,10 +137,15 @@ class StreamedRule(Rule):
             state = {name: self._opened(name, view) for name, view in piece.states.items() if name in self.arrays}
             kept = piece.state.scalars
             state.update({key: _copied(key, value, master.device, piece.hyper) for key, value in kept.items()})
+            for name in self._absent(kept):
+                del state[name]
         subject = Subject(master, grad, state)
+        own = self.own() if piece.own is None else piece.own
         with self._lock:  # the conveyor's thread and, for units in memory, the user's
-            self._worker.run([subject], piece.hyper, piece.attributes)
-        piece.state.next_scalars = {}
+            self._worker.run([subject], piece.hyper, piece.attributes, own)
+        without = [name for name in self.arrays if name not in subject.state]
+        self.optional |= set(without) - self._nones
+        piece.state.next_scalars = dict.fromkeys(without)
         for key, value in subject.state.items():
             if key in self.arrays and isinstance(value, torch.Tensor) and value.shape == master.shape:
                 if value.data_ptr() != piece.states[key].data_ptr():
@@ -147,88 +157,22 @@ class StreamedRule(Rule):
         if piece.master is not None:
             split_master(master, piece.param, piece.master)
 
+    def _absent(self, scalars: Mapping[str, object]) -> list[str]:
+        """See Note [Arrays that come later]."""
+        return [key for key in self.arrays if key in scalars and scalars[key] is None and key not in self._nones]
+
     def _opened(self, name: str, array: torch.Tensor) -> torch.Tensor:
         """See Note [Narrow states]."""
         dtype = self._dtypes[name]
-        return array.to(dtype) if dtype in _NARROW else array
+        return array.to(dtype) if dtype in NARROW else array
 
-    def _probe(self, group: Mapping[str, object]) -> _Found:
-        """Raises `Unsuited` if neither pieces nor whole parameters will do, and what the step raises. See Note [The
-        probe]."""
+    def _probe(self, group: Mapping[str, object]) -> Found:
+        """Try these options, on what parameters there are in groups that have them."""
+        optimizer, options = self._optimizer(), _signature(group)
+        groups = [] if optimizer is None else optimizer.param_groups
+        params = [param for each in groups if _signature(each) == options for param in each["params"]]
         hyper = {key: value for key, value in group.items() if key != "params"}
-        rate = hyper.get("lr")
-        if isinstance(rate, (int, float)) and 0 <= rate < 1e9:
-            hyper["lr"] = 0.01  # a warm-up may start at 0, where nothing could be seen
-        found = _Found({}, (), False)
-        torch_state, python_state = torch.get_rng_state(), random.getstate()
-        try:
-            for attributes in self._attributes:
-                for weight, steps in _MAGNITUDES:
-                    self._try_magnitude(_Trial(self._worker, hyper, attributes), weight, steps, found)
-            if python_state != random.getstate() or not torch.equal(torch_state, torch.get_rng_state()):
-                raise Unsuited(_DRAWS)
-        finally:
-            torch.set_rng_state(torch_state)
-            random.setstate(python_state)
-        return found
-
-    def _try_magnitude(self, trial: _Trial, weight: float, steps: Sequence[float], found: _Found) -> None:
-        generator = torch.Generator().manual_seed(0)
-        matrices = [_random(generator) * weight for _ in range(2)]
-        grads = [[_random(generator) * scale for scale in steps] for _ in matrices]
-        drawn = torch.get_rng_state(), random.getstate()
-        alone = [trial.run([matrix], [grad])[0] for matrix, grad in zip(matrices, grads, strict=True)]
-        together = trial.run(matrices, grads)
-        if not all(same_values(a.param, b.param) for a, b in zip(alone, together, strict=True)):
-            draws = drawn[1] != random.getstate() or not torch.equal(drawn[0], torch.get_rng_state())
-            raise Unsuited(_DRAWS if draws else "its step on one parameter depends on the others")
-        for key, value in alone[0].state.items():
-            if isinstance(value, torch.Tensor) and value.shape == (4, 6):
-                if value.dtype is not torch.float32 and value.dtype not in _NARROW:
-                    raise Unsuited(
-                        f"it keeps {key!r} as {str(value.dtype).removeprefix('torch.')} for each element, which the "
-                        f"float32 of streamed state cannot hold"
-                    )
-                found.arrays.setdefault(key, value.dtype)
-        if "step" in alone[0].state:
-            found.counts = ("step",)
-        found.whole = found.whole or not trial.is_elementwise(matrices[0], grads[0], alone[0])
-
-
-_DRAWS = "its step() draws random numbers, which would come in another order"
-
-
-@dataclass
-class _Trial:
-    """Steps of the worker with certain options, on parameters with certain attributes."""
-
-    worker: Worker
-    hyper: dict[str, object]
-    attributes: Mapping[str, object]
-
-    def run(self, starts: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[Subject]:
-        subjects = [Subject(start.clone(), start) for start in starts]
-        for step in range(_PROBE_STEPS):
-            for subject, each in zip(subjects, grads, strict=True):
-                subject.grad = each[step].clone()
-            self.worker.run(subjects, self.hyper, self.attributes)
-        return subjects
-
-    def is_elementwise(self, matrix: torch.Tensor, grads: list[torch.Tensor], whole: Subject) -> bool:
-        if any(isinstance(value, torch.Tensor) and value.numel() not in (1, 24) for value in whole.state.values()):
-            return False
-        halves = []
-        try:
-            for at in (0, 12):
-                pieces = [grad.reshape(-1)[at : at + 12] for grad in grads]
-                halves.append(self.run([matrix.reshape(-1)[at : at + 12]], [pieces])[0].param)
-        except Exception:  # it wants a matrix
-            return False
-        return same_values(whole.param.reshape(-1), torch.cat(halves))
-
-
-def _random(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(4, 6, generator=generator, device="cpu")  # whatever the default device is during a step
+        return probe(self._worker, hyper, self._attributes, self.own(), small_shapes(params))
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
@@ -241,6 +185,18 @@ def _attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
             if kind not in found and len(found) < _KNOWN_ATTRIBUTES:
                 found[kind] = attributes
     return list(found.values()) or [{}]
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Of parameters, by group."""
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _expect_no_arguments(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError as error:
+        raise Unsuited(f"its step() cannot be called alone: {error}") from error
 
 
 def _expect_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -263,7 +219,12 @@ def _kind(value: object) -> Hashable:
         return tuple(map(_kind, value))
     if isinstance(value, Mapping):
         return _signature(value)
-    return value if isinstance(value, Hashable) else type(value)
+    kind = value if isinstance(value, Hashable) else type(value)
+    try:
+        hash(kind)
+    except TypeError:  # a frozen record that holds a list
+        return str(type(value))
+    return kind
 
 
 def _kind_of_number(value: object) -> Hashable:
@@ -291,6 +252,6 @@ def _refusal(name: str, reason: str) -> ValueError:
 def _copied(key: str, value: object, device: torch.device, hyper: Mapping[str, object]) -> object:
     """A state for the worker to change, on the device where torch has it; a checkpoint leaves all in host memory."""
     if not isinstance(value, torch.Tensor):
-        return copy.copy(value)
+        return copy.deepcopy(value)
     on_host = key == "step" and not (hyper.get("capturable") or hyper.get("fused"))
     return value.clone() if on_host else value.to(device, copy=True)

@@ -61,6 +61,7 @@ class ChunkUpdater:
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
         self._attributes: dict[str, dict[str, object]] = {}
+        self._own: dict[str, Mapping[str, object] | None] = {}
 
     @property
     def counts(self) -> tuple[str, ...]:
@@ -72,9 +73,15 @@ class ChunkUpdater:
         """The per-parameter values that there can be; None: whatever the optimizer keeps."""
         return self.rule.scalars
 
+    @property
+    def optional(self) -> frozenset[str]:
+        """The arrays that a parameter's state may be without."""
+        return self.rule.optional
+
     def note_attributes(self, name: str, param: torch.Tensor) -> None:
-        """Keep what the user has hung on a parameter as it is now, for the parameter's next update."""
+        """Keep what the user has hung on a parameter, or set on the optimizer, for the parameter's next update."""
         if self.rule.reads_attributes:
+            self._own[name] = self.rule.own()
             found = attributes_of(param).items()
             self._attributes[name] = {
                 key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in found
@@ -185,8 +192,8 @@ class ChunkUpdater:
             param, grad = param.view(slot.shape), grad.view(slot.shape)
             master = None if master is None else master.view(slot.shape)
             arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
-        attributes = self._attributes.get(slot.name, {})
-        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, attributes))
+        hung, own = self._attributes.get(slot.name, {}), self._own.get(slot.name)
+        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, hung, own))
         if end == slot.end:
             assert state.next_scalars is not None
             state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import copy
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -16,6 +18,11 @@ import torch
 # profiling wrapper, so that hooks which the user registered fire once a step and not once a piece. What the user has
 # hung on a parameter (a factor for its learning rate) is on the worker's parameter too. What the step keeps anywhere
 # but in that parameter's state would be lost or mixed up between pieces, and is an error.
+
+# Note [Attributes of the optimizer]
+# A step may read what the user sets on the optimizer between steps (`optimizer.trust = 0.1`). The update runs later
+# than `step()`, so what the optimizer has is noted there, and the worker has it while it steps. What a step changes
+# of it would count pieces instead of steps. torch's own bookkeeping is left out, and so is what a GradScaler leaves.
 
 
 @dataclass
@@ -36,12 +43,34 @@ class Worker:
     """Runs `type(optimizer).step`. See Note [A worker optimizer]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # a thread that updates must not keep it alive
         self._worker = _worker_of(optimizer)
+        self._of_torch = {key: value for key, value in vars(self._worker).items() if not _is_own(key)}
+        self._own: dict[str, object] = {}
         self._step = _plain_step(type(optimizer))
 
-    def run(self, subjects: Sequence[Subject], hyper: Mapping[str, object], attributes: Mapping[str, object]) -> None:
-        """One step on these parameters; their values and states change in place."""
+    def own(self) -> Mapping[str, object]:
+        """What the optimizer has as attributes now. See Note [Attributes of the optimizer]."""
+        optimizer = self._optimizer()
+        now = self._own if optimizer is None else _own_of(optimizer)
+        if differs(now, self._own):
+            self._own = {key: _taken(value) for key, value in now.items()}
+        return self._own
+
+    def run(
+        self,
+        subjects: Sequence[Subject],
+        hyper: Mapping[str, object],
+        attributes: Mapping[str, object],
+        own: Mapping[str, object],
+    ) -> None:
+        """One step on these parameters; their values and states change in place.
+
+        `attributes`: of the parameters; `own`: of the optimizer.
+        """
         worker = self._worker
+        vars(worker).clear()
+        vars(worker).update(self._of_torch, **{key: _taken(value) for key, value in own.items()})
         worker.state = defaultdict(dict)
         leaves = []
         for subject in subjects:
@@ -62,6 +91,7 @@ class Worker:
                 subject.state = dict(worker.state.get(leaf, {}))
                 _expect_same(vars(leaf), attributes, "sets attributes of its parameters")
             _expect_same({key: value for key, value in group.items() if key != "params"}, hyper, _CHANGES)
+            _expect_same(_own_of(worker), own, "sets attributes of the optimizer")
             known = {id(leaf) for leaf in leaves}
             foreign = [key for key in worker.state if id(key) not in known]
             if foreign:
@@ -76,7 +106,7 @@ _CHANGES = "changes its param_groups"
 
 
 def _expect_same(now: Mapping[str, object], before: Mapping[str, object], what: str) -> None:
-    keys = [key for key, value in before.items() if differs(now.get(key), value)]
+    keys = [key for key, value in before.items() if key not in now or differs(now[key], value)]
     keys = keys or sorted(map(str, now.keys() - before.keys()))
     if keys:
         raise Unsuited(f"its step() {what} ({', '.join(map(repr, keys))})")
@@ -87,10 +117,17 @@ def differs(now: object, before: object) -> bool:
     if now is before:
         return False
     if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
-        return not same_values(now, before)
+        return now.device != before.device or not same_values(now, before)
     if isinstance(now, float) and isinstance(before, float) and now != now and before != before:
         return False
-    return bool(now != before)
+    try:
+        if isinstance(now, Mapping) and isinstance(before, Mapping):
+            return now.keys() != before.keys() or any(differs(now[key], value) for key, value in before.items())
+        if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)):
+            return len(now) != len(before) or any(map(differs, now, before))
+        return bool(now != before)
+    except (RuntimeError, ValueError):  # arrays compare by element
+        return True
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -100,6 +137,22 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
+def _own_of(optimizer: Any) -> dict[str, object]:
+    return {key: value for key, value in vars(optimizer).items() if _is_own(key)}
+
+
+def _is_own(name: str) -> bool:
+    of_torch = name in _BOOKKEEPING or (name.startswith("_optimizer_") and name.endswith("_hooks"))
+    return not of_torch
+
+
+def _taken(value: Any) -> Any:
+    """The value as it is now, whatever becomes of what holds it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+
+
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
     """What the user has hung on a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -107,12 +160,25 @@ def attributes_of(param: torch.Tensor) -> dict[str, object]:
 
 
 _OF_TORCH = {"_is_param", "_local_tensor", "_spec"}
+_PATCHED = {"step", "state_dict", "load_state_dict", "add_param_group", "zero_grad"}
+_BOOKKEEPING = _PATCHED | {
+    "state",
+    "param_groups",
+    "grad_scale",
+    "found_inf",
+    "_opt_called",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+    "_warned_capturable_if_run_uncaptured",
+    "_zero_grad_profile_name",
+}
+"""Attributes of an optimizer that torch, a scheduler or a scaler sets."""
 
 
 def _worker_of(optimizer: torch.optim.Optimizer) -> Any:
     worker = object.__new__(type(optimizer))
     worker.__dict__.update(optimizer.__dict__)
-    for patched in ("step", "state_dict", "load_state_dict", "add_param_group", "zero_grad"):
+    for patched in _PATCHED:
         worker.__dict__.pop(patched, None)
     for name, value in worker.__dict__.items():
         if "hooks" in name and isinstance(value, (dict, OrderedDict)):

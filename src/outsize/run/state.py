@@ -60,16 +60,22 @@ class Kept(Protocol):
         """The values that there can be; None: whatever the optimizer keeps."""
         ...
 
+    @property
+    def optional(self) -> frozenset[str]:
+        """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
+        ...
+
     def check(self, hyper: Mapping[str, object], where: str) -> None:
         """Raise, naming `where` the parameter group is, for options with which no update can run."""
         ...
 
 
-def entry_of(state: object, name: str) -> dict[str, Any]:
-    """One parameter's state as somebody gives it, of DTensors what this rank has."""
+def entry_of(state: object, name: str, kept: Kept) -> dict[str, Any]:
+    """One parameter's state as somebody gives it, of DTensors what this rank has; None for an array it is without."""
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {name!r} must be a dict, not {type(state).__name__}")
-    return {key: local(plain(value)) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    entry = {key: local(plain(value)) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {**dict.fromkeys(sorted(kept.optional)), **entry} if entry else {}
 
 
 def check_entry(
@@ -171,8 +177,11 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         state = unit.shard.slot_states.get(slot.name)
         if state is None or not state.initialised:
             return StateEntry()
+        shown = {
+            key: value for key, value in state.scalars.items() if value is not None or key not in self._kept.optional
+        }
         with torch.inference_mode(False):  # which makes tensors whose writes nobody counts
-            entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in state.scalars.items()}
+            entry: dict[str, Any] = {key: _as_torch(key, value) for key, value in shown.items()}
             for name, array in unit.shard.arrays.items():
                 if array.public and name not in state.scalars:  # SGD without momentum has None there
                     value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
@@ -204,7 +213,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 f"outsize.prepare prepared"
             )
         unit, slot = self._engine.unit_of(param)
-        entry = entry_of(state, slot.name)
+        entry = entry_of(state, slot.name, self._kept)
         if entry:
             hyper = options_of(param, self._optimizer)
             check_entry(unit.shard, slot, entry, self._kept, type(self._optimizer).__name__, hyper)

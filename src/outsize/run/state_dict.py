@@ -76,7 +76,7 @@ class WholeState:
                 )
             if state:
                 unit, slot = self._engine.unit_of(param)
-                entries[slot.name] = entry_of(state, slot.name)
+                entries[slot.name] = entry_of(state, slot.name, self._kept)
                 hyper = options_of(param, self._optimizer)
                 check_entry(unit.shard, slot, entries[slot.name], self._kept, self._name, hyper)
         with stopping_on_errors(self._engine, "taking over optimizer.state"):
@@ -117,7 +117,7 @@ class WholeState:
             for param, index in zip(group["params"], other["params"], strict=True):
                 if state.get(index):
                     unit, slot = self._engine.unit_of(param)
-                    entry = entry_of(state[index], slot.name)
+                    entry = entry_of(state[index], slot.name, self._kept)
                     check_entry(unit.shard, slot, entry, self._kept, self._name, hyper)
                     wanted.append((unit, slot, entry))
         with stopping_on_errors(self._engine, "optimizer.load_state_dict"):

@@ -1,0 +1,466 @@
+"""What is found out about an optimizer by trying it: pieces, whole parameters, or a refusal with the reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.optim.choice import rule_for
+from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
+
+
+class Plain(torch.optim.Optimizer):
+    """Descends by what `direction` makes of a gradient."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group, param in self.stepped():
+            param.sub_(self.direction(group, param, param.grad) * group["lr"])
+
+    def stepped(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield group, param
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shares its groups and its state with the optimizer inside, as LARC does."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.base.param_groups, self.base.defaults)
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class OwnList(Plain):
+    """Keeps a list of the parameters beside its groups."""
+
+    def __init__(self, params: Any) -> None:
+        self.mine = {"all": [list(params)]}
+        super().__init__(self.mine["all"][0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for param in self.mine["all"][0]:
+            if param.grad is not None:
+                param.data.sub_(param.grad)
+
+
+class InClosure(Plain):
+    """Reaches the parameters where nobody can see it."""
+
+    def __init__(self, params: Any) -> None:
+        mine = list(params)
+        self.every = lambda: mine
+        super().__init__(mine)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for param in self.every():
+            if param.grad is not None:
+                param.data.sub_(param.grad)
+
+
+class ByParameter(Plain):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.scales = {params[0]: 0.1}
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad * self.scales.get(param, 1.0)
+
+
+class ById(Plain):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.param_groups[0]["no_decay"] = {id(params[0])}
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad if id(param) in group["no_decay"] else grad + param
+
+
+class Counter(Plain):
+    """Acts on a count of its own, late."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.count += 1
+        for group, param in self.stepped():
+            param.sub_(param.grad * group["lr"] * (1.0 if self.count <= 40 else 0.1))
+
+
+class Listed(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        last = self.state[param].setdefault("last", [])
+        last[:] = [*last[-1:], grad.clone()]
+        return sum(last) / len(last)
+
+
+class InDict(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        kept = self.state[param].setdefault("kept", {})
+        kept["v"] = kept.get("v", torch.zeros_like(param)) * 0.9 + grad
+        return kept["v"]
+
+
+class Flat(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["v"] = torch.zeros(param.numel())
+        return state["v"].mul_(0.9).add_(grad.reshape(-1)).view(param.shape)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "Wrapper": (Wrapper, "its attribute 'base' is another optimizer"),
+    "OwnList": (OwnList, "its attribute 'mine' holds parameters"),
+    "InClosure": (InClosure, "does not change the parameter that it is given"),
+    "ByParameter": (ByParameter, "its attribute 'scales' holds parameters"),
+    "ById": (ById, "'no_decay' of its param_groups holds parameters or their ids"),
+    "Counter": (Counter, "sets attributes of the optimizer .'count'"),
+    "Listed": (Listed, "it keeps 'last' for each element in a list"),
+    "InDict": (InDict, "it keeps 'kept' for each element in a dict"),
+    "Flat": (Flat, "it keeps 'v' for each element in another shape"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_that_would_step_on_something_else_is_refused_and_nothing_moves(workshop: Workshop, name: str) -> None:
+    model = Stack(depth=2)
+    make, reason = REFUSED[name]
+    optimizer = make(model.parameters())
+    squared_error(model, batches(1)[0]).backward()
+    before = {key: (param.detach().clone(), param.grad) for key, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=f"can run neither on pieces .*{reason}"):
+        outsize.prepare(model, optimizer, **workshop.fields("disk"))
+    for key, param in model.named_parameters():
+        value, grad = before[key]
+        assert torch.equal(param, value)
+        assert param.grad is grad
+
+
+class Slow(Plain):
+    """RAdam that waits until its variance is known: moves nothing in its first steps."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        state["v"] = state.get("v", torch.zeros_like(param)) * 0.9 + grad
+        return state["v"] if state["step"] > 5 else torch.zeros_like(grad)
+
+
+def test_one_that_only_collects_in_its_first_steps_trains_as_in_torch(workshop: Workshop) -> None:
+    workshop.pair(lambda: Stack(depth=2), lambda model: Slow(model.parameters()), "host").train(batches(8))
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), torch.tensor(0.1)])
+def test_a_learning_rate_of_zero_is_no_reason_to_refuse(lr: float | Tensor) -> None:
+    assert not rule_for(Plain([nn.Parameter(torch.ones(4, 6))], lr=lr)).whole
+
+
+# -- kinds of parameters ---------------------------------------------------------------------------------------------
+
+
+class Centred(Plain):
+    """Centres the gradients of convolutions (Yong et al. 2020)."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad - grad.mean(dim=tuple(range(1, grad.dim())), keepdim=True) if grad.dim() > 3 else grad
+
+
+class Tall(Plain):
+    """A rate by the proportions of a matrix, as Muon has it."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        rows, columns = (param.shape[0], param.numel() // param.shape[0]) if param.ndim > 1 else (1, 1)
+        return grad * max(1, rows / columns) ** 0.5
+
+
+class Square(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad.T if grad.ndim == 2 and grad.shape[0] == grad.shape[1] else grad
+
+
+class VectorNorm(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad / grad.norm() if grad.ndim == 1 else grad
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 2)
+        self.middle = nn.Linear(36, 36)
+        self.tall = nn.Linear(36, 48)
+        self.head = nn.Linear(48, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x.view(-1, 1, 4, 4))).flatten(1)
+        return self.head(torch.tanh(self.tall(torch.tanh(self.middle(x))))) * self.scale
+
+
+@pytest.mark.parametrize("kind", [Centred, Tall, Square, VectorNorm])
+def test_one_that_looks_at_the_shape_gets_whole_parameters(
+    workshop: Workshop, tier: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    pair = workshop.pair(Convolving, lambda model: kind(model.parameters()), tier)
+    pair.train(batches(3), rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", [Centred, Tall, Square])
+def test_one_that_looks_at_shapes_that_it_does_not_have_runs_on_pieces(kind: Any) -> None:
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((8, 32), (1,), (5, 3, 7))]
+    assert not rule_for(kind(params)).whole
+
+
+class Fused(torch.optim.Adam):
+    """Its kernel rounds the last elements otherwise, which fill no vector."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, fused=True)
+
+
+def test_all_kinds_of_parameters_run_on_pieces_where_the_arithmetic_is_elementwise() -> None:
+    shapes = ((), (1,), (7,), (3, 5), (5, 3), (5, 5), (1, 9), (64, 3, 3, 3), (8, 64, 3, 3), (2, 3, 4, 5, 6), (0, 3))
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    kinds: list[Any] = [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Rprop, Fused]
+    for kind in kinds:
+        rule = rule_for(kind(params))
+        assert not rule.whole
+        assert not rule.optional
+
+
+class VectorAverage(Plain):
+    """Keeps an array for vectors alone, and matrices by a norm."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        if param.ndim > 1:
+            return grad / grad.norm()
+        average = self.state[param].setdefault("average", torch.zeros_like(param))
+        return average.lerp_(grad, 0.5).clone()
+
+
+def test_an_array_of_vectors_takes_no_room_for_matrices(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: VectorAverage(model.parameters()), tier)
+    pair.train(batches(3), rel=2e-6)
+    assert not rule_for(VectorAverage(pair.plain.parameters())).arrays
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_has_no_say_in_what_is_found(workshop: Workshop, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = Stack(depth=2)
+    model = copy.deepcopy(plain)
+    expected, optimizer = (torch.optim.RMSprop(each.parameters(), lr=1e-3) for each in (plain, model))
+    torch.set_default_dtype(dtype)
+    try:
+        workshop.prepare(model, optimizer, "host")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    train(model, optimizer, batches(20)).close_to(train(plain, expected, batches(20)))
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(model)[name], value, rtol=1e-6, atol=1e-7)
+
+
+# -- arrays that come later ------------------------------------------------------------------------------------------
+
+
+class Lookahead(Plain):
+    """Slow weights every second step (Zhang et al. 2019)."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group, param in self.stepped():
+            state = self.state[param]
+            state["step"] = state.get("step", 0) + 1
+            param.sub_(param.grad * group["lr"])
+            if state["step"] % 2 == 0:
+                if "slow" not in state:
+                    state["slow"] = param.clone()
+                state["slow"].lerp_(param, 0.5)
+                param.copy_(state["slow"])
+
+
+def lookahead(model: nn.Module) -> torch.optim.Optimizer:
+    return Lookahead(model.parameters())
+
+
+def expect_same_keys(pair: Any) -> None:
+    mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
+    assert {at: entry.keys() for at, entry in mine.items() if entry} == {
+        at: entry.keys() for at, entry in theirs.items()
+    }
+
+
+def test_an_array_of_a_later_step_begins_as_in_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lookahead, tier)
+    for _ in range(4):
+        pair.train(batches(1))
+        expect_same_keys(pair)
+
+
+def test_a_checkpoint_tells_which_arrays_there_are(workshop: Workshop, tier: str, tmp_path: Path) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lookahead, tier)
+    pair.train(batches(1))
+    outsize.save(tmp_path / "one", pair.model, pair.optimizer).wait()
+    train(pair.model, pair.optimizer, batches(3))
+    outsize.load(tmp_path / "one", pair.model, pair.optimizer)
+    expect_same_keys(pair)
+    pair.train(batches(4))
+
+
+def test_a_state_dict_goes_to_torch_and_back_without_the_array(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lookahead, tier)
+    pair.train(batches(1))
+    plain, mine = copy.deepcopy(pair.plain_optimizer.state_dict()), pair.optimizer.state_dict()
+    pair.plain_optimizer.load_state_dict(mine)
+    pair.optimizer.load_state_dict(plain)
+    pair.train(batches(3))
+
+
+def test_an_existing_state_is_taken_over_without_the_array(workshop: Workshop) -> None:
+    torch.manual_seed(0)
+    plain = Stack(depth=2)
+    expected = lookahead(plain)
+    train(plain, expected, batches(1))
+    model = copy.deepcopy(plain)
+    optimizer = lookahead(model)
+    optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
+    workshop.prepare(model, optimizer, "squeezed")
+    train(model, optimizer, batches(4)).close_to(train(plain, expected, batches(4)))
+
+
+class Momentum(torch.optim.SGD):
+    """A subclass, which runs its own step."""
+
+
+def test_a_momentum_that_a_group_gets_later_begins_as_in_torch(workshop: Workshop, tier: str) -> None:
+    def grouped(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        plain = {"params": params[3:], "momentum": 0.0, "dampening": 0.5}
+        return Momentum([{"params": params[:3], "momentum": 0.9}, plain], lr=0.1)
+
+    pair = workshop.pair(lambda: Stack(depth=2), grouped, tier)
+    pair.train(batches(2))
+    expect_same_keys(pair)
+    for _, optimizer in pair.both:
+        optimizer.param_groups[1]["momentum"] = 0.9
+    pair.train(batches(3))
+    expect_same_keys(pair)
+
+
+class NoneAtFirst(Plain):
+    """Has None where an array will be."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["v"] = None
+            return grad
+        state["v"] = grad.clone() if state["v"] is None else state["v"] * 0.9 + grad
+        return state["v"]
+
+
+def test_none_in_the_place_of_an_array_stays_none(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: NoneAtFirst(model.parameters()), tier)
+    pair.train(batches(1))
+    expect_same_keys(pair)
+    pair.train(batches(3))
+
+
+# -- attributes of the optimizer -------------------------------------------------------------------------------------
+
+
+class Trusting(Plain):
+    """Reads a factor from itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.trust: Any = 1.0
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        trust = self.trust[0] if isinstance(self.trust, list) else self.trust
+        return grad / grad.norm() if trust == "norm" else grad * trust
+
+
+def test_an_attribute_of_the_optimizer_is_seen_as_it_is_at_the_step(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Trusting(model.parameters()), tier)
+    trusts: list[Any] = [1.0, 0.5, [0.1], torch.tensor(0.3)]
+    for trust in trusts:
+        for _, optimizer in pair.both:
+            optimizer.trust = trust  # type: ignore[attr-defined]
+        pair.train(batches(1))
+    for _, optimizer in pair.both:
+        optimizer.trust.mul_(0.5)  # type: ignore[attr-defined]
+    pair.train(batches(2))
+
+
+def test_an_attribute_that_needs_whole_parameters_is_refused_before_anything_changes(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Trusting(model.parameters()), "host")
+    pair.train(batches(1))
+    before = weights(pair.model)
+    pair.optimizer.trust = "norm"  # type: ignore[attr-defined]
+    squared_error(pair.model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match="Nothing was updated"):
+        pair.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+
+
+class Subclassed(torch.optim.AdamW):
+    """Sets what torch sets of itself in a step."""
+
+
+def test_what_torch_notes_on_an_optimizer_is_no_attribute_of_it(workshop: Workshop) -> None:
+    workshop.pair(
+        lambda: Stack(depth=2), lambda model: Subclassed(model.parameters(), lr=1e-2, fused=True), "host"
+    ).train(batches(3), rel=2e-6)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Has no hash, though it says that it has."""
+
+    rates: list[float]
+
+
+def test_an_attribute_may_be_anything(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Trusting(model.parameters()), "host")
+    for value in (Settings([1.0]), {"a": torch.ones(3)}, {1, 2}, numpy.ones(3), float("nan"), lambda: 1):
+        for _, optimizer in pair.both:
+            optimizer.other = value  # type: ignore[attr-defined]
+        pair.train(batches(2))
+
+
+def test_the_scale_that_a_scaler_leaves_on_the_optimizer_is_no_attribute_of_it(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Subclassed(model.parameters(), lr=1e-2), "host")
+    for _ in range(3):
+        for model, optimizer in pair.both:
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(squared_error(model, batches(1)[0])).backward()
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+    pair.check()
