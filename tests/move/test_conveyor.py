@@ -2,8 +2,10 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +182,21 @@ def test_nobody_waits_for_a_conveyor_that_a_fault_of_its_own_has_ended(conveyor:
             job.wait()
     with pytest.raises(RuntimeError, match=r"stopped after a fault of its own \(AssertionError: a mistake of ours\)"):
         conveyor.submit(Job([Note([], "later")]))
+
+
+def test_a_wake_that_ctrl_c_has_interrupted_takes_no_other_wake(conveyor: Conveyor) -> None:
+    """See Note [Ctrl-C while the thread is woken]."""
+    waiting: Any = conveyor._changed._waiters  # type: ignore[attr-defined]
+    until = time.monotonic() + 10
+    while not waiting:
+        assert time.monotonic() < until
+    left = threading.Lock()
+    left.acquire()
+    with conveyor._changed:
+        waiting.appendleft(left)  # of a thread that has woken, and was not taken out
+    job = conveyor.submit(Job(iter([])))
+    while not job.done():
+        assert time.monotonic() < until
 
 
 def test_closing_breaks_what_has_not_begun_and_refuses_more() -> None:

@@ -130,6 +130,10 @@ class Conveyor:
         self._thread = threading.Thread(target=self._run, name="outsize-conveyor", daemon=True)
         self._thread.start()
 
+    # Note [Ctrl-C while the thread is woken]
+    # An exception inside `Condition.notify` leaves the entry of a thread that was woken already, and the next `notify`
+    # wakes that in place of who waits: a close would wait for the thread for ever. `notify_all` passes over it.
+
     def submit(self, job: Job) -> Job:
         self.check_process()
         with self._changed:
@@ -141,7 +145,7 @@ class Conveyor:
             if self._closing:
                 raise RuntimeError("outsize has been closed; the model cannot be used any more")
             self._queue.append(job)
-            self._changed.notify()
+            self._changed.notify_all()
         return job
 
     def check_process(self) -> None:
@@ -154,7 +158,7 @@ class Conveyor:
         with self._changed:
             self._closing = True
             queued, self._queue = list(self._queue), deque()
-            self._changed.notify()
+            self._changed.notify_all()
         for job in queued:
             job.fail(RuntimeError("outsize was closed before this transfer began"))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:

@@ -78,6 +78,10 @@ class Rule(ABC):
         """The arrays that a parameter group with these options, which were checked, cannot do without."""
         return self.arrays
 
+    def always(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        """Those of them that there are after the first step already."""
+        return self.needs(hyper)
+
     @abstractmethod
     def apply(self, piece: Piece) -> None:
         """Update the piece in place and set `piece.state.next_scalars`."""

@@ -57,6 +57,7 @@ class StreamedRule(Rule):
         self._worker = Worker(optimizer)
         self._name = type(optimizer).__name__
         self._known: dict[Hashable, tuple[str, ...]] = {}
+        self._always: dict[Hashable, tuple[str, ...]] = {}
         self._numbers = _numbers(optimizer)
         self._attributes = _attributes_of(optimizer)
         try:
@@ -78,6 +79,7 @@ class StreamedRule(Rule):
         for key, each in found.items():
             self._dtypes.update(each.arrays if self.whole else {**each.further, **each.arrays})
             self._known[key] = tuple(each.arrays | each.further)
+            self._always[key] = tuple(each.always or ())
         self.arrays = tuple(self._dtypes)
         self.counts = tuple(dict.fromkeys(count for each in found.values() for count in each.counts))
         for each in found.values():
@@ -124,10 +126,14 @@ class StreamedRule(Rule):
             )
         self._note_optional(found)
         self._known[options] = tuple(found.arrays | found.further)
+        self._always[options] = tuple(found.always or ())
 
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         """One that runs on whole parameters keeps a further array as it is."""
         return () if self.whole else self._known[self._key(hyper)]
+
+    def always(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        return () if self.whole else self._always[self._key(hyper)]
 
     def apply(self, piece: Piece) -> None:
         master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)

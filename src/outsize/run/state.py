@@ -40,6 +40,10 @@ class Needed(Protocol):
         """Those that a parameter group with these options, which were checked, cannot do without."""
         ...
 
+    def always(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        """Those of them that there are after the first step already."""
+        ...
+
 
 class Kept(Protocol):
     """What an optimizer keeps for a parameter beside its arrays."""
@@ -95,10 +99,13 @@ def check_entry(
         wrong |= {
             key for key in names & entry.keys() - arrays.keys() if key not in kept.scalars or entry[key] is not None
         }
-    missing = {key for key in names - entry.keys() if key != "max_exp_avg_sq"}
+    missing = {key for key in names if key not in entry or (entry[key] is None and key in kept.optional)}
+    missing.discard("max_exp_avg_sq")
     if missing and hyper is not None and not kept.whole:  # torch's state has what the parameter's own group needs
         kept.check(hyper, f"the parameter group of {slot.name!r}")
-        missing &= set(kept.rule.needs(hyper))
+        missing &= set(kept.rule.always(hyper))
+    else:
+        missing -= kept.optional
     shapes = [key for key in names & arrays.keys() if arrays[key].numel() not in (slot.numel, own.numel)]
     if wrong or missing or shapes:
         found = {key: tuple(value.shape) if key in arrays else value for key, value in entry.items()}
