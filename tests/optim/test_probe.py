@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.optim.choice import rule_for
 from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
-
-
-class Plain(torch.optim.Optimizer):
-    """Descends by what `direction` makes of a gradient."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, {"lr": 0.1, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group, param in self.stepped():
-            param.sub_(self.direction(group, param, param.grad) * group["lr"])
-
-    def stepped(self) -> Iterator[tuple[dict[str, Any], Any]]:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    yield group, param
-
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        return grad
+from tests.run.test_third_party import Plain
 
 
 class Wrapper(torch.optim.Optimizer):

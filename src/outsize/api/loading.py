@@ -27,6 +27,7 @@ from outsize.formats.dcp import is_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.optim.compact import codec_named
+from outsize.run.state_dict import stopping_on_errors
 from outsize.run.unit import Unit
 
 logger = logging.getLogger("outsize")
@@ -91,7 +92,7 @@ def _load(
     try:
         _check_same_checkpoint(prepared, checkpoint)
         settle(prepared)
-        with _stopping_on_errors(prepared), _gathered_anew(prepared):
+        with stopping_on_errors(prepared.engine, "outsize.load"), _gathered_anew(prepared):
             _together(prepared, partial(_restore, prepared, checkpoint, model, optimizer))
         return checkpoint.extra
     finally:
@@ -200,17 +201,6 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
     return Live(parameters, persistent, record, takers_of(model).keys())
 
 
-@contextmanager
-def _stopping_on_errors(prepared: Prepared) -> Iterator[None]:
-    """State that is half overwritten is of no use: an error in the block stops the run."""
-    try:
-        yield
-    except BaseException as error:
-        interrupted = RuntimeError("outsize.load was interrupted")
-        prepared.engine.streamer.stop(error if isinstance(error, Exception) else interrupted)
-        raise
-
-
 def _load_safetensors(
     prepared: Prepared,
     source: Path,
@@ -278,7 +268,7 @@ def _fill(prepared: Prepared, opened: _Opened, source: Path, place: Callable[[],
     try:
         _tell(opened.passed_over, source)
         settle(prepared)
-        with _stopping_on_errors(prepared), _gathered_anew(prepared):
+        with stopping_on_errors(prepared.engine, "outsize.load"), _gathered_anew(prepared):
             _together(prepared, place)
     finally:
         opened.close()
