@@ -29,15 +29,6 @@ from tests.conftest import (
     train,
 )
 
-
-class Boom(Exception):
-    """Raised by the user's code."""
-
-
-def fail(*_: Any) -> None:
-    raise Boom
-
-
 # -- mistakes in prepare: nothing has happened ---------------------------------------------------------------------
 
 
