@@ -96,17 +96,17 @@ class Config:
         self._refuse_what_is_not_built()
 
     def _check_device(self) -> None:
-        chosen = self.device
-        if chosen is None:
-            chosen = "cuda" if torch.cuda.is_available() else "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        here = f"'cpu', '{accelerator}' or '{accelerator}:N'" if accelerator is not None else "'cpu'"
         try:
-            device = torch.device(chosen)
+            device = torch.device((accelerator or "cpu") if self.device is None else self.device)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device is {self.device!r}; use 'cpu', 'cuda' or 'cuda:N'") from error
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {self.device!r}; outsize computes on 'cpu' or 'cuda'")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {self.device!r} but torch sees no CUDA device; use device='cpu'")
+            raise ValueError(f"device is {self.device!r}, which torch does not know; use {here}") from error
+        if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+            raise ValueError(f"device is {self.device!r}, and torch has no such accelerator here; use {here}")
+        count = torch.accelerator.device_count()
+        if device.type != "cpu" and (device.index or 0) >= count:
+            raise ValueError(f"device is {self.device!r}, and torch has {count} of them; use {here} with N < {count}")
         object.__setattr__(self, "device", device)
 
     def _refuse_what_is_not_built(self) -> None:
@@ -141,7 +141,9 @@ class Config:
     def compute_device(self) -> torch.device:
         """The device that runs forward and backward: where the field names no accelerator, this process's own."""
         assert isinstance(self.device, torch.device)
-        return self.device if self.device != torch.device("cuda") else torch.device("cuda", _own_accelerator())
+        if self.device.type == "cpu" or self.device.index is not None:
+            return self.device
+        return torch.device(self.device.type, _own_accelerator())
 
 
 def make_config(config: Config | None, given: dict[str, Any]) -> Config:
@@ -163,13 +165,13 @@ def _own_accelerator() -> int:
     """The one that the script has chosen, else that of this process among those of its machine."""
     local = os.environ.get("LOCAL_RANK", "")
     if local.isdigit() and not has_chosen_accelerator():
-        return int(local) % torch.cuda.device_count()
-    return torch.cuda.current_device()
+        return int(local) % torch.accelerator.device_count()
+    return torch.accelerator.current_device_index()
 
 
 def has_chosen_accelerator() -> bool:
     """Whether the script has made another accelerator torch's current one than that with which every process begins."""
-    return torch.cuda.current_device() != 0
+    return torch.accelerator.current_device_index() != 0
 
 
 def _is_int(value: object) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,19 @@ NBYTES = 64
 class Stream:
     """A queue of an accelerator: what is put in comes after all that is in it, and after the events waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: Accelerator | None = None) -> None:
         self.past: frozenset[str] = frozenset()
+        self._of = of
+        self._before: list[Stream] = []
+
+    def __enter__(self) -> None:
+        assert self._of is not None
+        self._before.append(self._of.current)
+        self._of.current = self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._of is not None
+        self._of.current = self._before.pop()
 
     def put(self, name: str) -> None:
         self.past |= {name}
@@ -41,18 +50,9 @@ class Accelerator:
     """Its streams, and which is current."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.compute, self.lane, self.collectives = Stream(), Stream(), Stream()
+        self.compute, self.lane, self.collectives = Stream(), Stream(self), Stream()
         self.current = self.compute
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self.current)
 
     def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
         return self._collective("gather")

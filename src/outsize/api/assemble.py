@@ -212,7 +212,7 @@ def _build(
     load: Callable[[nn.Parameter], torch.Tensor],
     ranks: Ranks | None,
 ) -> Prepared:
-    lane = torch.cuda.Stream(config.compute_device) if config.compute_device.type == "cuda" else None
+    lane = torch.Stream(config.compute_device) if config.compute_device.type != "cpu" else None
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
     gradients = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + gradients) * len(config.directories))

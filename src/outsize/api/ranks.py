@@ -43,8 +43,8 @@ def know_place() -> None:
 
 def take_accelerator(device: torch.device) -> None:
     """Make the accelerator of this process torch's current one, unless the script has chosen: `.cuda()` means it."""
-    if device.type == "cuda" and "LOCAL_RANK" in os.environ and not has_chosen_accelerator():
-        torch.cuda.set_device(device)
+    if device.type != "cpu" and "LOCAL_RANK" in os.environ and not has_chosen_accelerator():
+        torch.accelerator.set_device_index(device)
 
 
 def join() -> None:
@@ -57,7 +57,8 @@ def join() -> None:
         # After a restart the launcher's store may still hold what the last try wrote, addresses among it.
         store, rank, size = next(iter(rendezvous("env://")))
         store = PrefixStore(f"outsize/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        device = torch.accelerator.current_accelerator(check_available=True)
+        backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
@@ -81,7 +82,6 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
         if mesh is not None:
             raise ValueError("mesh needs the ranks of torch.distributed; start the job with torchrun, or leave it out")
         return None
-    backend = "nccl" if config.compute_device.type == "cuda" else "gloo"
     if mesh is None:
         if split:
             raise ValueError(
@@ -89,7 +89,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
                 "data-parallel and the tensor-parallel dimension, the one that parallelize_module was given a part of"
             )
         members = list(range(dist.get_world_size()))
-        return Ranks(members, backend) if len(members) > 1 else None
+        return Ranks(members, _backend(config)) if len(members) > 1 else None
     grid, place = _grid(mesh, {name for param in split for name in param.device_mesh.mesh_dim_names or ()})
     copy, share, part = (int(each) for each in place)
     copies, sharing, tensor = grid[:, share, part].tolist(), grid[copy, :, part].tolist(), grid[copy, share].tolist()
@@ -97,7 +97,12 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
         _check_tensor_parallel(param, tensor)
     if len(sharing) * len(copies) * len(tensor) == 1 and not split:
         return None
-    return Ranks(sharing, backend, copies if len(copies) > 1 else (), tensor if len(tensor) > 1 else ())
+    return Ranks(sharing, _backend(config), copies if len(copies) > 1 else (), tensor if len(tensor) > 1 else ())
+
+
+def _backend(config: Config) -> str:
+    """What moves the parameters and gradients of several ranks."""
+    return str(dist.get_default_backend_for_device(config.compute_device))
 
 
 def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -387,8 +387,8 @@ def settle(prepared: Prepared) -> None:
     prepared.engine.streamer.settle_all()
     for unit in prepared.engine.units:
         unit.await_written()
-    if device.type == "cuda":  # what the computation still writes is read on other streams
-        torch.cuda.current_stream(device).synchronize()
+    if device.type != "cpu":  # what the computation still writes is read on other streams
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:

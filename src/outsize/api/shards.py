@@ -42,7 +42,7 @@ def open_shard(
     config: Config,
     rule: Rule | None,
     resources: Resources,
-    lane: torch.cuda.Stream | None,
+    lane: torch.Stream | None,
     shared: bool,
 ) -> UnitShard:
     """`layout` is the whole unit's; what rests here is this rank's slice of it."""

@@ -275,7 +275,7 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
     host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN) // here
     device = config.device_memory
     if config.compute_device.type != "cpu" and device is None:
-        free, _ = torch.cuda.mem_get_info(config.compute_device)
+        free, _ = torch.get_device_module(config.compute_device).mem_get_info(config.compute_device)
         device = int(free * DEVICE_MARGIN)
     if config.compute_device.type == "cpu":
         host = min(int(host), int(device)) if device is not None else host

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-KINDS = ("torch", "python", "numpy", "cuda")
+HOST_KINDS = ("torch", "python", "numpy")
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
@@ -23,8 +23,8 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
         states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest)
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
@@ -46,8 +46,9 @@ def check_rng(states: dict[str, Any]) -> None:
     numpy = _numpy()
     if numpy is not None and "numpy" in states:
         numpy.random.RandomState().set_state(_numpy_state(states))
-    if "cuda" in states and states["cuda"].dtype is not torch.uint8:
-        raise ValueError(f"the state of the CUDA generator is {states['cuda'].dtype}")
+    for kind in states.keys() - set(HOST_KINDS):
+        if not isinstance(states[kind], torch.Tensor) or states[kind].dtype is not torch.uint8:
+            raise ValueError(f"the state of the generator of {kind!r} is no tensor of bytes")
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
@@ -57,8 +58,8 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
     numpy = _numpy()
     if numpy is not None and "numpy" in states and _has_usual_generator(numpy):
         numpy.random.set_state(_numpy_state(states))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def _numpy() -> Any:

@@ -171,7 +171,11 @@ def _add_task(parser: argparse.ArgumentParser, default: Job) -> None:
 def add_memory_arguments(parser: argparse.ArgumentParser, default: Job, disk_help: str) -> None:
     """Budgets and tiers; shared by `outsize train` and `outsize plan`."""
     memory = parser.add_argument_group("memory")
-    memory.add_argument("--device", default=default.device, help="cpu or cuda (default: the accelerator, else cpu)")
+    memory.add_argument(
+        "--device",
+        default=default.device,
+        help="cpu, cuda, xpu, ... (default: the accelerator, else cpu)",
+    )
     memory.add_argument("--device-memory", default=default.device_memory, help="budget, such as 8GiB")
     memory.add_argument("--host-memory", default=default.host_memory, help="budget for model states, such as 4GiB")
     memory.add_argument(

@@ -301,8 +301,7 @@ def _build(wanted: Job, folder: RunFolder, config: Any) -> tuple[nn.Module, torc
     groups = models.parameter_groups(model, wanted.weight_decay)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.95))
     outsize.prepare(model, optimizer, **fields)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    return model, optimizer, torch.device(wanted.device or default)
+    return model, optimizer, outsize.Config(**fields).compute_device
 
 
 def _train(training: Training) -> int:

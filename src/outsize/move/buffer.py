@@ -120,10 +120,10 @@ class HostDeviceBuffer(DeviceBuffer):
 
 
 @final
-class CudaTransfer(Transfer):
+class EventTransfer(Transfer):
     """A copy on a side stream, over when its event has passed."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
@@ -137,12 +137,12 @@ class CudaTransfer(Transfer):
 class AcceleratorBuffer(DeviceBuffer):
     """The buffer in an accelerator's memory."""
 
-    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, lane: torch.cuda.Stream) -> None:
+    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, lane: torch.Stream) -> None:
         super().__init__(nbytes, ledger)
         self._flat = torch.empty(nbytes, dtype=torch.uint8, device=device)  # [nbytes]
         self._lane = lane
-        self._usable: torch.cuda.Event | None = None
-        self._filled: torch.cuda.Event | None = None
+        self._usable: torch.Event | None = None
+        self._filled: torch.Event | None = None
         self._shrink()
 
     @property
@@ -153,12 +153,12 @@ class AcceleratorBuffer(DeviceBuffer):
         with self.filling():
             self._flat[first : first + source.numel()].copy_(source, non_blocking=True)
         assert self._filled is not None
-        return CudaTransfer(self._filled)
+        return EventTransfer(self._filled)
 
     def fetch(self, first: int, out: torch.Tensor) -> Transfer:
         with self._on_lane():
             out.copy_(self._flat[first : first + out.numel()], non_blocking=True)
-            return CudaTransfer(self._lane.record_event())
+            return EventTransfer(self._lane.record_event())
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -168,17 +168,17 @@ class AcceleratorBuffer(DeviceBuffer):
 
     @contextmanager
     def _on_lane(self) -> Iterator[None]:
-        with torch.cuda.stream(self._lane):
+        with self._lane:
             if self._usable is not None:
                 self._lane.wait_event(self._usable)
             yield
 
     def await_filled(self) -> None:
         if self._filled is not None:
-            torch.cuda.current_stream(self._flat.device).wait_event(self._filled)
+            torch.accelerator.current_stream(self._flat.device).wait_event(self._filled)
 
     def mark_written(self) -> None:
-        self._usable = torch.cuda.current_stream(self._flat.device).record_event()
+        self._usable = torch.accelerator.current_stream(self._flat.device).record_event()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._on_lane():
@@ -194,9 +194,7 @@ class AcceleratorBuffer(DeviceBuffer):
         self._flat.untyped_storage().resize_(0)
 
 
-def open_buffer(
-    nbytes: int, device: torch.device, ledger: Ledger, lane: torch.cuda.Stream | None = None
-) -> DeviceBuffer:
+def open_buffer(nbytes: int, device: torch.device, ledger: Ledger, lane: torch.Stream | None = None) -> DeviceBuffer:
     """The kind of buffer that `device` needs; `lane` is the side stream for an accelerator's transfers."""
     if device.type == "cpu":
         return HostDeviceBuffer(nbytes, ledger)

@@ -115,7 +115,7 @@ class Ranks:
         self._agreeing: dict[str, Any] = {lane: self._open(lane, stores[0]) for lane in LANES}
         self._groups = dict(self._agreeing)
         if backend != "gloo":
-            self._groups |= {lane: self._open_nccl(lane, stores[0]) for lane in LANES[:2]}
+            self._groups |= {lane: self._open_on_device(backend, lane, stores[0]) for lane in LANES[:2]}
         self._gave_up = False
         with _open_lock:
             _open.add(self)
@@ -129,11 +129,16 @@ class Ranks:
         group._set_default_timeout(PATIENCE)
         return group
 
-    def _open_nccl(self, lane: str, store: Any) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = PATIENCE
-        own = distributed_c10d.PrefixStore(f"nccl-{lane}", store)
-        return dist.ProcessGroupNCCL(own, self.rank, self.size, options)
+    def _open_on_device(self, backend: str, lane: str, store: Any) -> Any:
+        own = distributed_c10d.PrefixStore(f"{backend}-{lane}", store)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = PATIENCE
+            return dist.ProcessGroupNCCL(own, self.rank, self.size, options)
+        plugin = dist.Backend._plugins.get(backend.upper())
+        if plugin is None or plugin.extended_api:
+            raise ValueError(f"outsize cannot open groups of torch.distributed's backend {backend!r} yet; use one rank")
+        return plugin.creator_fn(own, self.rank, self.size, PATIENCE)
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import os
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -65,14 +67,17 @@ class HostBuffer:
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
         self.nbytes = nbytes
         self._length = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if pinned else _NORESERVE)
-        self._map = mmap.mmap(-1, self._length + _COLOURS * PAGE_BYTES, flags=flags)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        length = self._length + _COLOURS * PAGE_BYTES
+        if pinned and not _registers():
+            whole = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if pinned else _NORESERVE)
+            whole = torch.frombuffer(mmap.mmap(-1, length, flags=flags), dtype=torch.uint8)
         colour = next(_next_colour) % _COLOURS * PAGE_BYTES  # see Note [Colours]
         first = (colour - whole.data_ptr()) % (_COLOURS * PAGE_BYTES)
         self.bytes = whole[first : first + nbytes].data  # [nbytes]; not a view that keeps another tensor of it alive
         keep_huge_pages_inside(self.address, self._length)
-        self._pinned = pinned and _register(self.bytes)
+        self._pinned = pinned and _registers() and _register(self.bytes)
 
     @property
     def address(self) -> int:
@@ -86,16 +91,49 @@ class HostBuffer:
     def close(self) -> None:
         """Unpin; the memory itself goes when the last view of it goes."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            _unregister(self.address)
             self._pinned = False
 
 
+# Note [Pinning]
+# torch's `pin_memory` rounds up to a power of two. So exact bytes are registered with the accelerator's own runtime:
+# that of CUDA and ROCm, or `host_register(address, nbytes)` and `host_unregister(address)` of the module of the device.
+# Where there is neither, the buffer is memory that torch has pinned.
+
+
+def _registers() -> bool:
+    """Whether exact bytes can be pinned here."""
+    runtime = torch.get_device_module()
+    return hasattr(runtime, "cudart") or hasattr(runtime, "host_register")
+
+
 def _register(memory: torch.Tensor) -> bool:
-    """Pin exactly these bytes (torch's `pin_memory` rounds up to a power of two)."""
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(code) != 0:
-        raise OSError(int(code), f"cudaHostRegister could not pin {memory.numel()} bytes of host memory")
+    """Pin exactly these bytes; whether there are any. See Note [Pinning]."""
+    if not memory.numel():
+        return False
+    runtime: Any = torch.get_device_module()
+    try:
+        if hasattr(runtime, "cudart"):
+            code = runtime.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            if int(code) != 0:
+                raise RuntimeError(f"cudaHostRegister gives the error {code!r}")
+        else:
+            runtime.host_register(memory.data_ptr(), memory.numel())
+    except RuntimeError as error:
+        raise OSError(
+            errno.ENOMEM,
+            f"{memory.numel()} bytes of host memory could not be pinned ({error}); lower host_memory, or raise the "
+            f"limit of locked memory (ulimit -l)",
+        ) from error
     return True
+
+
+def _unregister(address: int) -> None:
+    runtime: Any = torch.get_device_module()
+    if hasattr(runtime, "cudart"):
+        runtime.cudart().cudaHostUnregister(address)
+    else:
+        runtime.host_unregister(address)
 
 
 # Note [Freed memory goes back]

@@ -10,7 +10,7 @@ from typing import final
 
 
 class Transfer(ABC):
-    """Something on its way: a CUDA event, a disk request, a job of the conveyor."""
+    """Something on its way: an event of the device, a disk request, a job of the conveyor."""
 
     @abstractmethod
     def wait(self) -> None:
