@@ -139,6 +139,6 @@ def test_a_gradient_on_the_device_is_read_behind_what_computes_it(monkeypatch: p
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: past.append(accelerator.current.past) or tensor)
     accelerator.compute.put("gradient")
     buffer.mark_written()  # as the fetch does that runs the update
-    with accelerator.on(Stream()):
+    with Stream(accelerator):
         buffer.on_host(torch.ones(3))
     assert past == [frozenset({"gradient"})]
