@@ -20,6 +20,7 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
 from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, assert_same
+from tests.conftest import Workshop, batches
 
 
 @pytest.fixture(params=["small", "large"])
@@ -301,3 +302,16 @@ def test_memory_of_save_load_and_export_is_a_slab_whatever_the_model(tmp_path: P
     assert peak_of(lambda: save(tmp_path / "checkpoint", model, optimizer)) <= bound
     assert peak_of(lambda: load(tmp_path / "checkpoint", model, optimizer)) <= bound
     assert peak_of(lambda: export(tmp_path / "weights", model, max_shard_size=shard)) <= bound + shard
+
+
+def test_an_optimizer_that_accelerate_has_wrapped_is_saved_and_loaded(workshop: Workshop, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    pair = workshop.pair()
+    wrapped = Accelerator(cpu=True).prepare_optimizer(pair.optimizer)
+    pair.train(batches(2))
+    outsize.save(tmp_path / "saved", pair.model, wrapped)
+    with torch.no_grad(), outsize.gathered(pair.model, modify=True):
+        pair.model.head.weight.zero_()
+    outsize.load(tmp_path / "saved", pair.model, wrapped)
+    pair.train(batches(2))

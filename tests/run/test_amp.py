@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -231,3 +232,9 @@ def test_a_scaled_step_that_is_refused_leaves_the_gradients_as_they_were(
         moved.append(weights(model))
     for name, value in moved[0].items():
         assert torch.equal(moved[1][name], value), name
+
+
+def test_others_than_a_scaler_may_clip_the_gradients(workshop: Workshop) -> None:
+    """Lightning refuses to clip for an optimizer that says it takes the loss scale out by itself."""
+    optimizer: Any = workshop.pair().optimizer
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)

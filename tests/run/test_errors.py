@@ -4,13 +4,16 @@ import copy
 import errno
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -264,8 +267,14 @@ def test_a_write_where_a_layer_runs_again_says_that_the_backward_must_be_wrapped
 def test_a_view_of_several_parameters_names_them(workshop: Workshop) -> None:
     pair = workshop.pair(tier="host")
     weight = pair.model.blocks[0].up.weight
-    with outsize.gathered(pair.model):
-        view = weight.detach().as_strided((weight.untyped_storage().nbytes() // 4,), (1,), 0)
+    views: list[Tensor] = []
+
+    def take(*_: object) -> None:
+        views.append(weight.detach().as_strided((weight.untyped_storage().nbytes() // 4,), (1,), 0))
+
+    pair.model.blocks[0].up.register_forward_pre_hook(take)
+    pair.model(batches(1)[0][0])
+    view = views[0]
     with pytest.raises(RuntimeError, match=r"parameter 'blocks\.0\.\S+, blocks\.0\.\S+, blocks\.0\.\S+ and 3 more' is"):
         view.sum()
 
@@ -678,3 +687,137 @@ def test_a_step_that_was_replaced_on_the_optimizer_is_refused_in_prepare(worksho
         r"`step` of this AdamW .* replaced by 'replaced_step.<locals>.step'.* call prepare first",
         **workshop.fields("host"),
     )
+
+
+def _same_memory() -> nn.Module:
+    model = Stack()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    return model
+
+
+def _overlapping_columns() -> nn.Module:
+    model, columns = Stack(), torch.randn(40, 24)
+    model.blocks[0].up.weight = nn.Parameter(columns[:, :16])
+    model.blocks[1].up.weight = nn.Parameter(columns[:, 8:])
+    return model
+
+
+def _buffer_of_a_parameter() -> nn.Module:
+    model = Stack()
+    model.register_buffer("scale", model.head.bias.detach()[:2])
+    return model
+
+
+def _expanded() -> nn.Module:
+    model = Stack()
+    model.head.bias = nn.Parameter(torch.zeros(1).expand(4))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (_same_memory, r"'blocks.0.up.weight' and 'blocks.1.up.weight' share memory and are two objects.*Tie them"),
+        (_overlapping_columns, r"'blocks.0.up.weight' and 'blocks.1.up.weight' share memory"),
+        (_buffer_of_a_parameter, r"buffer 'scale' is a view of parameter 'head.bias'.*compute the view in forward"),
+        (_expanded, r"'head.bias' of shape \(4,\) was made by expand.*clone"),
+    ],
+)
+def test_memory_that_parameters_share_is_refused_with_both_names(build: Callable[[], nn.Module], match: str) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=match):
+        outsize.prepare(model, adamw(model), host_memory="64MiB")
+    model(torch.randn(2, 16))
+
+
+def test_parameters_that_lie_in_one_memory_side_by_side_train_like_torch(workshop: Workshop) -> None:
+    def build() -> nn.Module:
+        model, columns = Stack(), torch.linspace(-1, 1, 40 * 32).view(40, 32)
+        model.blocks[0].up.weight = nn.Parameter(columns[:, :16])
+        model.blocks[1].up.weight = nn.Parameter(columns[:, 16:])
+        return model
+
+    workshop.pair(build).train(batches(2))
+
+
+def test_a_parameter_at_rest_is_shown_without_its_values(workshop: Workshop) -> None:
+    model = workshop.pair().model
+    shown = "Parameter(shape=(4, 16), dtype=torch.float32, managed by outsize)"
+    assert repr(model.head.weight) == f"{model.head.weight}" == str(model.head.weight) == shown
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda grad: grad.numpy(), lambda grad: grad.tolist(), np.asarray, lambda grad: grad.detach().cpu().numpy()],
+)
+def test_a_gradient_at_rest_that_is_read_names_the_remedy(workshop: Workshop, read: Callable[[Tensor], Any]) -> None:
+    model = workshop.pair().model
+    squared_error(model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"the gradient of 'head.weight' is at rest .*gathered\(param, grads=True\)"):
+        read(model.head.weight.grad)
+
+
+def test_a_compiled_step_is_the_step(workshop: Workshop) -> None:
+    pair = workshop.pair()
+    for model, optimizer, step in (
+        (pair.plain, pair.plain_optimizer, pair.plain_optimizer.step),
+        (pair.model, pair.optimizer, torch.compile(pair.optimizer.step, backend="eager")),
+    ):
+        for batch in batches(2):
+            squared_error(model, batch).backward()
+            step()
+            optimizer.zero_grad()
+    pair.check()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("when", ["prepare", "save"])
+def test_a_limit_on_the_size_of_files_is_named(when: str, tmp_path: Path) -> None:
+    script = f"""
+import resource, sys, torch, outsize
+from torch import nn
+limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+optimizer = torch.optim.AdamW(model.parameters())
+if {when!r} == "prepare":
+    limit()
+try:
+    outsize.prepare(model, optimizer, host_memory="64MiB", disk={str(tmp_path)!r}, params="disk", states="disk")
+    limit()
+    outsize.save({str(tmp_path / "saved")!r}, model, optimizer)
+except OSError as error:
+    assert "ulimit -f" in str(error) and {str(tmp_path)!r} in str(error), error
+    sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 7
+
+
+def test_a_disk_engine_that_the_kernel_refuses_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outsize.move import disk
+
+    monkeypatch.setenv("OUTSIZE_DISK_ENGINE", "uring")
+    monkeypatch.setattr(disk._native, "probe_uring", lambda: errno.EPERM)
+    with pytest.raises(
+        OSError, match=r"refuses io_uring \(Operation not permitted\); unset it, or set it to 'threads'"
+    ):
+        disk.open_engine()
+
+
+def test_two_models_whose_directories_are_one_by_a_link_keep_their_files(workshop: Workshop, tmp_path: Path) -> None:
+    first = workshop.pair()
+    (tmp_path / "link").symlink_to(workshop.disk)
+    second = workshop.pair(disk=tmp_path / "link")
+    for pair in (first, second, first):
+        pair.train(batches(2))
+
+
+def test_two_models_whose_directories_are_one_by_a_mount_keep_their_files(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount shows the same inodes under another path, which no path tells."""
+    first = workshop.pair()
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: Path("/elsewhere") / path.name)
+    second = workshop.pair()
+    monkeypatch.undo()
+    for pair in (first, second, first):
+        pair.train(batches(2))

@@ -1,5 +1,6 @@
 """`gathered` shows full values for a while and stores what was modified, on every tier."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -276,3 +277,112 @@ def test_a_backward_after_a_load_is_refused(workshop: Workshop, tmp_path: Path) 
     outsize.load(tmp_path / "ckpt", model)
     with pytest.raises(RuntimeError, match=r"outsize\.load replaced"):
         loss.backward()
+
+
+class Tied(Stack):
+    """A stack whose first and last matrices are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=16)
+        self.head.weight = self.blocks[0].up.weight
+        self.head.bias = nn.Parameter(torch.zeros(16))
+
+
+def test_each_parameter_has_a_storage_of_exactly_its_own_bytes_inside(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(Tied, tier=tier)
+    with outsize.gathered(pair.model), outsize.gathered(pair.model.head):
+        storages = [param.untyped_storage() for param in pair.model.parameters()]
+        sizes = [param.numel() * param.itemsize for param in pair.model.parameters()]
+        assert [storage.nbytes() for storage in storages] == sizes
+        assert len({storage.data_ptr() for storage in storages}) == len(storages)
+        assert not any(param.storage_offset() for param in pair.model.parameters())
+    pair.train(batches(2, out=16))
+
+
+def test_writers_that_look_for_shared_storages_write_every_tensor(workshop: Workshop, tmp_path: Path) -> None:
+    from huggingface_hub import load_state_dict_from_file, save_torch_model
+    from safetensors.torch import load_file, save_model
+
+    pair = workshop.pair(Tied)
+    with outsize.gathered(pair.model):
+        save_model(pair.model, str(tmp_path / "model.safetensors"))
+        save_torch_model(pair.model, tmp_path)
+    for written in (
+        load_file(tmp_path / "model.safetensors"),
+        load_state_dict_from_file(tmp_path / "model.safetensors"),
+    ):
+        plain = pair.plain.state_dict()
+        assert len(written) == len(plain) - 1  # one name for the tied pair
+        assert all(torch.equal(written[name], plain[name]) for name in written)
+
+
+@pytest.mark.slow
+def test_accelerate_saves_and_loads_a_model_inside(workshop: Workshop, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    pair = workshop.pair()
+    pair.model._is_accelerate_prepared = True  # type: ignore[assignment]
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(pair.model)
+    with outsize.gathered(pair.model):
+        accelerator.save_state(str(tmp_path / "state"))
+        accelerator.save_model(pair.model, str(tmp_path / "model"))
+    with torch.no_grad(), outsize.gathered(pair.model, modify=True):
+        for param in pair.model.parameters():
+            param.zero_()
+    with outsize.gathered(pair.model, modify=True):
+        accelerator.load_state(str(tmp_path / "state"))
+    pair.check(atol=0)
+
+
+def test_a_view_taken_inside_is_refused_after_the_block(workshop: Workshop) -> None:
+    model = workshop.pair().model
+    with outsize.gathered(model):
+        row = model.head.weight[0]
+    with pytest.raises(RuntimeError, match=r"'head.weight' is at rest"):
+        row.sum()
+    with outsize.gathered(model):
+        row.sum()
+
+
+def test_a_deep_copy_made_inside_is_a_plain_model(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(Tied, tier=tier)
+    with outsize.gathered(pair.model):
+        copied = copy.deepcopy(pair.model)
+    assert copied.head.weight is copied.blocks[0].up.weight
+    assert {type(param) for param in copied.parameters()} == {nn.Parameter}
+    assert {key for module in copied.modules() for key in vars(module)} == {
+        key for module in pair.plain.modules() for key in vars(module)
+    }
+    optimizer = adamw(copied)
+    data = batches(2, out=16)
+    assert train(copied, optimizer, data) == train(pair.plain, pair.plain_optimizer, data)
+    workshop.pair(Tied).train(data)
+    pair.model.to("cpu")
+    copied.double()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_average_of_the_weights_is_kept_as_in_torch(workshop: Workshop, when: str) -> None:
+    pair = workshop.pair()
+    average = torch.optim.swa_utils.AveragedModel
+    plain = average(pair.plain)
+    with outsize.gathered(pair.model):
+        ours = average(pair.model) if when == "after" else average(copy.deepcopy(pair.plain))
+    for batch in batches(3):
+        pair.train([batch])
+        plain.update_parameters(pair.plain)
+        with outsize.gathered(pair.model):
+            ours.update_parameters(pair.model)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_assigning_a_state_dict_is_refused_with_the_remedy(workshop: Workshop) -> None:
+    pair = workshop.pair()
+    with (
+        pytest.raises(RuntimeError, match=r"assign=True\) would replace .* leave assign out"),
+        outsize.gathered(pair.model, modify=True),
+    ):
+        pair.model.load_state_dict(pair.plain.state_dict(), assign=True)
+    pair.train(batches(1))

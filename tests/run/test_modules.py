@@ -3,9 +3,12 @@
 import copy
 import gc
 import os
+import types
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +18,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, gradients, squared_error, weights
+from tests.conftest import (
+    AT_REST_TIERS,
+    Block,
+    Pair,
+    Stack,
+    Workshop,
+    adamw,
+    batches,
+    gradients,
+    squared_error,
+    weights,
+)
 
 Point = namedtuple("Point", ["out", "hidden"])
 
@@ -582,3 +596,45 @@ def test_a_model_that_was_compiled_goes_with_its_engine_and_files(workshop: Work
     gc.collect()
     gc.collect()
     assert os.listdir(workshop.disk) == []
+
+
+def _with_fused_loss(model: nn.Module) -> None:
+    """What a library does that puts a fused loss in place of the last layer: a new `forward` that reads its weight."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.nn.functional.linear(x, self.head.weight * 2, self.head.bias)
+
+    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+
+
+def _around_forward(model: nn.Module) -> None:
+    """A patch that calls what was there before."""
+    for block in model.blocks:
+        block.forward = partial(lambda inner, x: inner(x) + block.down.bias.sum(), block.forward)  # noqa: B023
+
+
+@pytest.mark.parametrize("patch", [_with_fused_loss, _around_forward])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_was_replaced_on_the_instance_trains_like_torch(
+    workshop: Workshop, tier: str, patch: Callable[[nn.Module], None], when: str
+) -> None:
+    pair = workshop.pair(tier=tier) if when == "after" else None
+    if pair is None:
+        torch.manual_seed(0)
+        plain, model = Stack(), Stack()
+        model.load_state_dict(plain.state_dict())
+        pair = Pair(plain, adamw(plain), model, adamw(model))
+    patch(pair.plain)
+    patch(pair.model)
+    if when == "before":
+        workshop.prepare(pair.model, pair.optimizer, tier)
+    pair.train(batches(3), clip=0.5)
+
+
+def test_a_forward_called_directly_says_to_call_the_module(workshop: Workshop) -> None:
+    pair = workshop.pair()
+    assert torch.equal(pair.model.forward(batches(1)[0][0]), pair.plain(batches(1)[0][0]))
+    with pytest.raises(RuntimeError, match=r"call the module itself, not its `forward`"):
+        pair.model.head.forward(batches(1)[0][0])

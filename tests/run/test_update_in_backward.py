@@ -253,3 +253,14 @@ def test_an_option_that_needs_an_array_nobody_made_is_refused_before_anything_ch
     with pytest.raises(RuntimeError, match="momentum_buffer"):
         squared_error(model, batches(1)[0]).backward()
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_gradients_that_were_swapped_between_parameters_are_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(update="backward")
+    one, other = pair.model.blocks[0].up.weight, pair.model.blocks[1].up.weight
+    squared_error(pair.model, batches(1)[0]).backward()
+    one.grad, other.grad = other.grad, one.grad
+    with pytest.raises(
+        RuntimeError, match=r"'blocks.1.up.weight' was replaced or removed between backward\(\) and step"
+    ):
+        pair.optimizer.step()

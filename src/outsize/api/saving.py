@@ -366,7 +366,8 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if optimizer is not None and optimizer is not prepared.optimizer:
+    wrapped = getattr(optimizer, "optimizer", None)  # as Accelerate wraps it
+    if optimizer is not None and prepared.optimizer not in (optimizer, wrapped):
         raise ValueError(
             f"outsize.{verb} was given an optimizer ({type(optimizer).__name__}) that is not the one that was prepared "
             f"with the model; pass the one that went through outsize.prepare"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,6 +109,8 @@ def survey(
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to prepare")
+    with torch._C.DisableTorchFunctionSubclass():
+        _refuse_shared_memory(parameters, dict(model.named_buffers()))
     names = {id(param): name for name, param in parameters.items()}
     optimized = (
         _optimized(optimizer, names)
@@ -201,6 +203,68 @@ def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> Pa
         )
     dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
     return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], optimized and param.requires_grad)
+
+
+def _refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ValueError` for a trainable parameter whose memory another tensor of the model, or itself, has too.
+
+    In torch a write to one shows in the other; outsize gives each parameter memory of its own.
+    """
+    spans = []
+    for name, tensor in {**buffers, **parameters}.items():
+        found = local(tensor)
+        if found.layout is torch.strided and found.device.type != "meta" and found.numel():
+            spans.append((found.data_ptr(), found.data_ptr() + _reach(found) * found.itemsize, name, found))
+            if name in parameters and torch._debug_has_internal_overlap(found) == 1:
+                raise ValueError(
+                    f"parameter {name!r} of shape {tuple(found.shape)} was made by expand: several of its elements are "
+                    f"one value in memory, which torch refuses to update. Use `nn.Parameter(value.clone())`, or expand "
+                    f"a smaller parameter in forward"
+                )
+    spans.sort(key=lambda each: each[:2])
+    open_ends: list[tuple[int, str, torch.Tensor]] = []
+    for start, end, name, tensor in spans:
+        open_ends = [each for each in open_ends if each[0] > start]
+        for _, other, neighbour in open_ends:
+            trained = any(each in parameters and parameters[each].requires_grad for each in (name, other))
+            if trained and _meet(tensor, neighbour):
+                raise ValueError(_sharing_error(other, name, parameters))
+        open_ends.append((end, name, tensor))
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first to the last of a strided tensor."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose spans overlap have an element in common: columns of one matrix have none."""
+    first = min(one.data_ptr(), other.data_ptr())
+    size = one.itemsize
+    starts = [each.data_ptr() - first for each in (one, other)]
+    if (one.is_contiguous() and other.is_contiguous()) or other.itemsize != size or any(at % size for at in starts):
+        return True
+    reach = [
+        sum((count - 1) * by for count, by in zip(each.shape, each.stride(), strict=True)) for each in (one, other)
+    ]
+    taken = torch.zeros(
+        max(at // size + far for at, far in zip(starts, reach, strict=True)) + 1, dtype=torch.bool, device="cpu"
+    )
+    taken.as_strided(one.shape, one.stride(), starts[0] // size).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), starts[1] // size).any())
+
+
+def _sharing_error(one: str, other: str, parameters: Mapping[str, torch.Tensor]) -> str:
+    if one not in parameters or other not in parameters:
+        param, buffer = (one, other) if one in parameters else (other, one)
+        return (
+            f"buffer {buffer!r} is a view of parameter {param!r}, and would not follow it: compute the view in "
+            f"forward, or register a copy, `{param}.detach().clone()`"
+        )
+    return (
+        f"parameters {one!r} and {other!r} share memory and are two objects: torch would update the same values twice "
+        f"a step. Tie them, `{other} = {one}`, so that both names are one parameter, or clone one of them"
+    )
 
 
 def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> frozenset[str]:

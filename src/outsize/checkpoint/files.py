@@ -16,6 +16,7 @@ import torch
 
 from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from outsize.checkpoint.regions import AnyRegion, Joined, Narrowed, Region
+from outsize.move.disk import explain
 from outsize.move.generations import joined_sums, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.sizes import format_bytes
@@ -33,7 +34,7 @@ def naming(path: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, f"{os.strerror(error.errno)} ({doing})", str(path)) from error
+        raise OSError(error.errno, f"{explain(error.errno)} ({doing})", str(path)) from error
 
 
 def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -78,6 +79,20 @@ class DeviceBuffer(ABC):
 
     @abstractmethod
     def _shrink(self) -> None: ...
+
+
+def alone(value: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory whose storage has exactly the bytes of `value`."""
+    nbytes = value.numel() * value.itemsize
+    if not nbytes:
+        return torch.empty_like(value)
+    if value.device.type == "cpu":
+        memory = (ctypes.c_char * nbytes).from_address(value.data_ptr())
+        memory.owner = value  # type: ignore[attr-defined]  # the storage keeps its memory
+        return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
+    storage = torch._C._construct_storage_from_data_pointer(value.data_ptr(), value.device, nbytes)
+    own = torch.empty(0, dtype=value.dtype, device=value.device)
+    return own.set_(storage, 0, value.size(), value.stride())
 
 
 @final

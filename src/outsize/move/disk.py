@@ -41,7 +41,9 @@ _UNLOCKED_IS_DEAD_AFTER_SECONDS = 3600
 # process lives; the kernel releases it however the process ends. POSIX locks are not inherited by forked data loader
 # workers, so a worker that outlives the run does not keep the directory. A directory whose lock can be taken belongs
 # to a dead run and is removed; the twelve random digits of its name are nobody else's. The lock says nothing between
-# runs of one process, so each process knows its own. The directory gets its final name only once its lock is held.
+# runs of one process, and goes when that process closes any descriptor of it. So each process knows its own
+# directories, by device and inode, whatever the mount or the link through which it sees them. The directory gets its
+# final name only once its lock is held.
 # A directory without a `lock` is being made, or half removed, or a live run's from which something that cleans up has
 # taken it: it is dead when nothing in it has changed for an hour. Cleaners go by age and nobody writes to a lock, so it
 # is touched whenever the run makes a file.
@@ -65,17 +67,28 @@ def open_engine() -> DiskEngine:
     wanted = os.environ.get(ENGINE_VARIABLE, "")
     if wanted not in ("", "uring", "threads"):
         raise ValueError(f"{ENGINE_VARIABLE} is {wanted!r}; it must be 'uring' or 'threads'")
-    if wanted == "uring" or (not wanted and _native.probe_uring() == 0):
-        return DiskEngine("uring")
-    return DiskEngine("threads")
+    refused = 0 if wanted == "threads" else _native.probe_uring()
+    if wanted == "uring" and refused:
+        message = (
+            f"{ENGINE_VARIABLE} is 'uring', and this kernel or container refuses io_uring ({os.strerror(refused)}); "
+            f"unset it, or set it to 'threads'"
+        )
+        raise OSError(refused, message)
+    return DiskEngine("threads" if wanted == "threads" or refused else "uring")
+
+
+def explain(code: int | None) -> str:
+    """What an errno says, and what to do about it where its words do not tell."""
+    words = os.strerror(code or 0)
+    return f"{words}: raise the limit on the size of files (ulimit -f)" if code == errno.EFBIG else words
 
 
 @final
 class RunDirectory:
     """This run's own sub-directory of one `disk` directory. See Note [Whose directory]."""
 
-    alive: ClassVar[set[Path]] = set()
-    """The directories of this process; a lock says nothing between runs of one process."""
+    alive: ClassVar[set[tuple[int, int]]] = set()
+    """(device, inode) of the directories of this process."""
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
@@ -89,7 +102,8 @@ class RunDirectory:
             self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path = parent / name
-            RunDirectory.alive.add(self.path.resolve())
+            self._identity = _identity(fresh)
+            RunDirectory.alive.add(self._identity)
             fresh.rename(self.path)
         except OSError as error:
             message = f"cannot write to the disk directory ({os.strerror(error.errno or 0)}); name one that is writable"
@@ -101,7 +115,7 @@ class RunDirectory:
         if self._open and os.getpid() == self._pid:
             self._open = False
             shutil.rmtree(self.path, ignore_errors=True)
-            RunDirectory.alive.discard(self.path.resolve())
+            RunDirectory.alive.discard(self._identity)
             os.close(self._lock)
 
 
@@ -115,10 +129,23 @@ def _check_directory(parent: Path) -> None:
 def remove_dead_runs(parent: Path) -> None:
     """Remove what dead runs left in a `disk` directory. See Note [Whose directory]."""
     for entry in parent.glob(f"{RUN_PREFIX}*"):
-        if not _RUN_NAME.fullmatch(entry.name) or entry.resolve() in RunDirectory.alive:
+        if not _RUN_NAME.fullmatch(entry.name) or _is_own(entry):
             continue
         if _is_old(entry) if entry.name.endswith(_NEW_SUFFIX) else _is_dead(entry):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    status = directory.stat()
+    return status.st_dev, status.st_ino
+
+
+def _is_own(entry: Path) -> bool:
+    """Whether it is a live run's of this process, or gone."""
+    try:
+        return _identity(entry) in RunDirectory.alive
+    except FileNotFoundError:
+        return True
 
 
 def _is_old(entry: Path) -> bool:
@@ -173,7 +200,7 @@ class DiskTransfer(Transfer):
                 self._engine.wait(ticket)
             except OSError as error:
                 code = error.errno or errno.EIO
-                self._error = self._error or OSError(code, os.strerror(code), path)
+                self._error = self._error or OSError(code, explain(code), path)
         if self._error is not None:
             raise self._error
 
@@ -198,7 +225,7 @@ class StripedFile:
         try:
             for path in self._paths:
                 self._files.append(_create(path))
-                os.ftruncate(self._files[-1], self._file_bytes)
+                _set_length(self._files[-1], self._file_bytes, path)
             for directory in directories:
                 _touch_lock(directory)
         except BaseException:
@@ -221,7 +248,7 @@ class StripedFile:
             try:
                 os.posix_fallocate(self._files[index], offset, length)
             except OSError as error:
-                message = f"{os.strerror(error.errno or 0)} (reserving {format_bytes(length)})"
+                message = f"{explain(error.errno)} (reserving {format_bytes(length)})"
                 raise OSError(error.errno, message, self._paths[index]) from error
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
@@ -301,6 +328,13 @@ class StripedFile:
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop())
+
+
+def _set_length(file: int, nbytes: int, path: str) -> None:
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError as error:
+        raise OSError(error.errno, f"{explain(error.errno)} (a file of {format_bytes(nbytes)})", path) from error
 
 
 def _touch_lock(directory: Path) -> None:

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from outsize.move.buffer import alone
 from outsize.move.conveyor import Conveyor
 from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
+from outsize.run.buffers import unused
 from outsize.run.grads import RestingGrad
 from outsize.run.guard import Classes
 from outsize.run.keeper import GradKeeper
-from outsize.run.local import is_distributed, local, local_gradient
+from outsize.run.local import bind, is_distributed, local, local_gradient
 from outsize.run.reduction import Reduction
 from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
@@ -75,6 +77,7 @@ class Engine:
         self.classes = Classes(self)
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._by_key = {unit.shard.buffer.key: unit for unit in units}
+        self._alone: dict[str, torch.Tensor] = {}  # by parameter. See Note [Storages of their own]
         self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
         self._in_parts = any(is_distributed(param) for unit in units for param in unit.parameters.values())
         self._home = {name: unit for unit in units for name in unit.parameters}
@@ -144,6 +147,11 @@ class Engine:
                 f"backward() before, or run the forward again"
             )
         self._acquire_for_node(unit)
+        if (
+            key != unit.shard.buffer.key and unit.shard.device.type != "cpu"
+        ):  # what was seen alone may lie elsewhere now
+            base = unit.shard.param(next(name for name, own in self._alone.items() if _key(own) == key))
+            return base.as_strided(view.size(), view.stride(), base.storage_offset() + int(view.storage_offset()))
         return view.detach()
 
     def _acquire_for_node(self, unit: Unit) -> None:
@@ -157,11 +165,18 @@ class Engine:
         self.streamer.acquire(unit)
         self.streamer.in_node.add(unit)
 
+    def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
+        if not self.unit_of(tensor)[0].holds:
+            self.refuse_copy(tensor, "copied with copy.deepcopy here")
+        with torch.no_grad():
+            values: torch.Tensor = tensor.detach().clone()
+        return nn.Parameter(values, tensor.requires_grad)
+
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
         raise RuntimeError(
             f"parameter {self.name_of(tensor)!r} is managed by outsize, so it cannot be {what}: its values may be on "
-            f"disk. Use outsize.save or outsize.export, or copy values with `with outsize.gathered(param):` and "
-            f"`param.detach().clone()`"
+            f"disk. copy.deepcopy works inside `with outsize.gathered(model):` and gives a plain model; checkpoints "
+            f"are for outsize.save, weights for outsize.export"
         )
 
     def refuse_vmap(self, tensor: torch.Tensor) -> None:
@@ -189,6 +204,9 @@ class Engine:
         if key is None:
             return name or "?"
         unit = self._by_key[key]
+        shown = next((name for name, own in self._alone.items() if _key(own) == key), None)
+        if shown is not None:
+            return shown
         start, end = _span(local(tensor))
         spans = {name: _span(local(param)) for name, param in unit.parameters.items()}
         names = [name for name, (first, last) in spans.items() if first < end and start < last]
@@ -203,8 +221,9 @@ class Engine:
                 f"averages the gradients over ranks itself"
             )
         raise RuntimeError(
-            f"{found}needs its values; outside a forward of the model read it inside `with outsize.gathered(param):` "
-            f"(checkpoints: outsize.save; weights: outsize.export; device, dtype and shape are fixed by prepare)"
+            f"{found}needs its values; outside a forward of the model read it inside `with outsize.gathered(param):`. "
+            f"For a forward, call the module itself, not its `forward`. (Checkpoints: outsize.save; weights: "
+            f"outsize.export; device, dtype and shape are fixed by prepare)"
         )
 
     def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
@@ -342,6 +361,26 @@ class Engine:
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 
+    # Note [Storages of their own]
+    # Who writes or compares whole models tells tensors apart by their storages, and takes all views of one storage for
+    # tied. So in a `gathered` block each parameter has a storage of exactly its own bytes, over the same memory. What
+    # views it is known by that storage, in the block and after it.
+
+    def _show_alone(self, unit: Unit) -> None:
+        for name, param in unit.parameters.items():
+            value = unit.shard.param(name)
+            own = self._alone.get(name)
+            if own is None or own.data_ptr() != value.data_ptr():
+                if own is not None and unused(own):
+                    self._by_key.pop(_key(own))
+                own = self._alone[name] = alone(value)
+                self._by_key[_key(own)] = unit
+            bind(param, own)
+
+    def _show_together(self, unit: Unit) -> None:
+        for name, param in unit.parameters.items():
+            bind(param, unit.shard.param(name))
+
     @contextmanager
     def hold(self, units: Sequence[Unit], modify: bool) -> Iterator[None]:
         """Keep units gathered, in any nesting; with `modify` they may be written and are stored on leaving."""
@@ -350,15 +389,21 @@ class Engine:
             for unit in units:
                 self.streamer.bring(unit)
                 unit.holds += 1
+                unit.shown += 1
                 unit.writable += modify
                 held.append(unit)
+                if unit.shown == 1:
+                    self._show_alone(unit)
             if self.reduction is not None and any(unit.split for unit in held):
                 self.reduction.ranks.meet("gathered")  # even where all of it is here: another time it would not be
             yield
         finally:
             for unit in held:
                 unit.holds -= 1
+                unit.shown -= 1
                 unit.writable -= modify
+                if not unit.shown:
+                    self._show_together(unit)
             if not self._frames:
                 self._return_nodes()
             self.streamer.return_room()
@@ -392,6 +437,10 @@ class Engine:
             for name, param in unit.parameters.items():
                 if isinstance(param.grad, RestingGrad):
                     yield unit, name, param.grad
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

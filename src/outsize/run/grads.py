@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from math import inf, isfinite
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 
@@ -128,6 +128,15 @@ class RestingGrad(torch.Tensor):
         if answer is None:
             raise _needs_values(func, (*args, *(kwargs or {}).values()))
         return answer(*args, **(kwargs or {}))
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise _needs_values("numpy", (self,))
+
+    def tolist(self) -> NoReturn:
+        raise _needs_values("tolist", (self,))
+
+    def __array__(self, *_: Any) -> NoReturn:
+        raise _needs_values("numpy", (self,))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RestingGrad({self.label!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

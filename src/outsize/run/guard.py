@@ -57,8 +57,12 @@ class Gate(Gathered, Protocol):
         """Raise the error for `param.data = value`."""
         ...
 
+    def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
+        """A copy of a gathered parameter, which outsize does not know. Raises where it is not gathered."""
+        ...
+
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
-        """Raise the error for deep copies and pickles of parameters."""
+        """Raise the error for copies and pickles of parameters."""
         ...
 
 
@@ -214,8 +218,9 @@ class ManagedParameter(_Managed):
         """What `prepare` made of the model."""
         return self.gate.classes.prepared
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.gate.refuse_copy(self, "copied with copy.deepcopy")  # type: ignore[arg-type]
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        """A plain parameter, where the values are gathered."""
+        return memo.setdefault(id(self), self.gate.plain_copy(self))  # type: ignore[arg-type, no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.gate.refuse_copy(self, "pickled")  # type: ignore[arg-type]
@@ -227,6 +232,9 @@ class ManagedParameter(_Managed):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
         return f"Parameter(shape={shape}, dtype={dtype}, managed by outsize)"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else str(torch.Tensor.__format__(self, spec))  # type: ignore[arg-type]
 
 
 class GuardedParameter(ManagedParameter, _Guarded):

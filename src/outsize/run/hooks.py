@@ -1,14 +1,16 @@
-"""The only file that changes `nn.Module` objects: forwards get frames, and moves of prepared parameters are refused.
+"""The only file that changes `nn.Module` objects: calls get frames, and moves of prepared parameters are refused.
 
 So are steps of another optimizer than the model's own.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -17,29 +19,105 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from outsize.run.activations import recomputed
 from outsize.run.engine import Engine
 
+# Note [The frame is around the call]
+# A module's frame is an attribute `_call_impl` of the instance, which `nn.Module.__call__` looks up. So the user, or a
+# library, may replace `forward` before `prepare` or after it. `module.forward(x)` called directly has no frame: there
+# each module inside opens its own, and a parameter that `forward` uses itself is refused with the remedy.
 
-def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recompute: Iterable[nn.Module]) -> None:
-    """Wrap the forwards of these modules on the instances; classes and torch itself stay as they are."""
+
+@final
+class Overrides:
+    """What `prepare` has put on the instances of `nn.Module` in place of what they had."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        _, before = self._before.setdefault(id(module), (module, {}))
+        before.setdefault(name, module.__dict__.get(name, _NOTHING))
+        module.__dict__[name] = value
+
+    @contextmanager
+    def lifted(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module has what it had before."""
+        before = self._before[id(module)][1]
+        ours = {name: module.__dict__.get(name, _NOTHING) for name in before}
+        _put_all(module, before)
+        try:
+            yield
+        finally:
+            _put_all(module, ours)
+
+    def remove(self) -> None:
+        """Give every module back what it had; what the user has put over ours stays."""
+        for module, before in self._before.values():
+            _put_all(module, before)
+        self._before.clear()
+
+
+_NOTHING = object()
+
+
+def _put_all(module: nn.Module, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _NOTHING:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value
+
+
+def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recompute: Iterable[nn.Module]) -> Overrides:
+    """Put frames around the calls of these modules, on the instances; classes and torch itself stay as they are."""
     names = {id(module): name for name, module in model.named_modules()}
+    overrides = Overrides()
     for module in recompute:
-        module.forward = recomputed(module, names[id(module)])
+        overrides.put(module, "forward", recomputed(module, names[id(module)]))
     for module in framed:
-        module.forward = _framed(engine, module, module.forward)
+        overrides.put(module, "_call_impl", _framed(engine, module))
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters = _leave_parameters  # type: ignore[method-assign]
+            overrides.put(module, "flatten_parameters", _leave_parameters)
         if any(True for _ in module.parameters()):
-            _check_moves(engine, module)
-    _check_to(model)
+            overrides.put(module, "_apply", _checked_apply(engine, module))
+            overrides.put(module, "_load_from_state_dict", _checked_load(module))
+    for name, value in _checked_moves(model).items():
+        overrides.put(model, name, value)
+    for module in model.modules():
+        if id(module) in overrides._before:
+            overrides.put(module, "__deepcopy__", partial(_copied, overrides, module))
+    return overrides
 
 
-def _framed(engine: Engine, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
+def _copied(overrides: Overrides, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy is a plain module: its parameters copy themselves, where they are gathered."""
+    with overrides.lifted(module):
+        return copy.deepcopy(module, memo)
+
+
+def _framed(engine: Engine, module: nn.Module) -> Callable[..., Any]:
+    call: Callable[..., Any] = module._call_impl
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with engine.frame(module):
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
 
     return run
+
+
+def _checked_load(module: nn.Module) -> Callable[..., None]:
+    """`load_state_dict(assign=True)` would put other parameters in place of the prepared ones."""
+    load: Callable[..., None] = module._load_from_state_dict
+
+    @wraps(load)
+    def checked(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(..., assign=True) would replace the parameters of a prepared model: leave assign out, "
+                "inside `with outsize.gathered(model, modify=True):`, or load before outsize.prepare"
+            )
+        load(state_dict, prefix, local_metadata, *args)
+
+    return checked
 
 
 def _leave_parameters() -> None:
@@ -71,7 +149,7 @@ def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | N
     weakref.finalize(engine, handle.remove)
 
 
-def _check_moves(engine: Engine, module: nn.Module) -> None:
+def _checked_apply(engine: Engine, module: nn.Module) -> Callable[..., nn.Module]:
     """Moves of a part, or of what the model is a part of: those that leave the parameters alone are let through.
 
     By this every module with parameters keeps the engine. See Note [Classes that outlive their engine].
@@ -84,7 +162,7 @@ def _check_moves(engine: Engine, module: nn.Module) -> None:
             _refuse_move()
         return apply(fn, recurse)
 
-    module._apply = checked  # type: ignore[method-assign]
+    return checked
 
 
 def _keeps_all(fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[torch.Tensor]) -> bool:
@@ -100,7 +178,7 @@ def _keeps_all(fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[torc
     return True
 
 
-def _check_to(model: nn.Module) -> None:
+def _checked_moves(model: nn.Module) -> dict[str, Callable[..., nn.Module]]:
     """`model.to(...)`, `.half()`, `.cuda()` would replace every parameter; what changes nothing is let through."""
     to: Callable[..., nn.Module] = model.to
 
@@ -111,11 +189,9 @@ def _check_to(model: nn.Module) -> None:
             _refuse_move()
         return model
 
-    model.to = checked_to  # type: ignore[method-assign]
-    for name, dtype in (("float", torch.float32), ("double", torch.float64), ("half", torch.float16)):
-        setattr(model, name, partial(checked_to, dtype))
-    model.bfloat16 = partial(checked_to, torch.bfloat16)  # type: ignore[method-assign]
-    model.cpu = partial(checked_to, "cpu")  # type: ignore[method-assign]
+    dtypes = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+    moves = {name: partial(checked_to, dtype) for name, dtype in dtypes.items()}
+    return {"to": checked_to, "cpu": partial(checked_to, "cpu"), **moves}
 
 
 def _refuse_move() -> NoReturn:

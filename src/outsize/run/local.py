@@ -32,7 +32,8 @@ def bind(param: torch.Tensor, view: torch.Tensor) -> None:
     if is_distributed(param):
         param._local_tensor = view.data  # type: ignore[attr-defined]  # whose writes are counted apart from fetches
     else:
-        param.data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(param, view)  # type: ignore[attr-defined]
 
 
 def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -67,6 +68,17 @@ def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @final
+class _ForScalers:
+    """True for torch's GradScaler, which then tells us of the steps that it skips.
+
+    False for others that ask: Lightning takes True for an optimizer whose gradients it may not clip.
+    """
+
+    def __bool__(self) -> bool:
+        return str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+
+
+@final
 class Stepper:
     """Stands behind the user's optimizer object: its `step`, its `state`, its `load_state_dict`."""
 
@@ -108,11 +120,12 @@ class Stepper:
             optimizer._opt_called = True  # what a scheduler's own wrapper would record
             return stepper.step((self, *args), kwargs)
 
+        eager: Any = torch.compiler.disable(step)  # inside a compiled function, too
         scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if scheduled:
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = types.MethodType(step, optimizer)
-        optimizer._step_supports_amp_scaling = True  # so that a scaler tells us of the steps that it skips
+            eager._wrapped_by_lr_sched = True
+        optimizer.step = types.MethodType(eager, optimizer)
+        optimizer._step_supports_amp_scaling = _ForScalers()
         optimizer.load_state_dict = self.load_state_dict
         optimizer.add_param_group = self.add_param_group
 
@@ -206,7 +219,8 @@ class Stepper:
             for name, applied in pending.items():
                 param = unit.parameters[name]
                 grad = param.grad
-                if not isinstance(grad, RestingGrad) or not grad.spent or grad.ops != applied.ops:
+                own = isinstance(grad, RestingGrad) and grad.label == name
+                if not own or not grad.spent or grad.ops != applied.ops:  # type: ignore[union-attr]
                     raise RuntimeError(
                         f"the gradient of {name!r} was replaced or removed between backward() and step(), after the "
                         f"backward had applied it (update='backward'); use update='fetch' (the default)"

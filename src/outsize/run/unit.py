@@ -25,7 +25,8 @@ class Residency(Enum):
 class Unit:
     """The parameters that are fetched, released, reduced, updated and saved as a whole.
 
-    `holds` counts the forwards and `gathered` blocks that use the unit; `writable` those that may modify it. `pending`
+    `holds` counts the forwards and `gathered` blocks that use the unit; `shown` the blocks, `writable` those that may
+    modify it. `pending`
     is the update that it owes: the next fetch pays it; `updates` counts those that it was given.
     `held` is the gradient of the last step where updates are delayed by one.
     """
@@ -42,6 +43,7 @@ class Unit:
         self.held: Pending = {}
         self.updates = 0
         self.holds = 0
+        self.shown = 0
         self.writable = 0
         self._job: Job | None = None
 
