@@ -38,6 +38,7 @@ from outsize.run.giving import Giver
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, is_repeated, local
+from outsize.run.owner import Owner
 from outsize.run.reduction import Reduction
 from outsize.run.state import store_state
 from outsize.run.stepping import Stepper, refuse_own_step
@@ -240,7 +241,8 @@ def _build(
             group.combine(adds_up, "prepare", "min")
         reduction.adds_up = bool(adds_up)
     wanting = ranks if config.unused == "sync" and config.stage == 3 and plan.split[1] > 1 else None
-    streamer, keepers = _open_streamer(units, resources, updater, plan, reduction, wanting)
+    owner = Owner()
+    streamer, keepers = _open_streamer(units, resources, updater, plan, owner, reduction, wanting)
     if wanting is not None and reduction is not None:
         wanting.giving = Giver(streamer, reduction)
     scopes, framed, recompute = _modules(model, units, plan, config)
@@ -257,7 +259,7 @@ def _build(
             repeated = {name: sums[name] for name, param in plan.parameters.items() if is_repeated(param)}
             check_same([ranks.tensor], "the values of parameters that each has whole", repeated)
     _cast_buffers(model, config)
-    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, reduction, id(model))
+    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, owner, reduction, id(model))
     for unit in units:
         for param in unit.parameters.values():
             param.__class__ = engine.class_for(unit, param)
@@ -285,6 +287,7 @@ def _open_streamer(
     resources: Resources,
     updater: ChunkUpdater | None,
     plan: Survey,
+    owner: Owner,
     reduction: Reduction | None,
     wanting: Ranks | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
@@ -307,7 +310,7 @@ def _open_streamer(
             resting = unit.shard.layout.param_bytes
             sums = array_layout(unit.shard.layout, STATE_BYTES).nbytes
         keepers.append(
-            GradKeeper(unit, resources.conveyor, streamer.make_room, streamer.settle, reduction, resting, sums)
+            GradKeeper(unit, resources.conveyor, owner, streamer.make_room, streamer.settle, reduction, resting, sums)
         )
     if reduction is not None:
         reduction.collectors += [keeper.collector for keeper in keepers if keeper.collector is not None]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
+from outsize.api.public import its_turn
 from outsize.api.ranks import JobPeers, in_all_copies
 from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, take_state, tied_names, whole
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
@@ -60,9 +61,19 @@ def export(
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES_OUT))} or None")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
-    if format == "dcp":
-        return _export_dcp(target_of(path), model, max_shard_size, dtype, optimizer)
-    target = target_of(path)
+    with its_turn(model, "export"):
+        if format == "dcp":
+            return _export_dcp(target_of(path), model, max_shard_size, dtype, optimizer)
+        _export(target_of(path), model, max_shard_size, dtype, optimizer)
+
+
+def _export(
+    target: Path,
+    model: nn.Module,
+    max_shard_size: int | str | None,
+    dtype: torch.dtype | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
     if optimizer is not None:
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")

@@ -61,8 +61,9 @@ def load(
     """
     grad = torch.is_grad_enabled()
     # What is restored is trained on, wherever `load` is called: autograd takes no tensor of inference mode.
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        return _load(_prepared(model, optimizer), os.fspath(path), model, optimizer, strict)
+    prepared = _prepared(model, optimizer)
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), prepared.engine.owner.turn("outsize.load"):
+        return _load(prepared, os.fspath(path), model, optimizer, strict)
 
 
 def _load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -60,6 +61,11 @@ def require(model: nn.Module) -> Prepared:
         if prepared is not None:
             return prepared
     raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")
+
+
+def its_turn(model: nn.Module, verb: str) -> AbstractContextManager[None]:
+    """Around what a function of the public API does with a prepared model: one thread at a time."""
+    return require(model).engine.owner.turn(f"outsize.{verb}")
 
 
 def memory(model: nn.Module) -> MemoryReport:

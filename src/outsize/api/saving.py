@@ -14,7 +14,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.extra_states import extra_states_of
-from outsize.api.public import require
+from outsize.api.public import its_turn, require
 from outsize.api.ranks import JobPeers, everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
@@ -78,6 +78,17 @@ def save(
     Raises `OSError` with path and errno if the disk is full or fails; then nothing is left behind and the earlier
     checkpoint is as it was. What goes wrong later is logged, and raised by `wait()`, the next `save` and `load`.
     """
+    with its_turn(model, "save"):
+        return _save(path, model, optimizer, extra, keep)
+
+
+def _save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    keep: int | None,
+) -> Saving:
     prepared = whole(model, optimizer, "save")
     target = target_of(path)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +24,7 @@ from outsize.run.grads import RestingGrad
 from outsize.run.guard import Classes
 from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, local, local_gradient
+from outsize.run.owner import BACKWARD, FORWARD, GATHERED, Owner
 from outsize.run.reduction import Reduction
 from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
@@ -64,6 +64,7 @@ class Engine:
         streamer: Streamer,
         conveyor: Conveyor,
         scopes: Sequence[frozenset[int]],
+        owner: Owner,
         reduction: Reduction | None = None,
         root: int = 0,
     ) -> None:
@@ -82,7 +83,7 @@ class Engine:
         self._in_parts = any(is_distributed(param) for unit in units for param in unit.parameters.values())
         self._home = {name: unit for unit in units for name in unit.parameters}
         self._frames: list[Frame] = []
-        self._thread = 0
+        self.owner = owner
         self._task = -1
         self._node: int | None = None  # the node that autograd runs
         self._nodes: dict[str, object] = {}  # autograd's nodes of the running forward. See Note [Borrowed nodes].
@@ -103,13 +104,14 @@ class Engine:
         key = self.key_of(tensor)
         assert key is not None
         unit = self._by_key[key]
+        if self.owner.is_other:
+            self._refuse_thread(tensor, operation)
         if writes and not unit.writable:
             self._refuse_write(tensor, unit, operation)
         if unit.holds and unit.current:
             if self._frames and unit is not self.streamer.last:
                 self.streamer.acquire(unit)
         elif self._frames:
-            self._check_thread()
             self.streamer.acquire(unit)
             self._hold(unit)
         elif in_backward():
@@ -226,6 +228,12 @@ class Engine:
             f"outsize.export; device, dtype and shape are fixed by prepare)"
         )
 
+    def _refuse_thread(self, tensor: torch.Tensor, operation: str) -> NoReturn:
+        raise RuntimeError(
+            f"{operation!r} uses parameter {self.name_of(tensor)!r} while another thread uses the model; one thread at "
+            f"a time may: open `with outsize.gathered(param):` around it, which waits for its turn"
+        )
+
     def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
         name = self.name_of(tensor)
         again = (
@@ -247,25 +255,24 @@ class Engine:
                 "a forward of a prepared model runs inside torch.func (grad, vjp, jvp or what is made of them), which "
                 "takes parameters where outsize cannot see it: open `with outsize.gathered(model):` around it"
             )
-        if not self._frames:
-            self._thread = threading.get_ident()
-            if not in_backward():
-                self._begin_pass()
-        else:
-            self._check_thread()
+        self.owner.take(FORWARD)
         frame = Frame(module)
-        self._frames.append(frame)
         try:
+            if not self._frames and not in_backward():
+                self._begin_pass()
+            self._frames.append(frame)
             with self._on_copies(module) if transformed else nullcontext():
                 yield
             if id(module) == self._root and self.reduction is not None and not in_backward():
                 self.reduction.meet("forward")
         finally:
-            self._frames.remove(frame)
+            if frame in self._frames:
+                self._frames.remove(frame)
             for unit in frame.held:
                 unit.holds -= 1
             if not self._frames:
                 self._return_nodes()
+            self.owner.give()
 
     @contextmanager
     def _on_copies(self, module: nn.Module) -> Iterator[None]:
@@ -286,13 +293,6 @@ class Engine:
     def _begin_pass(self) -> None:
         self.end_interrupted_backward()
         self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread and not in_backward():  # autograd has threads of its own
-            raise RuntimeError(
-                "the model's forward was called from two threads at once; outsize streams one forward at a time: "
-                "use one thread, or a lock around the calls"
-            )
 
     def _hold(self, unit: Unit) -> None:
         scope = self._scopes[unit.index]
@@ -343,8 +343,11 @@ class Engine:
         """See the end of this backward, whatever it uses of the model."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
+            self.owner.take(BACKWARD)
             self._task = task
-            Variable._execution_engine.queue_callback(self._end_backward)
+            over = partial(self._end_backward, True)  # autograd drops it with the backward, also after an error
+            weakref.finalize(over, self.owner.give).atexit = False
+            Variable._execution_engine.queue_callback(over)
 
     def _end_backward(self, complete: bool = True) -> None:
         self._task = -1
@@ -385,6 +388,7 @@ class Engine:
     def hold(self, units: Sequence[Unit], modify: bool) -> Iterator[None]:
         """Keep units gathered, in any nesting; with `modify` they may be written and are stored on leaving."""
         held: list[Unit] = []
+        self.owner.take(GATHERED)
         try:
             for unit in units:
                 self.streamer.bring(unit)
@@ -407,6 +411,7 @@ class Engine:
             if not self._frames:
                 self._return_nodes()
             self.streamer.return_room()
+            self.owner.give()
 
     def unit_of(self, param: torch.Tensor) -> tuple[Unit, Slot]:
         name = self._names[id(param)]

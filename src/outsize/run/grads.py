@@ -13,12 +13,15 @@ from outsize.move.grad_ops import GradOps, is_power_of_two, vector_norm
 from outsize.move.gradients import GradShard
 from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
+from outsize.run.owner import Owner
 
 aten = torch.ops.aten
 
 
 class GradHome(Protocol):
     """Where resting gradients live: the keeper of their unit."""
+
+    owner: Owner
 
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
         """Add a contribution to the gradient, in place."""
@@ -127,7 +130,8 @@ class RestingGrad(torch.Tensor):
         answer = _ANSWERS.get(func)
         if answer is None:
             raise _needs_values(func, (*args, *(kwargs or {}).values()))
-        return answer(*args, **(kwargs or {}))
+        with _one_of(args).home.owner.turn("an operation on gradients"):
+            return answer(*args, **(kwargs or {}))
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise _needs_values("numpy", (self,))
@@ -234,8 +238,12 @@ def _flat(values: Any) -> list[Any]:
     return [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else (value,))]
 
 
+def _one_of(args: Any) -> RestingGrad:
+    return next(each for each in _flat(args) if isinstance(each, RestingGrad))
+
+
 def _needs_values(func: Any, args: Any) -> RuntimeError:
-    grad = next(each for each in _flat(args) if isinstance(each, RestingGrad))
+    grad = _one_of(args)
     return RuntimeError(
         f"the gradient of {grad.label!r} is at rest and {func} needs its values; read it inside "
         f"`with outsize.gathered(param, grads=True)`"

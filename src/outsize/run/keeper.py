@@ -17,6 +17,7 @@ from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, like, local_gradient
+from outsize.run.owner import Owner
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
 
@@ -37,6 +38,7 @@ class GradKeeper:
         self,
         unit: Unit,
         conveyor: Conveyor,
+        owner: Owner,
         make_room: Callable[[int], None],
         settle: Callable[[Unit], None],
         reduction: Reduction | None = None,
@@ -45,6 +47,7 @@ class GradKeeper:
     ) -> None:
         """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
         `sum_bytes`: the same where they are added to others."""
+        self.owner = owner
         self._settle = settle
         self._reduction = reduction  # None with one rank
         self.collector = None if reduction is None else Collector(unit, reduction, self, resting_bytes, sum_bytes)

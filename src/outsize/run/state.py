@@ -13,6 +13,7 @@ from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry, plain
 from outsize.run.local import like, local
+from outsize.run.unit import Unit
 
 
 def _as_torch(key: str, value: Any) -> Any:
@@ -178,7 +179,10 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         if not self._engine.owns(param):
             raise KeyError(param)
-        unit, slot = self._engine.unit_of(param)
+        with self._engine.owner.turn("optimizer.state"):
+            return self._entry(*self._engine.unit_of(param))
+
+    def _entry(self, unit: Unit, slot: Slot) -> StateEntry:
         self._engine.streamer.settle(unit)
         unit.await_written()
         state = unit.shard.slot_states.get(slot.name)
@@ -209,8 +213,9 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         if not isinstance(param, torch.Tensor) or not self._engine.owns(param):
             return False
         unit, slot = self._engine.unit_of(param)
-        self._engine.streamer.settle(unit)  # the first update makes the state
-        return _has_state(unit.shard, slot.name)
+        with self._engine.owner.turn("optimizer.state"):
+            self._engine.streamer.settle(unit)  # the first update makes the state
+            return _has_state(unit.shard, slot.name)
 
     def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         if not isinstance(param, torch.Tensor) or not self._engine.owns(param):
@@ -224,9 +229,10 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         if entry:
             hyper = options_of(param, self._optimizer)
             check_entry(unit.shard, slot, entry, self._kept, type(self._optimizer).__name__, hyper)
-        self._engine.streamer.settle(unit)
-        unit.await_written()
-        store_state(unit.shard, slot.name, entry)
+        with self._engine.owner.turn("optimizer.state"):
+            self._engine.streamer.settle(unit)
+            unit.await_written()
+            store_state(unit.shard, slot.name, entry)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         """The parameter's state begins anew at its next update, as in torch."""

@@ -127,13 +127,15 @@ class Stepper:
         optimizer.step = types.MethodType(eager, optimizer)
         optimizer._step_supports_amp_scaling = _ForScalers()
         optimizer.load_state_dict = self.load_state_dict
+        optimizer.state_dict = self.state_dict
         optimizer.add_param_group = self.add_param_group
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if
         one is not finite."""
         try:
-            return self._step(args, kwargs)
+            with self._engine.owner.turn("optimizer.step()"):
+                return self._step(args, kwargs)
         except BaseException:
             self._forget_scaling()
             raise
@@ -448,7 +450,14 @@ class Stepper:
 
         Raises `ValueError`, with nothing changed, for the state of another optimizer or of other parameters.
         """
-        self.state.load_state_dict(state_dict, self.forget)
+        with self._engine.owner.turn("optimizer.load_state_dict()"):
+            self.state.load_state_dict(state_dict, self.forget)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A plain optimizer's state dict, of one step."""
+        with self._engine.owner.turn("optimizer.state_dict()"):
+            found: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
+            return found
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """As in torch: train further parameters of the prepared model, with hyper-parameters of their own.
