@@ -44,7 +44,7 @@ class Config:
     state_format: str = "exact"
     delayed_update: bool | int = False
     update: str = "fetch"
-    verify: bool = False
+    verify: bool = True
     unused: str = "error"
     activations: str = "auto"
     micro_batches: int = 1

@@ -98,6 +98,7 @@ def test_keep_bounds_the_space_and_recycles_the_files(tmp_path: Path) -> None:
         run.save(tmp_path / "ckpts" / f"step-{step}", keep=2)
         run.train()
         settle(run.prepared)
+        run.prepared.resources.saver.settle()
         used |= inodes(tmp_path)
         seen: set[int] = set()
         assert blocks(tmp_path / "ckpts", seen) + blocks(tmp_path / "disk", seen) <= 3 * one + (1 << 20)
@@ -106,11 +107,45 @@ def test_keep_bounds_the_space_and_recycles_the_files(tmp_path: Path) -> None:
     assert len([file for file in (tmp_path / "ckpts").rglob("unit-*.bin") if file.stat().st_ino in units]) == 6
 
 
+def test_keep_removes_a_checkpoint_once_the_training_has_read_the_next_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1", keep=1)
+    run.train()
+    run.save(tmp_path / "step-2", keep=1)
+    assert {"step-1", "step-2"} <= {each.name for each in tmp_path.iterdir()}
+    run.train()
+    settle(run.prepared)
+    run.prepared.resources.saver.settle()
+    assert {each.name for each in tmp_path.iterdir()} == {"disk", "step-2"}
+
+
+def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    run.save(tmp_path / "step-1", keep=1)
+    run.train()
+    saved = run.values()
+    for file in (tmp_path / "disk").rglob("unit-*"):
+        if "grads" not in file.name:
+            os.truncate(file, 0)
+            os.truncate(file, 1 << 20)
+    run.save(tmp_path / "step-2", keep=1)
+    with pytest.raises((OSError, RuntimeError), match="bad checksum"):
+        run.train(2)
+    run.prepared.resources.close()
+    assert (tmp_path / "step-1").exists()
+    del saved
+
+
 def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for name in ("best", "other-7", "step-1", "step-2", "step-3"):
         run.train()
         run.save(tmp_path / name, keep=1 if name == "step-3" else None)
+    run.train()
+    settle(run.prepared)
+    run.prepared.resources.saver.settle()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "disk", "other-7", "step-3"]
     with pytest.raises(ValueError, match="ends in a number"):
         run.save(tmp_path / "best", keep=1)

@@ -36,7 +36,7 @@ from outsize.checkpoint.values import encode, inline
 from outsize.checkpoint.writer import AT_ONCE_BYTES, GradAtRest, Room, Snapshot, UnfinishedCheckpoint
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
-from outsize.move.generations import Generations, crc32c_of
+from outsize.move.generations import Generation, Generations, crc32c_of
 from outsize.optim.rules import join_master, split_master
 from outsize.optim.update import update_threads
 from outsize.run.buffers import KEPT
@@ -154,6 +154,12 @@ def _save(
 
     pending = begin() if reduction is None else any(in_all_copies(reduction.ranks, begin, "save"))
     files = [file for shard in shards for file in shard.generations()] if begun else []
+    linked = [generation for unfinished in begun for generation in unfinished.linked]
+    if prepared.config.verify and outdated and linked and _has_room(files, prepared.resources.run_directories):
+        later, outdated = outdated, []
+    else:
+        later = []
+    unread = linked if prepared.config.verify and outdated else []
     if pending:
         try:
             _reserve(files)
@@ -166,11 +172,14 @@ def _save(
         saving = saver.begin(target)
         # Made now: the thread may come to its turn when the process group is destroyed already.
         copies = None if copy is None else JobPeers(copy, "save", behind=True)
-        saving.run_behind(partial(_finish_behind, [prepared.engine], begun, outdated, copies))
+        saving.run_behind(partial(_finish_behind, [prepared.engine], begun, unread, outdated, copies))
+        if later:
+            saver.remove_when_read(saving, linked, later, _remove)
         return saving
     going: list[Path] = []
 
     def publish() -> None:
+        _check_linked(begun, unread)
         for unfinished in begun:
             going.extend(_publish(unfinished.finish_now, outdated))
 
@@ -186,7 +195,24 @@ def _save(
     else:
         remove_all(going)
         tidy()
+    if later:
+        saver.remove_when_read(saving, linked, later, _remove)
     return saving
+
+
+def _check_linked(begun: Sequence[UnfinishedCheckpoint], unread: Sequence[Generation]) -> None:
+    """Where there is room for no more, older checkpoints go at once: what the new one links is read before."""
+    try:
+        for generation in unread:
+            generation.check_rest()
+    except BaseException:
+        for unfinished in begun:
+            unfinished.give_up()
+        raise
+
+
+def _remove(outdated: Sequence[Path]) -> None:
+    remove_all(set_all_aside(outdated))
 
 
 def take_state(prepared: Prepared) -> None:
@@ -260,13 +286,19 @@ def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> 
 
 
 def _finish_behind(
-    alive: list[Engine], begun: Sequence[UnfinishedCheckpoint], outdated: Sequence[Path], copies: JobPeers | None
+    alive: list[Engine],
+    begun: Sequence[UnfinishedCheckpoint],
+    unread: Sequence[Generation],
+    outdated: Sequence[Path],
+    copies: JobPeers | None,
 ) -> None:
     """Write what is left and publish, and wait for the copy of the model that does; or leave nothing of it. The engine
     stays alive as long as its memory is being written, and no longer: its end would wait, on the very thread that
     writes, for the conveyor, which may wait for what is written."""
 
     def finish() -> None:
+        for generation in unread:
+            generation.check_rest()
         for unfinished in begun:
             remove_all(_publish(unfinished.finish, outdated))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, final
 
+from outsize.move.generations import Generation
 from outsize.move.transfer import Promise, Transfer
 
 logger = logging.getLogger("outsize")
@@ -55,6 +56,14 @@ class Saving(Transfer):
 
     def done(self) -> bool:
         return self._promise.done()
+
+    def completed(self) -> bool:
+        """Block until it is over; whether the checkpoint is complete. What went wrong is for others to raise."""
+        try:
+            self._promise.wait()
+        except BaseException:
+            return False
+        return True
 
     def run(self, work: Callable[[], None]) -> None:
         """Do the rest of the work here and now."""
@@ -117,9 +126,13 @@ class Saver:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._saving: Saving | None = None
+        self._removing: tuple[threading.Thread, Sequence[Generation]] | None = None
 
     def settle(self) -> None:
         """Block until no checkpoint is on its way. Raises what went wrong with the last one, once."""
+        if self._removing is not None and all(generation.left.done() for generation in self._removing[1]):
+            self._removing[0].join()
+            self._removing = None
         saving = self._saving
         if saving is None:
             return
@@ -129,6 +142,41 @@ class Saver:
         finally:
             if saving.done() or os.getpid() != self._pid:
                 self._saving = None
+
+    def remove_when_read(
+        self,
+        saving: Saving,
+        linked: Sequence[Generation],
+        outdated: Sequence[Path],
+        remove: Callable[[Sequence[Path]], None],
+    ) -> None:
+        """Remove older checkpoints once the training has read, and so checked, the files that a newer one links.
+
+        Where it never does, since the run ends before, the older ones stay until the next save.
+        """
+        held = [generation.hold() for generation in linked]
+
+        def work() -> None:
+            try:
+                try:
+                    if not saving.completed():
+                        return
+                    for generation in held:
+                        generation.left.wait()
+                    for generation in held:
+                        generation.check_rest()
+                finally:
+                    for generation in held:
+                        generation.let_go()
+                remove(outdated)
+            except OSError as error:
+                logger.error("%s stays: %s", outdated[0], str(error))
+            except RuntimeError:  # the run has ended
+                return
+
+        thread = threading.Thread(target=work, name="outsize-keep", daemon=True)
+        self._removing = thread, held
+        thread.start()
 
     def begin(self, path: Path) -> Saving:
         self._saving = Saving(path)

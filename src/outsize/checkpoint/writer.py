@@ -205,6 +205,11 @@ class UnfinishedCheckpoint:
             found.append(write_own(self._folder.path, own, rank, file, self._files))
         return found
 
+    @property
+    def linked(self) -> Sequence[Generation]:
+        """The generations of the run whose files it shares."""
+        return self._linked
+
     def finish(self) -> Path | None:
         """Write what is left, then the manifest, and publish; gives the folder that was replaced, if there was one."""
         try:

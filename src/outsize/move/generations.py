@@ -15,7 +15,7 @@ import torch
 from outsize import _native
 from outsize.move.disk import StripedFile
 from outsize.move.memory import PAGE_BYTES, HostBuffer
-from outsize.move.transfer import Transfer
+from outsize.move.transfer import Promise, Transfer
 from outsize.plan.layout import round_up
 
 COPY_BYTES = 1 << 20
@@ -46,12 +46,14 @@ class PageTable:
         count = nbytes // PAGE_BYTES
         self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32, device="cpu")  # [pages], the bits of a uint32
         self.touched = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
+        self.checked = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]: read, and found as written
 
     def record(self, start: int, source: torch.Tensor) -> None:
         """`source` (whole pages) is being written at byte `start`."""
         page, count = start // PAGE_BYTES, source.numel() // PAGE_BYTES
         sums_of(source, self.sums[page : page + count])
         self.touched[page : page + count] = True
+        self.checked[page : page + count] = False
 
     def check(self, start: int, content: torch.Tensor, path: str) -> None:
         """Raise `OSError` that names the page unless `content` is what was written at byte `start`."""
@@ -65,6 +67,7 @@ class PageTable:
             raise OSError(
                 errno.EIO, f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written", path
             )
+        self.checked[page : page + sums.numel()] = True
 
 
 def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
@@ -155,6 +158,7 @@ class Generation:
     def __init__(self, file: StripedFile) -> None:
         self.file = file
         self.pages = PageTable(file.nbytes)
+        self.left = Promise()  # kept when the run has moved on to the next generation
         self._holds = 1
         self._lock = threading.Lock()
 
@@ -180,6 +184,23 @@ class Generation:
         """Fill `out` and compare it with the checksums. Blocks; needs no engine."""
         self.file.read_now(start, out)
         self.pages.check(start, out, self.file.path)
+
+    def check_rest(self) -> None:
+        """Read the pages that nobody has read since they were written. Raises `OSError` for one that is damaged."""
+        for start, nbytes in _runs(self.pages.touched & ~self.pages.checked):
+            self.read_checked(start, HostBuffer(nbytes).bytes)
+
+
+def _runs(pages: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of the pages that are set (bool [pages]), at most `COPY_BYTES` each."""
+    numbers = pages.nonzero().view(-1).tolist()
+    at = 0
+    while at < len(numbers):
+        end = at + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1 and end - at < COPY_BYTES // PAGE_BYTES:
+            end += 1
+        yield numbers[at] * PAGE_BYTES, (end - at) * PAGE_BYTES
+        at = end
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -289,32 +310,30 @@ class Generations:
     def end_turn(self) -> None:
         """What the turn did not write is copied; then the next generation is the present one. Blocks."""
         assert self._next is not None and self._turned is not None
-        for start, nbytes in self._left_alone(self._turned):
+        for start, nbytes in _runs(self.now.pages.touched & ~self._turned):
             content = HostBuffer(nbytes).bytes
             self.now.read_checked(start, content)
             self._write(self._next, start, content).wait()
+        self.now.left.keep()
         self.now.let_go()
         with self._making:
             self.now, self._next, self._turned, self.frozen = self._next, None, None, False
 
-    def _left_alone(self, turned: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) of what is to be copied, at most `COPY_BYTES` each."""
-        pages = (self.now.pages.touched & ~turned).nonzero().view(-1).tolist()
-        at = 0
-        while at < len(pages):
-            end = at + 1
-            while end < len(pages) and pages[end] == pages[end - 1] + 1 and end - at < COPY_BYTES // PAGE_BYTES:
-                end += 1
-            yield pages[at] * PAGE_BYTES, (end - at) * PAGE_BYTES
-            at = end
-
     def close(self) -> None:
         with self._making:
             self._closed = True
+        if not self.now.left.done():
+            self.now.left.break_(RuntimeError("the run has ended"))
         self.now.let_go()
         if self._next is not None:
             self._next.let_go()
             self._next = None
+
+
+def _umask() -> int:
+    """The process's umask; to ask by setting it would change it for other threads meanwhile."""
+    fields = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1], 8) for line in fields if line.startswith("Umask:")), 0o022)
 
 
 def link(generation: Generation, target: Path) -> bool:
@@ -323,6 +342,7 @@ def link(generation: Generation, target: Path) -> bool:
     if file is None:
         return False
     try:
+        os.fchmod(file, 0o666 & ~_umask())  # the run made it under the umask of that time
         # By its descriptor: after an earlier save the run has no name for it. Any `src_dir_fd` makes os.link follow it.
         os.link(f"/proc/self/fd/{file}", target, src_dir_fd=file)
     except OSError as error:
