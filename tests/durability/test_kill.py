@@ -1,10 +1,15 @@
 """A run that is killed again and again ends as one that was never killed; the oracle is that one."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import outsize
+from benchmarks.checkpoint_full import life
 from benchmarks.checkpoint_kills import in_a_process
 
 KILLS = 12
@@ -34,3 +39,15 @@ def test_no_completed_checkpoint_is_missed_by_the_next_life(tally: dict[str, Any
 
 def test_killed_runs_leave_nothing_once_one_is_through(tally: dict[str, Any]) -> None:
     assert not tally["leftovers"]
+
+
+@pytest.mark.slow
+def test_prepare_sweeps_what_a_save_of_a_killed_run_left_before_it_counts_room(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    assert life(tmp_path, killed=False).returncode == 0
+    assert life(tmp_path, killed=True).returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "saves").glob(".step-*.new-*"))) == 1
+    model = nn.Linear(2, 2)
+    outsize.plan(model, torch.optim.SGD(model.parameters()), host_memory="64MiB", disk=tmp_path / "disk")
+    assert [each.name for each in (tmp_path / "saves").iterdir()] == ["step-1"]
+    assert not list((tmp_path / "disk").iterdir())

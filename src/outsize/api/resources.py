@@ -56,6 +56,11 @@ class Resources:
         self._files.append(file)
         return file
 
+    def note_saves(self, directory: Path) -> None:
+        """The run is about to save into a directory. See `RunDirectory.note_saves`."""
+        for run in self._runs:
+            run.note_saves(directory)
+
     @property
     def run_directories(self) -> list[Path]:
         """This run's own directories, one for each `disk` directory."""

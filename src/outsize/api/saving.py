@@ -112,6 +112,7 @@ def _save(
         check_not_current(target)
         check_replaceable(target)
         check_capturable()
+        prepared.resources.note_saves(target.parent)
         record = optimizer_record(prepared, optimizer, encoded=True)
         sums.update({} if reduction is None else _sums(buffers))
         outdated = no_longer_kept(target, keep) if first else []

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from outsize.api.ranks import agree_on_budgets, check_same, description, local_ranks
+from outsize.checkpoint.folder import remove_leftovers
 from outsize.config import Config
 from outsize.move.comm import Ranks
-from outsize.move.disk import free_bytes
+from outsize.move.disk import dead_saves, free_bytes
 from outsize.move.shard import BLOCK, CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.plan.layout import (
     ALIGN_ELEMENTS,
@@ -349,6 +350,9 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
         assert isinstance(config.disk_space, int)
         disk = config.disk_space
     elif config.directories:
+        for directory in config.directories:
+            for saved_into in dead_saves(directory):  # half a checkpoint holds the space of the run's files
+                remove_leftovers(saved_into)
         disk = int(free_bytes(config.directories) * DISK_MARGIN) // here
         if config.disk_space is not None:
             assert isinstance(config.disk_space, int)

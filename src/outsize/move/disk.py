@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import resource
@@ -11,7 +12,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Protocol, final
@@ -33,6 +34,7 @@ ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
 STRIPE_BYTES = 4 << 20
 RUN_PREFIX = "outsize-run-"
 _NEW_SUFFIX = ".new"
+_SAVES = "saves"
 _RUN_NAME = re.compile(rf"{RUN_PREFIX}\d+-[0-9a-f]{{12}}(\{_NEW_SUFFIX})?")
 _UNLOCKED_IS_DEAD_AFTER_SECONDS = 3600
 
@@ -92,6 +94,7 @@ class RunDirectory:
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
+        self._saves: set[Path] = set()
         _check_directory(parent)
         remove_dead_runs(parent)
         self._pid = os.getpid()
@@ -118,6 +121,23 @@ class RunDirectory:
             RunDirectory.alive.discard(self._identity)
             os.close(self._lock)
 
+    def note_saves(self, directory: Path) -> None:
+        """Remember that the run saves into a directory: what a killed save leaves there shares files with the run."""
+        if directory not in self._saves:
+            with open(self.path / _SAVES, "a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(str(directory))}\n")
+            self._saves.add(directory)
+
+
+def dead_saves(parent: Path) -> list[Path]:
+    """The directories into which dead runs of a `disk` directory have saved."""
+    found: dict[Path, None] = {}
+    for entry in _dead_runs(parent):
+        with suppress(OSError, ValueError, TypeError):
+            lines = (entry / _SAVES).read_text("utf-8").splitlines()
+            found.update(dict.fromkeys(Path(json.loads(line)) for line in lines))
+    return list(found)
+
 
 def _check_directory(parent: Path) -> None:
     if not parent.exists():
@@ -128,11 +148,16 @@ def _check_directory(parent: Path) -> None:
 
 def remove_dead_runs(parent: Path) -> None:
     """Remove what dead runs left in a `disk` directory. See Note [Whose directory]."""
-    for entry in parent.glob(f"{RUN_PREFIX}*"):
+    for entry in _dead_runs(parent):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _dead_runs(parent: Path) -> Iterator[Path]:
+    for entry in list(parent.glob(f"{RUN_PREFIX}*")):
         if not _RUN_NAME.fullmatch(entry.name) or _is_own(entry):
             continue
         if _is_old(entry) if entry.name.endswith(_NEW_SUFFIX) else _is_dead(entry):
-            shutil.rmtree(entry, ignore_errors=True)
+            yield entry
 
 
 def _identity(directory: Path) -> tuple[int, int]:
