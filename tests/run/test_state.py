@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import outsize
 from outsize.move.shard import UnitShard
 from tests.api.dcp_runs import plain_save
-from tests.conftest import Pair, Workshop, batches, prepared, train
+from tests.conftest import Pair, Stack, Workshop, adamw, batches, prepared, train, weights
 
 
 def entry(pair: Pair) -> dict[str, Any]:
@@ -240,3 +240,43 @@ def test_a_state_dict_that_is_refused_stops_nothing(workshop: Workshop, tier: st
         pair.optimizer.load_state_dict(state)
     pair.train(batches(2))
     assert prepared(pair.model).stepper.steps == 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_state_dicts_resume_16_bit_training_bit_for_bit(
+    workshop: Workshop, tier: str, dtype: torch.dtype, first: str
+) -> None:
+    pair = workshop.pair(tier=tier, compute_dtype=dtype)
+    data = [(inputs.to(dtype), targets.to(dtype)) for inputs, targets in batches(6)]
+    train(pair.model, pair.optimizer, data[:3])
+    with outsize.gathered(pair.model):
+        of_model = {name: value.detach().clone() for name, value in pair.model.state_dict().items()}
+    of_optimizer = copy.deepcopy(pair.optimizer.state_dict())
+    train(pair.model, pair.optimizer, data[3:])
+
+    torch.manual_seed(1)
+    model = Stack()
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, tier, compute_dtype=dtype)
+
+    def load_model() -> None:
+        with outsize.gathered(model, modify=True):
+            model.load_state_dict(of_model)
+
+    loads = [load_model, lambda: optimizer.load_state_dict(of_optimizer)]
+    for load in loads if first == "model" else reversed(loads):
+        load()
+    train(model, optimizer, data[3:])
+    ours, theirs = weights(model), weights(pair.model)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    exact = [each.state_dict()["state"][0]["fp32_master"] for each in (optimizer, pair.optimizer)]
+    assert torch.equal(*exact)
+
+
+def test_torch_takes_a_state_dict_with_masters(workshop: Workshop) -> None:
+    pair = workshop.pair(compute_dtype=torch.bfloat16)
+    inputs, targets = batches(1)[0]
+    train(pair.model, pair.optimizer, [(inputs.bfloat16(), targets.bfloat16())])
+    pair.plain_optimizer.load_state_dict(pair.optimizer.state_dict())
+    train(pair.plain, pair.plain_optimizer, batches(1))

@@ -326,6 +326,38 @@ class UnitShard:
         array.store.read(first, pages).wait()
         return pages
 
+    def read_weight(self, name: str) -> torch.Tensor:
+        """A copy of what rests here of a parameter, 1-D, in host memory. Blocks."""
+        slot = self.slots[name]
+        if not slot.numel:
+            return torch.empty(0, dtype=DTYPES[slot.dtype], device="cpu")
+        if self.params is None:
+            return self.param_piece(slot, slot.offset, slot.end).to("cpu", copy=True)
+        low, _, pages = self._weight_pages(slot)
+        return pages.view(DTYPES[slot.dtype])[slot.offset - low : slot.end - low].clone()
+
+    def write_weight(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite what rests here of a parameter, and what of it is gathered. Blocks."""
+        slot = self.slots[name]
+        if not slot.numel:
+            return
+        self.before_change()
+        if self.params is not None:
+            low, first, pages = self._weight_pages(slot)
+            pages.view(DTYPES[slot.dtype])[slot.offset - low : slot.end - low].copy_(value)
+            self.params.write(first, pages).wait()
+        if self.params is None or self.buffer.resident:
+            self.param_piece(slot, slot.offset, slot.end).copy_(value)
+
+    def _weight_pages(self, slot: Slot) -> tuple[int, int, torch.Tensor]:
+        """(first element, first byte, content) of the pages of the store that hold a parameter."""
+        assert self.params is not None
+        low, high = self.pages(slot.offset, slot.end)
+        first, nbytes = self.param_layout.span(low, high)
+        pages = HostBuffer(nbytes).bytes
+        self.params.read(first, pages).wait()
+        return low, first, pages
+
     def pages(self, start: int, end: int) -> tuple[int, int]:
         """The whole pages that hold the elements [start, end), within their segment, in elements."""
         low, high = page_range(start, end)

@@ -32,7 +32,7 @@ from outsize.move.shard import (
 )
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
-from outsize.optim.rules import Piece, Rule
+from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.worker import attributes_of
 from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
 
@@ -86,6 +86,24 @@ class ChunkUpdater:
             self._attributes[name] = {
                 key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in found
             }
+
+    def master_of(self, shard: UnitShard, name: str) -> torch.Tensor:
+        """The fp32 values that a 16-bit parameter is the rounding of, as far as they rest here, 1-D."""
+        slot = shard.slots[name]
+        rest = shard.read_array(shard.arrays[MASTER], slot.offset, slot.end)
+        return join_master(shard.read_weight(name), rest)
+
+    def store_master(self, shard: UnitShard, name: str, value: torch.Tensor) -> None:
+        """Make `value` (fp32, what rests here, 1-D) the parameter's master, and the parameter its rounding."""
+        slot, array = shard.slots[name], shard.arrays.get(MASTER)
+        if slot.dtype not in MASTER_BYTES or array is None:
+            shard.write_weight(name, value)
+            return
+        weight = torch.empty(slot.numel, dtype=DTYPES[slot.dtype], device="cpu")
+        rest = torch.empty(slot.numel, dtype=array.dtype(slot.dtype), device="cpu")
+        split_master(value, weight, rest)
+        shard.write_weight(name, weight)
+        shard.write_array(array, slot.offset, slot.end, rest)
 
     def check(self, hyper: Mapping[str, object], where: str) -> None:
         """Raise, naming `where` the parameter group is, for options with which no update can run."""

@@ -74,6 +74,14 @@ class Kept(Protocol):
         """Raise, naming `where` the parameter group is, for options with which no update can run."""
         ...
 
+    def master_of(self, shard: UnitShard, name: str) -> torch.Tensor:
+        """The fp32 values that a 16-bit parameter is the rounding of, as far as they rest here, 1-D."""
+        ...
+
+    def store_master(self, shard: UnitShard, name: str, value: torch.Tensor) -> None:
+        """Make `value` the parameter's master, and the parameter its rounding."""
+        ...
+
 
 def entry_of(state: object, name: str, kept: Kept) -> dict[str, Any]:
     """One parameter's state as somebody gives it, of DTensors what this rank has; None for an array it is without."""

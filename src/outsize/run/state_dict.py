@@ -10,11 +10,16 @@ from typing import Any, final
 
 import torch
 
+from outsize.move.shard import MASTER, MASTER_BYTES
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry
+from outsize.run.local import like, local
 from outsize.run.state import Kept, StreamedState, check_counts, check_entry, entry_of, options_of, store_state
 from outsize.run.unit import Unit
+
+MASTER_KEY = "fp32_master"
+"""In a state dict. See Note [Masters in a state dict]."""
 
 
 @contextmanager
@@ -92,6 +97,35 @@ class WholeState:
                 if name in entries or name in unit.shard.slot_states:
                     store_state(unit.shard, name, entries.get(name, {}))
 
+    # Note [Masters in a state dict]
+    # A model's state dict has the 16-bit weights. What completes them is the optimizer's: the entry of a parameter that
+    # was stepped has its fp32 values under `MASTER_KEY`. Loaded, they are the truth: the weight becomes their rounding.
+    # So it does not matter which of the two state dicts is loaded first. torch's own optimizers keep the key unused.
+
+    def state_dict(self) -> dict[str, Any]:
+        """A plain optimizer's state dict, with masters. See Note [Masters in a state dict]."""
+        found: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
+        for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
+            for param, index in zip(group["params"], saved["params"], strict=True):
+                unit, slot = self._engine.unit_of(param)
+                if found["state"].get(index) and slot.dtype in MASTER_BYTES and MASTER in unit.shard.arrays:
+                    master = self._kept.master_of(unit.shard, slot.name).view(slot.shape)
+                    found["state"][index][MASTER_KEY] = master if unit.shard.ranks > 1 else like(param, master)
+        return found
+
+    def _put_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        for unit in self._engine.units:
+            names = [name for name in unit.parameters if name in masters]
+            for name in names:
+                value = local(masters[name].detach()).to("cpu", torch.float32).reshape(-1)
+                if value.numel() == unit.shard.whole_slots[name].numel:  # else it is what this rank gave
+                    value = unit.shard.own(name, value)
+                self._kept.store_master(unit.shard, name, value)
+            if names:
+                unit.updates += 1  # a graph of before must not be used
+                if unit.shard.ranks > 1:
+                    self._engine.streamer.regather(unit)
+
     def load_state_dict(self, state_dict: dict[str, Any], forget: Callable[[], None]) -> None:
         """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts.
 
@@ -110,6 +144,7 @@ class WholeState:
                 f"of {[len(g['params']) for g in groups]}; load the state of the same optimizer"
             )
         wanted: list[tuple[Unit, Slot, dict[str, Any]]] = []
+        masters: dict[str, torch.Tensor] = {}
         for at, (group, other) in enumerate(zip(groups, saved, strict=True)):
             hyper = {key: value for key, value in {**group, **other}.items() if key != "params"}
             if group["params"]:
@@ -118,6 +153,8 @@ class WholeState:
                 if state.get(index):
                     unit, slot = self._engine.unit_of(param)
                     entry = entry_of(state[index], slot.name, self._kept)
+                    if MASTER_KEY in entry and MASTER_KEY not in unit.shard.arrays:
+                        masters[slot.name] = _checked_master(entry.pop(MASTER_KEY), unit, slot)
                     check_entry(unit.shard, slot, entry, self._kept, self._name, hyper)
                     wanted.append((unit, slot, entry))
         with stopping_on_errors(self._engine, "optimizer.load_state_dict"):
@@ -126,6 +163,7 @@ class WholeState:
             self.put_options_right()
             forget()
             self._put({slot.name: entry for _, slot, entry in wanted})
+            self._put_masters(masters)
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
 
@@ -141,6 +179,16 @@ class WholeState:
             optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
         finally:
             optimizer.state = self._state
+
+
+def _checked_master(value: object, unit: Unit, slot: Slot) -> torch.Tensor:
+    numels = (slot.numel, unit.shard.whole_slots[slot.name].numel)
+    if not isinstance(value, torch.Tensor) or local(value).numel() not in numels:
+        raise ValueError(
+            f"the state of {slot.name!r} has no fp32 values of shape {tuple(unit.shard.whole_slots[slot.name].shape)} "
+            f"under {MASTER_KEY!r}; give the state dict of the same model. Nothing was changed"
+        )
+    return value
 
 
 def _parts_of(state_dict: object) -> tuple[list[Any], Mapping[Any, Any]]:

@@ -456,8 +456,7 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """A plain optimizer's state dict, of one step."""
         with self._engine.owner.turn("optimizer.state_dict()"):
-            found: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
-            return found
+            return self.state.state_dict()
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """As in torch: train further parameters of the prepared model, with hyper-parameters of their own.
