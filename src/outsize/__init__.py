@@ -6,7 +6,21 @@ from outsize.api.gather import gathered, no_sync
 from outsize.api.loading import load
 from outsize.api.planning import plan
 from outsize.api.public import memory, prepare
+from outsize.api.releasing import release
 from outsize.api.saving import save
 from outsize.config import Config, presets
 
-__all__ = ["Config", "export", "gathered", "init", "load", "memory", "no_sync", "plan", "prepare", "presets", "save"]
+__all__ = [
+    "Config",
+    "export",
+    "gathered",
+    "init",
+    "load",
+    "memory",
+    "no_sync",
+    "plan",
+    "prepare",
+    "presets",
+    "release",
+    "save",
+]

@@ -270,13 +270,13 @@ def _build(
         assert updater is not None
         arrays = LateArrays(plan, config, rule, resources)
         stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps, config.update == "backward")
+    hooks.install(engine, model, framed, recompute)
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
     engine.classes.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
     if reduction is not None:
         reduction.complete()
-    hooks.install(engine, model, framed, recompute)
     hooks.refuse_other_optimizers(engine, optimizer)
     weakref.finalize(engine, resources.close)
     return prepared

@@ -434,6 +434,10 @@ class Engine:
             return self.classes.guarded_distributed
         return self.classes.resident if unit.resident else self.classes.guarded
 
+    def forget(self) -> None:
+        """The parameters are plain ones from now on."""
+        self._names.clear()
+
     def owns(self, param: torch.Tensor) -> bool:
         return id(param) in self._names
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,73 +24,56 @@ from outsize.run.engine import Engine
 # each module inside opens its own, and a parameter that `forward` uses itself is refused with the remedy.
 
 
-@final
-class Overrides:
-    """What `prepare` has put on the instances of `nn.Module` in place of what they had."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-
-    def put(self, module: nn.Module, name: str, value: Any) -> None:
-        _, before = self._before.setdefault(id(module), (module, {}))
-        before.setdefault(name, module.__dict__.get(name, _NOTHING))
-        module.__dict__[name] = value
-
-    @contextmanager
-    def lifted(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module has what it had before."""
-        before = self._before[id(module)][1]
-        ours = {name: module.__dict__.get(name, _NOTHING) for name in before}
-        _put_all(module, before)
-        try:
-            yield
-        finally:
-            _put_all(module, ours)
-
-    def remove(self) -> None:
-        """Give every module back what it had; what the user has put over ours stays."""
-        for module, before in self._before.values():
-            _put_all(module, before)
-        self._before.clear()
-
-
 _NOTHING = object()
+Attributes = dict[str, Any]
 
 
-def _put_all(module: nn.Module, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
+def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recompute: Iterable[nn.Module]) -> None:
+    """Put frames around the calls of these modules, on the instances; classes and torch itself stay as they are."""
+    names = {id(module): name for name, module in model.named_modules()}
+    framed, recompute = set(framed), set(recompute)
+    moves = _checked_moves(model)
+    for module in model.modules():
+        ours: Attributes = {}
+        if module in recompute:
+            ours["forward"] = recomputed(module, names[id(module)])
+        if module in framed:
+            ours["_call_impl"] = _framed(engine, module)
+        if isinstance(module, nn.RNNBase):
+            ours["flatten_parameters"] = _leave_parameters
+        if any(True for _ in module.parameters()):
+            ours |= {"_apply": _checked_apply(engine, module), "_load_from_state_dict": _checked_load(module)}
+        if module is model:
+            ours |= moves
+        if ours:
+            before = {name: module.__dict__.get(name, _NOTHING) for name in (*ours, "__deepcopy__")}
+            _put(module, {**ours, "__deepcopy__": partial(_copied, before, module)})
+
+
+def remove(model: nn.Module) -> None:
+    """Give every module back what it had before `install`."""
+    for module in model.modules():
+        copier = module.__dict__.get("__deepcopy__")
+        if isinstance(copier, partial) and copier.func is _copied:
+            _put(module, copier.args[0])
+
+
+def _put(module: nn.Module, attributes: Attributes) -> None:
+    for name, value in attributes.items():
         if value is _NOTHING:
             module.__dict__.pop(name, None)
         else:
             module.__dict__[name] = value
 
 
-def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recompute: Iterable[nn.Module]) -> Overrides:
-    """Put frames around the calls of these modules, on the instances; classes and torch itself stay as they are."""
-    names = {id(module): name for name, module in model.named_modules()}
-    overrides = Overrides()
-    for module in recompute:
-        overrides.put(module, "forward", recomputed(module, names[id(module)]))
-    for module in framed:
-        overrides.put(module, "_call_impl", _framed(engine, module))
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            overrides.put(module, "flatten_parameters", _leave_parameters)
-        if any(True for _ in module.parameters()):
-            overrides.put(module, "_apply", _checked_apply(engine, module))
-            overrides.put(module, "_load_from_state_dict", _checked_load(module))
-    for name, value in _checked_moves(model).items():
-        overrides.put(model, name, value)
-    for module in model.modules():
-        if id(module) in overrides._before:
-            overrides.put(module, "__deepcopy__", partial(_copied, overrides, module))
-    return overrides
-
-
-def _copied(overrides: Overrides, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copied(before: Attributes, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy is a plain module: its parameters copy themselves, where they are gathered."""
-    with overrides.lifted(module):
+    ours = {name: module.__dict__.get(name, _NOTHING) for name in before}
+    _put(module, before)
+    try:
         return copy.deepcopy(module, memo)
+    finally:
+        _put(module, ours)
 
 
 def _framed(engine: Engine, module: nn.Module) -> Callable[..., Any]:

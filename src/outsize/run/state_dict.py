@@ -48,13 +48,18 @@ class WholeState:
         self._name = type(optimizer).__name__
         self._kept = kept
         self._state: Any = StreamedState(engine, kept, optimizer)
-        optimizer.register_state_dict_post_hook(_with_plain_entries, prepend=True)
+        self._hook = optimizer.register_state_dict_post_hook(_with_plain_entries, prepend=True)
         self.keep()
 
     def keep(self) -> None:
         """What the user may have put in place of `optimizer.state` is not wanted any more: the state was loaded."""
         self._optimizer.state = self._state
         self._counted = False
+
+    def detach(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """The optimizer has a plain state from now on."""
+        self._hook.remove()
+        self._optimizer.state = states  # type: ignore[assignment]
 
     def check_counts(self) -> None:
         """Raise `ValueError` if a state that came from elsewhere does not count its steps."""

@@ -67,6 +67,15 @@ def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _counted_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A plain step that a scheduler sees, as its own wrapper has it."""
+    optimizer._opt_called = True
+    return type(optimizer).step(optimizer, *args, **kwargs)
+
+
+_counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
 @final
 class _ForScalers:
     """True for torch's GradScaler, which then tells us of the steps that it skips.
@@ -129,6 +138,16 @@ class Stepper:
         optimizer.load_state_dict = self.load_state_dict
         optimizer.state_dict = self.state_dict
         optimizer.add_param_group = self.add_param_group
+
+    def detach(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Give the optimizer back what it had, with `states` as its state."""
+        optimizer: Any = self._optimizer
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        for name in ("step", "state_dict", "load_state_dict", "add_param_group", "_step_supports_amp_scaling"):
+            vars(optimizer).pop(name, None)
+        self.state.detach(states)
+        if scheduled:
+            optimizer.step = types.MethodType(_counted_step, optimizer)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark the update of every parameter that has a gradient. Raises, with nothing changed, if none has one or if

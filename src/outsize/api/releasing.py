@@ -1,0 +1,133 @@
+"""`release`: a prepared model becomes a plain one again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.api.assemble import Prepared
+from outsize.api.saving import ready, settle, take_state
+from outsize.api.survey import available_memory
+from outsize.plan.sizes import format_bytes
+from outsize.run import hooks
+from outsize.run.grads import RestingGrad
+from outsize.run.local import is_distributed, like
+
+
+def release(model: nn.Module) -> None:
+    """Turn a prepared model, in place, back into the plain model that it was; its optimizer too.
+
+    The model, its parameters and the optimizer stay the same objects, tied parameters stay tied. Values and gradients
+    lie on the computing device, and `optimizer.state` holds plain tensors: training goes on as in plain torch. So the
+    model may be changed (`resize_token_embeddings`, adapters, surgery) and prepared again with a new optimizer or the
+    same one. The run's files on disk are removed. An update that is still owed runs first.
+
+    With a 16-bit `compute_dtype` the parameters are the rounded weights, and what completes the fp32 masters goes: take
+    `optimizer.state_dict()` before, which has them, and load it after the next `outsize.prepare`.
+
+    Every rank calls it, and each gets the whole values. Raises `ValueError`, with nothing changed, for a model that is
+    not prepared and where memory does not hold all values at once; `RuntimeError` inside a forward or a `gathered`
+    block.
+
+    Example::
+
+        outsize.release(model)
+        model.resize_token_embeddings(50_000)
+        optimizer = torch.optim.AdamW(model.parameters())
+        outsize.prepare(model, optimizer, host_memory="4GiB", disk="/mnt/nvme")
+    """
+    prepared = ready(model, None, "release")
+    engine = prepared.engine
+    with engine.owner.turn("outsize.release"):
+        if any(unit.holds for unit in engine.units):
+            raise RuntimeError("outsize.release was called inside a forward or a gathered block; call it after that")
+        prepared.resources.saver.settle()
+        take_state(prepared)
+        if engine.reduction is not None:
+            engine.reduction.complete()
+        settle(prepared)
+        _check_memory(prepared)
+        states = _states(prepared)
+        values = _values(prepared)
+        hooks.remove(model)
+        if prepared.stepper is not None:
+            prepared.stepper.detach(states)
+        for param, (value, grad) in values.items():
+            _become_plain(param, value, grad)
+        engine.forget()
+    prepared.resources.close()
+
+
+def _check_memory(prepared: Prepared) -> None:
+    """Raise `ValueError` unless the values fit beside what there is."""
+    device = prepared.config.compute_device
+    needed = prepared.survey.state_bytes * prepared.survey.split[1]
+    if device.type == "cpu":
+        free = available_memory()
+    else:
+        free = torch.get_device_module(device).mem_get_info(device)[0]
+    if needed > free:
+        raise ValueError(
+            f"outsize.release needs {format_bytes(needed)} for the values, gradients and states of the whole model, "
+            f"and {format_bytes(free)} of {device.type} memory are free: use outsize.export, or outsize.save, and go "
+            f"on where there is more memory. Nothing was changed"
+        )
+
+
+Values = dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _values(prepared: Prepared) -> Values:
+    """(value, gradient) of each parameter, as plain tensors."""
+    found: Values = {}
+    for unit in prepared.engine.units:
+        with prepared.engine.hold([unit], modify=False):
+            for name, param in unit.parameters.items():
+                grad = param.grad
+                if isinstance(grad, RestingGrad):
+                    grad = None if grad.spent else grad.home.value(grad)
+                with torch.no_grad():
+                    found[param] = like(param, unit.shard.param(name).clone()), grad
+    return found
+
+
+def _states(prepared: Prepared) -> dict[torch.Tensor, dict[str, Any]]:
+    """The optimizer's state with whole arrays, on the device where torch keeps them."""
+    stepper, reduction = prepared.stepper, prepared.engine.reduction
+    found: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    if stepper is None:
+        return found
+    optimizer: Any = prepared.optimizer
+    for unit in prepared.engine.units:
+        for name, param in unit.parameters.items():
+            if param not in optimizer.state:
+                continue
+            entry = optimizer.state[param].plain()
+            for key, value in entry.items():
+                array = unit.shard.arrays.get(key)
+                if array is None or not isinstance(value, torch.Tensor):
+                    continue
+                if unit.shard.ranks > 1 and reduction is not None:
+                    whole = reduction.whole(unit.shard, name, value.reshape(-1))
+                    value = whole.view(unit.shard.whole_slots[name].shape)
+                dtype = value.dtype if param.dtype is torch.float64 else torch.float32
+                entry[key] = value.to(prepared.config.compute_device, dtype)
+            found[param] = entry
+    return found
+
+
+def _become_plain(param: nn.Parameter, value: torch.Tensor, grad: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        param.grad = None
+        if is_distributed(param):
+            from torch.distributed.tensor import DTensor
+
+            param._local_tensor = value._local_tensor  # type: ignore[attr-defined]
+            param.__class__ = DTensor  # type: ignore[assignment]
+        else:
+            torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+            param.__class__ = nn.Parameter
+        param.grad = grad
