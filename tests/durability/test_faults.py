@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import outsize
+from benchmarks.checkpoint_damage import try_often
 from benchmarks.checkpoint_faults import ENGINE_KINDS, SYSTEM_KINDS, Fault, Ground, Manner, injected, patience, trials
 from benchmarks.checkpoint_runs import IN_MEMORY, MIXED, ON_DISK, TinyRun
 from outsize.checkpoint import files, folder
@@ -171,3 +172,10 @@ def test_a_load_is_of_one_checkpoint_whatever_takes_its_name_meanwhile(
     monkeypatch.setattr(Checkpoint, "verify", replaced_after)
     error = error_of(lambda: outsize.load(last, reader.model, reader.optimizer))
     assert str(last) in str(error) if error is not None else reader.digest() == expected
+
+
+@pytest.mark.slow
+def test_a_damaged_page_is_found_before_its_value_is_used(swift: Path) -> None:
+    tally = try_often(swift / "damage", 15)
+    assert tally.found >= 8
+    assert not tally.wrong
