@@ -1,7 +1,8 @@
 """Pages of a run's files that are damaged between steps. `python -m benchmarks.checkpoint_damage DIRECTORY TRIALS`.
 
-Each trial flips a byte of a page, zeroes it, or cuts the file there, then trains on. Either an error that names the file
-comes before a value is used, or the values are those of a run without damage: a page that is written before it is read.
+Each trial flips a byte of a page, zeroes it, or cuts the file there, then trains on. Either an error that names the
+file comes before a value is used, or the values are those of a run without damage: the page was written before it was
+read.
 """
 
 from __future__ import annotations
