@@ -283,3 +283,9 @@ def test_a_cache_within_the_cache_cannot_be_read_either(workshop: Workshop) -> N
     pair.model(inputs(4), cache)
     with pytest.raises(RuntimeError, match="is empty"):
         cache.cross.get_seq_length()
+
+
+def test_vmap_over_a_weight_at_rest_is_refused_under_a_default_device_too(workshop: Workshop) -> None:
+    model = workshop.pair().model
+    with torch.device("cpu"), pytest.raises(RuntimeError, match=r"torch.vmap takes 'head.weight' apart"):
+        torch.vmap(torch.sum)(model.head.weight)

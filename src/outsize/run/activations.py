@@ -65,6 +65,8 @@ class _Layer:
         self._name = f"{name!r} ({type(module).__name__})"
         self._forward = forward
         self._copies_large = True
+        # torch keeps the random state of those devices alone on which a positional argument lies.
+        self._here = torch.empty(0, device=next(module.parameters()).device)
 
     def checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((*args, *kwargs.values()))
@@ -72,7 +74,7 @@ class _Layer:
         state = LayerState(self._modules, self._name, self._copies_large)
         contexts = (nullcontext(), state)
         forward = partial(self._run, **kwargs)
-        result = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
+        result = checkpoint(forward, self._here, *args, use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
                 f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
@@ -82,7 +84,7 @@ class _Layer:
         self._copies_large = state.settle()
         return result
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, _: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if in_backward() else self._explaining():
             return self._forward(*args, **kwargs)
 

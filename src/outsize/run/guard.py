@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
+from types import FrameType
 from typing import Any, NoReturn, Protocol, final
 
 import torch
@@ -335,10 +336,18 @@ def through_gate(gate: Gate | None, func: Any, args: tuple[Any, ...], kwargs: di
     """What every guarded tensor does with an operation: shape and the like are free, values pass the gate."""
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.dim and sys._getframe(2).f_globals.get("__name__") == _VMAP:
+            if func is torch.Tensor.dim and _asked_by_vmap():
                 args[0].gate.refuse_vmap(args[0])  # its next step takes the memory, and no operation
             return func(*args, **kwargs)
     return pass_gate(gate or _refuse_orphan(), func, args, kwargs)
+
+
+def _asked_by_vmap() -> bool:
+    """Whether `torch.vmap` asks, be it through a mode (`torch.set_default_device`) that sees every operation."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == _VMAP
 
 
 def _refuse_orphan() -> NoReturn:
