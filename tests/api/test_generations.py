@@ -208,7 +208,7 @@ def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_
     assert not any(file.frozen for file in run.files)
     run.train()
     settle(run.prepared)
-    assert blocks(tmp_path / "disk", set()) <= used
+    assert blocks(tmp_path / "disk", set()) <= used + 4096  # a line that says where the checkpoints are
     other = Run(tmp_path, seed=1)
     other.load(tmp_path / "ckpt")
 

@@ -71,10 +71,10 @@ def test_ranks_that_mpirun_and_srun_start_find_each_other(names: tuple[str, ...]
 def four_accelerators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A machine with four; what torch was told to use is noted."""
     chosen: list[Any] = [0]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cuda", chosen[-1]).index)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(device.index))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[-1])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: chosen.append(device.index))
     return chosen
 
 

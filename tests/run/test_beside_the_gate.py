@@ -16,6 +16,8 @@ from torch.optim import RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
+from outsize.run import owner
+from outsize.run.activations import in_backward
 from outsize.run.grads import RestingGrad
 from tests.conftest import (
     AT_REST_TIERS,
@@ -166,7 +168,10 @@ def test_gradients_of_a_function_of_the_users_own_come_to_rest(workshop: Worksho
     pair.train(batches(3))
 
 
-def test_frames_of_a_backward_may_run_on_a_thread_of_autograd(workshop: Workshop) -> None:
+def test_frames_of_a_backward_may_run_on_a_thread_of_autograd(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "_of_autograd", in_backward)
     model = Stack(depth=2)
     workshop.prepare(model, adamw(model), "host", activations="keep")
     engine = prepared(model).engine
@@ -179,12 +184,12 @@ def test_frames_of_a_backward_may_run_on_a_thread_of_autograd(workshop: Workshop
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            own, engine._thread = engine._thread, threading.get_ident() + 1  # as on a thread of autograd's
-            try:
-                with torch.no_grad():
-                    model.blocks[0](grad)
-            finally:
-                engine._thread = own
+            with torch.no_grad():
+                thread, engine.owner._thread = engine.owner._thread, threading.get_ident() + 1
+                try:
+                    model.blocks[0](grad)  # as on a thread of autograd's
+                finally:
+                    engine.owner._thread = thread
             return grad
 
     class Outer(nn.Module):

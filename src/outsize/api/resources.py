@@ -86,6 +86,7 @@ class Resources:
         self.shards = []
         self.staging.close()
         self._close_disk()
+        self.saver.close()
 
     def _close_disk(self) -> None:
         if self.disk is not None:

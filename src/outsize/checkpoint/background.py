@@ -143,6 +143,12 @@ class Saver:
             if saving.done() or os.getpid() != self._pid:
                 self._saving = None
 
+    def close(self) -> None:
+        """The run has ended: nobody waits for it any more."""
+        if self._removing is not None and self._removing[0] is not threading.current_thread():
+            self._removing[0].join()
+        self._removing = None
+
     def remove_when_read(
         self,
         saving: Saving,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 HOST_KINDS = ("torch", "python", "numpy")
+KINDS = (*HOST_KINDS, "cuda", "xpu", torch._C._get_privateuse1_backend_name())
+"""Whose states are stored; those of the accelerators under the type of the device."""
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
