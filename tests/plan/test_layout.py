@@ -70,8 +70,8 @@ def test_chunks_cover_each_element_once(params: dict[str, ParamInfo], pages: int
             slot.name for start, end in ranges for slot, low, high in slots_in(layout, start, end) for _ in [high - low]
         ]
         owned = sum(high - low for start, end in ranges for _, low, high in slots_in(layout, start, end))
-        assert owned == sum(slot.numel for slot in layout.slots if slot.dtype == segment.dtype)
-        assert set(met) == {slot.name for slot in layout.slots if slot.dtype == segment.dtype and slot.numel}
+        assert owned == sum(slot.numel for slot in layout.slots if layout.segment_of(slot) is segment)
+        assert set(met) == {slot.name for slot in layout.slots if layout.segment_of(slot) is segment and slot.numel}
 
 
 @given(parameters)

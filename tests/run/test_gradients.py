@@ -590,3 +590,21 @@ def test_the_gradient_at_rest_of_another_parameter_is_refused_by_name(
         optimizer.step()
         optimizer.zero_grad()
     pair.train(batches(2))
+
+
+def test_a_step_writes_what_belongs_to_trainable_parameters_alone(workshop: Workshop) -> None:
+    """An adapter inside a unit of frozen weights: gradient, two moments and weight of one page of elements."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 256), nn.Linear(256, 4))
+        model.requires_grad_(False)[2].requires_grad_(True)
+        return model
+
+    pair = workshop.pair(
+        build, lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), units=["Sequential"]
+    )
+    data = [(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(4)]
+    pair.train(data[:1])
+    before = outsize.memory(pair.model).bytes_written
+    pair.train(data[1:])
+    assert outsize.memory(pair.model).bytes_written - before == 3 * 4 * (4096 * 4)

@@ -23,13 +23,11 @@ from outsize.move.shard import (
     MASTER,
     MASTER_BYTES,
     MASTER_DTYPE,
-    STATE_BYTES,
     UnitShard,
 )
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.layout import array_layout
 from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
@@ -306,9 +304,8 @@ def _open_streamer(
     )
     for unit in units:
         resting, sums = 0, 0
-        if unit.shard.tiers.grads == "disk":  # alike on every rank
-            resting = unit.shard.layout.param_bytes
-            sums = array_layout(unit.shard.layout, STATE_BYTES).nbytes
+        if unit.shard.grads is not None and unit.shard.tiers.grads == "disk":  # alike on every rank
+            resting, sums = unit.shard.grads.nbytes, unit.shard.grads.sum_bytes
         keepers.append(
             GradKeeper(unit, resources.conveyor, owner, streamer.make_room, streamer.settle, reduction, resting, sums)
         )

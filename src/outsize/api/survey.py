@@ -22,10 +22,8 @@ from outsize.plan.layout import (
     ModuleInfo,
     ParamInfo,
     UnitLayout,
-    array_layout,
     cut_units,
     lay_out,
-    round_up,
     slice_of,
 )
 from outsize.plan.placement import (
@@ -315,20 +313,19 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
 def _bytes_of(
     whole: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config, ranks: int = 1, collects: bool = False
 ) -> UnitBytes:
-    """What rests on one rank. The first rank has most: trainable parameters lie first in each segment. `collects`:
+    """What rests on one rank. The ranks have equal parts of each segment. `collects`:
     gradients are reduced over ranks."""
     layout = slice_of(whole, 0, ranks)
     trained = [slot for slot in layout.slots if infos[slot.name].trainable]
-    grads = sum(round_up(slot.numel, PAGE_ELEMENTS) * OWN_BYTES[slot.dtype] for slot in trained)
+    graded = [segment for segment in layout.segments if segment.trainable]
     copies = 2 if config.delayed_update else 1  # those of two steps
-    grads = min(grads, layout.param_bytes) * copies
+    grads = sum(segment.numel * segment.itemsize for segment in graded) * copies
     states = sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
     collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0
     wider = {dtype: STATE_BYTES[dtype] - OWN_BYTES[dtype] for dtype in OWN_BYTES}
-    sums = sum(round_up(slot.numel, PAGE_ELEMENTS) * wider[slot.dtype] for slot in trained)
-    sums = min(sums, array_layout(layout, wider).nbytes) * copies
+    sums = sum(segment.numel * wider[segment.dtype] for segment in graded) * copies
     if config.update == "backward":  # each backward's gradients are used up at once
         sums = 0
     return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected, sums)

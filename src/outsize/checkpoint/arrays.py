@@ -11,7 +11,7 @@ import torch
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer, copy, zero
 from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard, page_range
-from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, chunk_ranges, slots_in
+from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout, chunk_ranges, slots_in
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8
@@ -158,18 +158,12 @@ def _chunks(unit: UnitLayout, wanted: Mapping[str, object]) -> Iterator[tuple[in
     """(first element, end, parts of wanted parameters) of whole pages that hold any, a slab at a time."""
     for segment in unit.segments:
         for start, end in chunk_ranges(segment, SLAB_NUMEL):
-            parts = sorted(_parts(unit, wanted, segment, start, end), key=lambda part: part[1])
+            parts = sorted(
+                (part for part in slots_in(unit, start, end) if part[0].name in wanted), key=lambda part: part[1]
+            )
             if parts:
                 low, high = page_range(parts[0][1], parts[-1][2])
                 yield low, high, parts
-
-
-def _parts(
-    unit: UnitLayout, wanted: Mapping[str, object], segment: Segment, start: int, end: int
-) -> Iterator[tuple[Slot, int, int]]:
-    for slot, low, high in slots_in(unit, start, end):
-        if slot.name in wanted and slot.dtype == segment.dtype:
-            yield slot, low, high
 
 
 def _part(array: RestingArray, content: torch.Tensor, slot: Slot, start: int, low: int, high: int) -> torch.Tensor:

@@ -36,6 +36,7 @@ class GradShard:
         self.wide = False
         self.in_memory = False
         self.at_rest: set[str] = set()
+        self._used = {index for index, segment in enumerate(layout.segments) if segment.trainable}
         self._own = array_layout(layout, _OWN)
         self._wide = array_layout(layout, _WIDE)
         self._ledger = ledger
@@ -46,12 +47,12 @@ class GradShard:
     @property
     def nbytes(self) -> int:
         """Bytes of the contents as they are now, padding included."""
-        return (self._wide if self.wide else self._own).nbytes
+        return sum(nbytes for _, nbytes in self._ranges(self.contents))
 
     @property
     def sum_bytes(self) -> int:
         """Bytes of the contents once something was added to one of them."""
-        return self._wide.nbytes
+        return sum(nbytes for _, nbytes in self._ranges(self._wide))
 
     @property
     def contents(self) -> ArrayLayout:
@@ -106,10 +107,23 @@ class GradShard:
         self.in_memory = True
         self._count(self.nbytes)
         if wanted and self.store is not None:
-            self.store.read(0, self._flat.bytes[: self.nbytes]).wait()
+            for first, nbytes in self._ranges(self.contents):
+                self.store.read(first, self._flat.bytes[first : first + nbytes]).wait()
+
+    def bytes_beside(self, slot: Slot) -> int:
+        """What the contents grow by for a gradient where there were none: of a parameter that was not trainable."""
+        segment = self.layout.segment_of(slot)
+        return 0 if slot.segment in self._used else self.span(segment.start, segment.end)[1]
+
+    def use(self, slot: Slot) -> None:
+        """Make the part of the unit that the parameter lies in one that has gradients."""
+        if slot.segment not in self._used:
+            self._used.add(slot.segment)
+            self._count(self.nbytes if self.in_memory else 0)
 
     def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> torch.Tensor:
         """Store a contribution; `previous` holds the operations on what rests there already. Returns the sum, 1-D."""
+        self.use(slot)
         source = grad.reshape(-1)
         second = previous is not None and wide_dtype(grad.dtype) is not grad.dtype
         restored = grad.dtype.itemsize > self.dtype(slot).itemsize  # a sum of several, from a checkpoint
@@ -126,7 +140,10 @@ class GradShard:
     def write(self) -> Sequence[Transfer]:
         """Start to write the contents to disk."""
         assert self.store is not None and self.in_memory
-        return [self.store.write(0, self._flat.bytes[: self.nbytes])]
+        return [
+            self.store.write(first, self._flat.bytes[first : first + nbytes])
+            for first, nbytes in self._ranges(self.contents)
+        ]
 
     def drop(self) -> None:
         """Give the memory back; what was not written is lost."""
@@ -148,6 +165,11 @@ class GradShard:
             self.of(self._slots()[name]).copy_(value)
         self._count(self.nbytes)
         del contents, old
+
+    def _ranges(self, contents: ArrayLayout) -> list[tuple[int, int]]:
+        """(first byte, bytes) of each segment that has gradients."""
+        segments = [self.layout.segments[index] for index in sorted(self._used)]
+        return [contents.span(segment.start, segment.end) for segment in segments]
 
     def _slots(self) -> dict[str, Slot]:
         return {slot.name: slot for slot in self.layout.slots}

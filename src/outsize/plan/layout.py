@@ -7,7 +7,7 @@ share one element space, so a parameter has one offset whatever is stored and wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 ALIGN_ELEMENTS = 64
@@ -68,7 +68,7 @@ class UnitCut:
 class Slot:
     """One parameter in its unit, or the part of it in a rank's slice: `numel` elements from `offset` (elements).
 
-    `first` is where in the parameter the part begins.
+    `first` is where in the parameter the part begins, `segment` which segment of the unit it lies in.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Slot:
     offset: int
     numel: int
     first: int = 0
+    segment: int = 0
 
     @property
     def end(self) -> int:
@@ -85,13 +86,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a unit's element space in which all parameters have one dtype. `start` and `numel` are elements."""
+    """A run of a unit's element space in which all parameters have one dtype, and are trainable or are not.
+
+    `start` and `numel` are elements.
+    """
 
     dtype: str
     itemsize: int
     start: int
     numel: int
     byte_start: int
+    trainable: bool = True
 
     @property
     def end(self) -> int:
@@ -116,7 +121,7 @@ class UnitLayout:
         return sum(segment.numel * segment.itemsize for segment in self.segments)
 
     def segment_of(self, slot: Slot) -> Segment:
-        return next(s for s in self.segments if s.dtype == slot.dtype)
+        return self.segments[slot.segment]
 
     def byte_offset(self, slot: Slot) -> int:
         """Where the parameter's own bytes start in the unit's flat buffer."""
@@ -222,15 +227,19 @@ def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ran
     slots: list[Slot] = []
     segments: list[Segment] = []
     position = byte_position = 0
-    for dtype in dict.fromkeys(params[name].dtype for name in cut.params):
+    kinds = dict.fromkeys((params[name].dtype, params[name].trainable) for name in cut.params)
+    for dtype, trainable in sorted(
+        kinds, key=lambda kind: not kind[1]
+    ):  # each rank has its share of the trainable ones
         start = position
-        members = [params[name] for name in cut.params if params[name].dtype == dtype]
-        members.sort(key=lambda info: not info.trainable)  # trainable first: the update touches one compact range
+        members = [
+            params[name] for name in cut.params if (params[name].dtype, params[name].trainable) == (dtype, trainable)
+        ]
         for info in members:
-            slots.append(Slot(info.name, info.shape, dtype, position, info.numel))
+            slots.append(Slot(info.name, info.shape, dtype, position, info.numel, segment=len(segments)))
             position = round_up(position + info.numel, align)
         position = start + max(round_up(position - start, PAGE_ELEMENTS * ranks), PAGE_ELEMENTS * ranks)
-        segments.append(Segment(dtype, members[0].itemsize, start, position - start, byte_position))
+        segments.append(Segment(dtype, members[0].itemsize, start, position - start, byte_position, trainable))
         byte_position += (position - start) * members[0].itemsize
     return UnitLayout(index, cut.name, tuple(slots), tuple(segments))
 
@@ -245,16 +254,16 @@ def slice_of(layout: UnitLayout, rank: int, ranks: int) -> UnitLayout:
     slots: dict[str, Slot] = {}
     segments: list[Segment] = []
     position = byte_position = 0
-    for segment in layout.segments:
+    for index, segment in enumerate(layout.segments):
         share = segment.numel // ranks
         begin = segment.start + rank * share
         for slot in layout.slots:
-            if slot.dtype == segment.dtype:
+            if slot.segment == index:
                 low = min(max(slot.offset, begin), begin + share)
                 numel = max(min(slot.end, begin + share) - low, 0)
                 first = low - slot.offset if numel else 0
-                slots[slot.name] = Slot(slot.name, (numel,), slot.dtype, position + low - begin, numel, first)
-        segments.append(Segment(segment.dtype, segment.itemsize, position, share, byte_position))
+                slots[slot.name] = Slot(slot.name, (numel,), slot.dtype, position + low - begin, numel, first, index)
+        segments.append(replace(segment, start=position, numel=share, byte_start=byte_position))
         position += share
         byte_position += share * segment.itemsize
     return UnitLayout(layout.index, layout.name, tuple(slots[slot.name] for slot in layout.slots), tuple(segments))

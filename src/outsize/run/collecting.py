@@ -52,23 +52,23 @@ class WholeGradients:
         """`home`: memory to collect them in, in place of a buffer."""
         self._shard = shard
         self._buffers = buffers
-        self._dtypes = {segment.dtype: _collecting_dtype(segment.dtype, dtype) for segment in shard.whole.segments}
         sizes = collecting_sizes(shard.whole, dtype)
         self._taken = home is None
         self._memory = buffers.take(sum(sizes), shard.device) if home is None else home
-        self._flat: dict[str, torch.Tensor] = {}
+        self._flat: list[torch.Tensor] = []
         first = 0
         for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
-            self._flat[segment.dtype] = self._memory[first : first + nbytes].view(self._dtypes[segment.dtype])
+            flat = self._memory[first : first + nbytes].view(_collecting_dtype(segment.dtype, dtype))
+            self._flat.append(flat)
             first += nbytes
         self.names: set[str] = set()
-        self._going: list[Reducing] = []
+        self._going: dict[int, Reducing] = {}  # by segment
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """A contribution of this rank."""
         slot = self._shard.whole_slots[name]
         start = slot.offset - self._shard.whole.segment_of(slot).start
-        target = self._flat[slot.dtype][start : start + slot.numel]
+        target = self._flat[slot.segment][start : start + slot.numel]
         source = grad.detach().reshape(-1)
         if name in self.names:
             target.add_(source)
@@ -80,7 +80,7 @@ class WholeGradients:
         """Zeros, for a parameter of which another rank has a gradient."""
         slot = self._shard.whole_slots[name]
         start = slot.offset - self._shard.whole.segment_of(slot).start
-        self._flat[slot.dtype][start : start + slot.numel].zero_()
+        self._flat[slot.segment][start : start + slot.numel].zero_()
         self.names.add(name)
 
     def forget(self, name: str) -> None:
@@ -90,35 +90,33 @@ class WholeGradients:
     def start(self, ranks: Ranks) -> None:
         """Start to reduce; nothing is added any more."""
         reduce = ranks.reduce_scatter if self._shard.ranks > 1 else ranks.all_reduce
-        for segment in self._shard.whole.segments:
-            flat = self._flat[segment.dtype]
-            self._zero_the_rest(segment.dtype, flat)
-            self._going.append(reduce(flat, self._shard.layout.index))
+        for index in sorted({self._shard.whole_slots[name].segment for name in self.names}):
+            self._zero_the_rest(index)
+            self._going[index] = reduce(self._flat[index], self._shard.layout.index)
 
     def result(self) -> Mapping[str, torch.Tensor]:
         """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
         shard = self._shard
         found: dict[str, torch.Tensor] = {}
         spent: list[torch.Tensor] = []
-        for segment, own_segment, going in zip(shard.whole.segments, shard.layout.segments, self._going, strict=True):
+        for index, going in self._going.items():
             own = going.wait()
             if going.ranks.copies is not None:  # every copy of the model has seen other data
                 own = going.ranks.copies.all_reduce(own, shard.layout.index).wait()
             for slot in shard.layout.slots:
-                if slot.dtype == segment.dtype and slot.name in self.names:
-                    start = slot.offset - own_segment.start
+                if slot.segment == index and slot.name in self.names:
+                    start = slot.offset - shard.layout.segments[index].start
                     found[slot.name] = own[start : start + slot.numel].to(DTYPES[slot.dtype])
-            spent += _around(self._flat[segment.dtype], own)
+            spent += _around(self._flat[index], own)
         if self._taken:
             self._buffers.spend(self._memory, spent)
         return found
 
-    def _zero_the_rest(self, dtype: str, flat: torch.Tensor) -> None:
+    def _zero_the_rest(self, index: int) -> None:
         """Gaps between parameters, and parameters without a gradient, hold what was there before."""
-        segment = next(each for each in self._shard.whole.segments if each.dtype == dtype)
-        end = 0
+        flat, segment, end = self._flat[index], self._shard.whole.segments[index], 0
         for slot in self._shard.whole.slots:
-            if slot.dtype == dtype and slot.name in self.names:
+            if slot.segment == index and slot.name in self.names:
                 start = slot.offset - segment.start
                 flat[end:start].zero_()
                 end = start + slot.numel

@@ -13,6 +13,7 @@ from outsize.move.conveyor import Conveyor, Job
 from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, wide_dtype
 from outsize.move.gradients import GradShard, WriteGradsStep
 from outsize.move.shard import Pending, SlotUpdate
+from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad
@@ -386,7 +387,7 @@ class GradKeeper:
             loose = grad if ops is None or previous is None else self._add_loose(previous, grad)
             return vector_norm(loose, 2.0), loose
         slot_dtype = self._shard.dtype(self._slots[name])
-        self._open(widens=ops is not None or grad.dtype.itemsize > slot_dtype.itemsize)
+        self._open(self._slots[name], widens=ops is not None or grad.dtype.itemsize > slot_dtype.itemsize)
         content = self._shard.put(self._slots[name], grad, ops)
         self._dirty = True
         return vector_norm(grad if ops is None else content, 2.0), None  # on the device, where it is fast
@@ -395,10 +396,13 @@ class GradKeeper:
         assert previous.loose is not None
         return add_contribution(previous.loose, previous.ops, grad)
 
-    def _open(self, widens: bool) -> None:
+    def _open(self, slot: Slot, widens: bool) -> None:
         """Bring the gradients at rest that are still wanted into memory; one of them becomes a sum, or is one."""
         shard = self._shard
         assert shard is not None
+        if shard.in_memory and shard.bytes_beside(slot):
+            self._make_room(shard.bytes_beside(slot))  # as below
+        shard.use(slot)
         if shard.in_memory and widens and shard.store is not None and shard.sum_bytes > shard.nbytes:
             self._make_room(shard.sum_bytes - shard.nbytes)  # which may write these gradients out
         if shard.in_memory:
