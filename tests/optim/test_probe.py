@@ -158,7 +158,106 @@ def test_one_that_only_collects_in_its_first_steps_trains_as_in_torch(workshop: 
 
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), torch.tensor(0.1)])
 def test_a_learning_rate_of_zero_is_no_reason_to_refuse(lr: float | Tensor) -> None:
-    assert not rule_for(Plain([nn.Parameter(torch.ones(4, 6))], lr=lr)).whole
+    assert not rule_for(Marked([nn.Parameter(torch.ones(4, 6))], lr=lr)).whole
+
+
+# -- on pieces or whole ----------------------------------------------------------------------------------------------
+
+
+class Marked(Plain):
+    """Plain descent, whose class says that pieces will do."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Inheriting(Marked):
+    """Has the marked step."""
+
+
+class Overriding(Marked):
+    """Has a step of its own, which nobody has marked."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_only_a_marked_step_runs_on_pieces() -> None:
+    params = [nn.Parameter(torch.ones(4, 6))]
+    kinds: list[Any] = [Marked, Inheriting, Overriding, Plain, Large]
+    assert [rule_for(kind(params)).whole for kind in kinds] == [False, False, True, True, True]
+
+
+class Large(Plain):
+    """Keeps the second moment of a matrix by rows and columns where both are above 16, as AdafactorBigVision does."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state, square = self.state[param], grad.square()
+        if param.ndim == 2 and min(param.shape) > 16:
+            rows = state.setdefault("rows", torch.zeros(len(param))).lerp_(square.mean(1), 0.5)
+            columns = state.setdefault("columns", torch.zeros(param.shape[1])).lerp_(square.mean(0), 0.5)
+            second = rows[:, None] * columns / rows.mean()
+        else:
+            second = state.setdefault("second", torch.zeros_like(param)).lerp_(square, 0.5)
+        return grad / (second.sqrt() + 1e-8)
+
+
+class Middling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 48), nn.Linear(48, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def test_what_a_step_does_above_a_size_alone_is_as_in_torch(workshop: Workshop, tier: str) -> None:
+    workshop.pair(Middling, lambda model: Large(model.parameters(), lr=1e-3), tier).train(batches(4), rel=1e-5)
+
+
+class Tied(Plain):
+    """Scales large matrices by the norm of all gradients."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        norm = sum(each.grad.norm() for each in group["params"] if each.grad is not None)
+        return grad / norm if grad.numel() > 10_000 else grad
+
+
+class Estimating(Plain):
+    """Estimates one rate from all parameters and leaves it in their states, as Prodigy does in its groups."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        self.state[param]["d"] = sum(float(each.grad.abs().sum()) for each in group["params"] if each.grad is not None)
+        return grad
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+class Quantized(Plain):
+    """Keeps a tensor subclass for large parameters, as 8-bit optimizers do."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        if param.numel() >= 4096:
+            self.state[param].setdefault("code", torch.zeros_like(param).as_subclass(Wrapped))
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Tied, "depends on the others"),
+        (Estimating, "depends on the others"),
+        (Quantized, "'code' as a subclass of torch.Tensor.*state_format='compact'"),
+    ],
+)
+def test_what_shows_at_large_sizes_or_in_states_is_refused(workshop: Workshop, kind: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        rule_for(kind([nn.Parameter(torch.ones(4, 6))]))
 
 
 # -- kinds of parameters ---------------------------------------------------------------------------------------------
@@ -209,12 +308,6 @@ def test_one_that_looks_at_the_shape_gets_whole_parameters(
 ) -> None:
     pair = workshop.pair(Convolving, lambda model: kind(model.parameters()), tier)
     pair.train(batches(3), rel=2e-6)
-
-
-@pytest.mark.parametrize("kind", [Centred, Tall, Square])
-def test_one_that_looks_at_shapes_that_it_does_not_have_runs_on_pieces(kind: Any) -> None:
-    params = [nn.Parameter(torch.ones(shape)) for shape in ((8, 32), (1,), (5, 3, 7))]
-    assert not rule_for(kind(params)).whole
 
 
 class Fused(torch.optim.Adam):
@@ -387,6 +480,13 @@ class Trusting(Plain):
         return grad / grad.norm() if trust == "norm" else grad * trust
 
 
+class MarkedTrusting(Trusting):
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def test_an_attribute_of_the_optimizer_is_seen_as_it_is_at_the_step(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), lambda model: Trusting(model.parameters()), tier)
     trusts: list[Any] = [1.0, 0.5, [0.1], torch.tensor(0.3)]
@@ -400,7 +500,7 @@ def test_an_attribute_of_the_optimizer_is_seen_as_it_is_at_the_step(workshop: Wo
 
 
 def test_an_attribute_that_needs_whole_parameters_is_refused_before_anything_changes(workshop: Workshop) -> None:
-    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Trusting(model.parameters()), "host")
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: MarkedTrusting(model.parameters()), "host")
     pair.train(batches(1))
     before = weights(pair.model)
     pair.optimizer.trust = "norm"  # type: ignore[attr-defined]

@@ -96,6 +96,8 @@ class Trusting(Layerwise):
 class Sometimes(torch.optim.Optimizer):
     """Plain descent, by the unit vector of the gradient where the group trusts it."""
 
+    elementwise = True  # as long as no group does
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-2, "trust": False})
 

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from outsize.optim.worker import Subject, Unsuited, Worker, same_values
+from outsize.optim.worker import Subject, Unsuited, Worker, differs, same_values
 
 # Note [The probe]
 # What an optimizer needs is found out by trying it on small matrices (`optim/worker.py` runs its step): if a step on
@@ -52,6 +52,9 @@ _MAGNITUDES: tuple[tuple[float, tuple[float, ...]], ...] = (
 
 _MATRIX = (8, 12)
 _VECTOR = (96,)
+_LARGE = ((256, 256), (256, 256))
+_LONG = (4096,)
+"""Where optimizers that factor or quantize do so."""
 _LANES = 16
 """Elements of the longest vector of a processor. See Note [Small shapes]."""
 _KNOWN_SHAPES = 16
@@ -112,6 +115,7 @@ def probe(
                 trial.on_matrices(weight, steps)
                 for shape in shapes:
                     trial.on_shape(shape, weight, steps)
+            trial.on_large(any(len(shape) == 1 for shape in shapes))
         if python_state != random.getstate() or not torch.equal(torch_state, torch.get_rng_state()):
             raise Unsuited(_DRAWS)
     finally:
@@ -147,6 +151,22 @@ class _Trial:
         if "step" in alone[0].state:
             self.found.counts = ("step",)
         self._compare(matrices[0], grads[0], alone[0])
+
+    def on_large(self, vectors: bool) -> None:
+        """Whether parameters or their states are tied together at the sizes where optimizers factor or quantize."""
+        generator = torch.Generator().manual_seed(0)
+        starts = [_random(generator, shape) for shape in (*_LARGE, *[_LONG] * vectors)]
+        scales = (1.0, 1e-3, 30.0)
+        grads = [
+            [_random(generator, tuple(start.shape)) * scale for _ in range(_PROBE_STEPS)]
+            for start, scale in zip(starts, scales, strict=False)
+        ]
+        alone = [self.run([start], [each])[0] for start, each in zip(starts, grads, strict=True)]
+        for one, other in zip(alone, self.run(starts, grads), strict=True):
+            if not same_values(one.param, other.param) or differs(one.state, other.state):
+                raise Unsuited("its step on one parameter depends on the others")
+            _note_arrays(one, {})
+        _expect_shaped(alone[0])
 
     def on_shape(self, shape: tuple[int, ...], weight: float, steps: Sequence[float]) -> None:
         """Only for whether pieces will do. See Note [Small shapes]."""
@@ -213,6 +233,10 @@ def _is_array(value: object, param: torch.Tensor) -> bool:
 
 def _note_arrays(subject: Subject, dtypes: dict[str, torch.dtype]) -> None:
     for key, value in subject.state.items():
+        if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in _tensors(value)):
+            raise Unsuited(
+                f"it keeps {key!r} as a subclass of torch.Tensor; AdamW with state_format='compact' has 8-bit states"
+            )
         if _is_array(value, subject.param):
             if value.dtype is not torch.float32 and value.dtype not in NARROW:
                 raise Unsuited(

@@ -15,7 +15,7 @@ import torch
 
 from outsize.optim.probe import NARROW, Found, expect_on_what_it_is_given, hidden_grads, probe, small_shapes
 from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, split_master
-from outsize.optim.worker import Subject, Unsuited, Worker, attributes_of
+from outsize.optim.worker import Subject, Unsuited, Worker, attributes_of, plain_step
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
@@ -34,6 +34,11 @@ from outsize.optim.worker import Subject, Unsuited, Worker, attributes_of
 # for it in its scalars, which checkpoints keep, and the step is not given the zeros that lie there. (Where there is no
 # such record the state has all arrays: so it is in older checkpoints.) One that the step itself had as None in the
 # trial is given as None.
+
+# Note [Marked as elementwise]
+# A trial on small tensors does not show what a step does above a size (AdafactorBigVision factors above 16 only). So
+# only torch's own elementwise optimizers run on pieces, and classes that say `elementwise = True`. A mark holds for the
+# `step` of the class that has it: a subclass with a step of its own says it again. All others get whole parameters.
 
 _KNOWN_OPTIONS = 64
 """Combinations of options whose arrays are remembered; real runs have a few."""
@@ -73,7 +78,7 @@ class StreamedRule(Rule):
             raise _refusal(self._name, str(error)) from error
         except Exception as error:
             raise _refusal(self._name, f"its step() on one parameter raised: {error}") from error
-        self.whole = any(each.whole for each in found.values())
+        self.whole = not _may_run_on_pieces(type(optimizer)) or any(each.whole for each in found.values())
         self._dtypes: dict[str, torch.dtype] = {}
         self._nones: set[str] = set()
         for key, each in found.items():
@@ -179,6 +184,28 @@ class StreamedRule(Rule):
         params = [param for each in groups if _signature(each) == options for param in each["params"]]
         hyper = {key: value for key, value in group.items() if key != "params"}
         return probe(self._worker, hyper, self._attributes, self.own(), small_shapes(params))
+
+
+_ELEMENTWISE = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+
+def _may_run_on_pieces(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether the class whose `step` this is computes each element alone. See Note [Marked as elementwise]."""
+    step = plain_step(kind)  # torch wraps it anew in the first class that is made an object of
+    owners = [each for each in kind.__mro__ if plain_step(each) is step]
+    return any(each in _ELEMENTWISE or vars(each).get("elementwise", False) for each in owners)
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

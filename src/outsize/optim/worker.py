@@ -47,7 +47,7 @@ class Worker:
         self._worker = _worker_of(optimizer)
         self._of_torch = {key: value for key, value in vars(self._worker).items() if not _is_own(key)}
         self._own: dict[str, object] = {}
-        self._step = _plain_step(type(optimizer))
+        self._step = plain_step(type(optimizer))
 
     def own(self) -> Mapping[str, object]:
         """What the optimizer has as attributes now. See Note [Attributes of the optimizer]."""
@@ -186,6 +186,7 @@ def _worker_of(optimizer: torch.optim.Optimizer) -> Any:
     return worker
 
 
-def _plain_step(kind: type[torch.optim.Optimizer]) -> Any:
-    step: Any = kind.step
+def plain_step(kind: type) -> Any:
+    """Its step function without torch's profiling wrapper."""
+    step: Any = getattr(kind, "step", None)
     return step.__wrapped__ if getattr(step, "hooked", False) else step
