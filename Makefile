@@ -12,11 +12,13 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.stamp
 NATIVE := $(wildcard csrc/*.cpp csrc/*.hpp)
+SIMULATOR := tests/accelerator/build/_sim.so
+SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
 .PHONY: setup test train format bench clean
 .DEFAULT_GOAL := setup
 
-setup: $(STAMP)
+setup: $(STAMP) $(SIMULATOR)
 
 # Reports every missing thing, one line each. The compiler is tried on Python.h: a Python without its headers is the most
 # common thing missing.
@@ -56,12 +58,16 @@ $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]' '$(TORCH)'
 	@touch $@
 
-test: $(STAMP)
+# The simulated accelerator of the tests. See tests/accelerator/README.md.
+$(SIMULATOR): $(STAMP) $(SIMULATOR_SOURCES) tests/accelerator/build.py
+	CXX='$(CXX)' $(BIN)/python tests/accelerator/build.py
+
+test: $(STAMP) $(SIMULATOR)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal  # processes that tests start find compiled code
 
 train: $(STAMP)
@@ -70,11 +76,11 @@ train: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(NATIVE) $(SIMULATOR_SOURCES)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build tests/accelerator/build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.api.assemble import Prepared, prepared_of
+from tests.accelerator import sim as simulator
 
 TIERS = ("device", "host", "disk", "squeezed")
 AT_REST_TIERS = TIERS[1:]
@@ -31,6 +32,15 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch.set_num_threads(1)  # tiny tensors: more threads only cost
+    if any("sim" in getattr(item, "fixturenames", ()) for item in items):
+        simulator.load()  # torch must know the device before the first backward of the process
+
+
+@pytest.fixture
+def sim() -> Iterator[Any]:
+    """The simulated accelerator, its copies held back until somebody waits for them; races fail the test."""
+    with simulator.switched_on("hold") as device:
+        yield device
 
 
 @pytest.fixture(params=TIERS)
