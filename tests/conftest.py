@@ -37,9 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def sim() -> Iterator[Any]:
-    """The simulated accelerator, its copies held back until somebody waits for them; races fail the test."""
-    with simulator.switched_on("hold") as device:
+def sim(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The simulated accelerator, its copies held back until somebody waits for them, or by the policy that is the
+    parameter; races fail the test. Name it before `workshop`, which closes what runs on it."""
+    with simulator.switched_on(getattr(request, "param", "hold"), seed=11) as device:
         yield device
 
 

@@ -302,6 +302,11 @@ struct StandIns {
     std::vector<Access> accesses;
 
     at::Tensor host(const at::Tensor& tensor, bool write) {
+        if (tensor.numel()) {
+            auto end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                        tensor.storage_offset());
+            TORCH_CHECK(end <= tensor.storage().nbytes(), "a tensor reaches beyond its storage, which was resized");
+        }
         add_ranges(accesses, tensor, write);
         auto* key = tensor.storage().unsafeGetStorageImpl();
         auto found = hosts.find(key);

@@ -170,6 +170,17 @@ def current_device() -> int:
     return 0
 
 
+class device:
+    """The block in which a device is the current one: there is but one."""
+
+    def __init__(self, device: Device) -> None:
+        set_device(device)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def set_device(device: Device) -> None:
     assert torch.device("sim" if device is None else device).index in (None, 0)
 

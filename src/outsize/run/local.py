@@ -31,9 +31,21 @@ def bind(param: torch.Tensor, view: torch.Tensor) -> None:
     """Make `view` the memory of what this rank has of the parameter."""
     if is_distributed(param):
         param._local_tensor = view.data  # type: ignore[attr-defined]  # whose writes are counted apart from fetches
-    else:
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.data.__set__(param, view)  # type: ignore[attr-defined]
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch._has_compatible_shallow_copy_type(param, view):
+            _move(param, view.device)
+        torch.Tensor.data.__set__(param, view)  # type: ignore[attr-defined]
+
+
+def _move(param: Any, device: torch.device) -> None:
+    """Make the parameter one of this kind of device where `param.data = view` cannot: torch knows the kinds that are
+    its own, and not those of other packages. The object and its hooks stay."""
+    inside = torch.empty(0, dtype=param.dtype, device=device, requires_grad=param.requires_grad)
+    torch._C._swap_tensor_impl(param, inside)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # which the inside has, too
+        if getattr(param, hooks) is not None:
+            setattr(param, hooks, getattr(param, hooks))
 
 
 def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
