@@ -80,18 +80,6 @@ class ById(Plain):
         return grad if id(param) in group["no_decay"] else grad + param
 
 
-class Counter(Plain):
-    """Acts on a count of its own, late."""
-
-    count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        self.count += 1
-        for group, param in self.stepped():
-            param.sub_(param.grad * group["lr"] * (1.0 if self.count <= 40 else 0.1))
-
-
 class Listed(Plain):
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
         last = self.state[param].setdefault("last", [])
@@ -120,7 +108,6 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "InClosure": (InClosure, "does not change the parameter that it is given"),
     "ByParameter": (ByParameter, "its attribute 'scales' holds parameters"),
     "ById": (ById, "'no_decay' of its param_groups holds parameters or their ids"),
-    "Counter": (Counter, "sets attributes of the optimizer .'count'"),
     "Listed": (Listed, "it keeps 'last' for each element in a list"),
     "InDict": (InDict, "it keeps 'kept' for each element in a dict"),
     "Flat": (Flat, "it keeps 'v' for each element in another shape"),
@@ -258,6 +245,117 @@ class Quantized(Plain):
 def test_what_shows_at_large_sizes_or_in_states_is_refused(workshop: Workshop, kind: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         rule_for(kind([nn.Parameter(torch.ones(4, 6))]))
+
+
+# -- counts in groups and on the optimizer ---------------------------------------------------------------------------
+
+
+class InGroups(Plain):
+    """Counts its steps in its groups, as most optimizers of pytorch_optimizer do; the first count makes the state."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("rates", []).append(group["lr"] / group["step"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    if group["step"] == 1:
+                        self.state[param]["v"] = torch.zeros_like(param)
+                    self.state[param]["v"].lerp_(param.grad, 0.5)
+                    param.sub_(self.state[param]["v"], alpha=sum(group["rates"][-2:]))
+
+
+class OnItself(Plain):
+    """Acts on a count of its own, late."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.count += 1
+        for group, param in self.stepped():
+            param.sub_(param.grad * group["lr"] * (1.0 if self.count <= 4 else 0.1))
+
+
+def in_two_groups(kind: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return kind([{"params": params[:3]}, {"params": params[3:], "lr": 0.02}])  # type: ignore[no-any-return]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [InGroups, OnItself])
+@pytest.mark.parametrize("update", ["fetch", "backward"])
+def test_steps_are_counted_once_a_step(workshop: Workshop, tier: str, kind: Any, update: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(kind), tier, update=update)
+    for _ in range(6):
+        pair.train(batches(1), rel=2e-6)
+        mine, theirs = ([{**group, "params": 0} for group in each.param_groups] for _, each in pair.both)
+        assert mine == theirs
+    assert getattr(pair.optimizer, "count", 6) == 6
+
+
+def test_a_group_without_gradients_counts_as_in_torch(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), "host")
+    for model, optimizer in pair.both:
+        for _ in range(3):
+            squared_error(model, batches(1)[0]).backward()
+            for param in optimizer.param_groups[1]["params"]:
+                param.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[1]["step"] == 3
+    pair.check()
+
+
+def test_a_step_that_is_refused_is_not_counted(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), "host")
+    pair.train(batches(1))
+    squared_error(pair.model, batches(1)[0]).backward()
+    next(pair.model.parameters()).grad.mul_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(FloatingPointError):
+        pair.optimizer.step()
+    assert pair.optimizer.param_groups[0]["step"] == 1
+    pair.optimizer.zero_grad()
+    pair.train(batches(2))
+
+
+def test_counts_in_groups_come_back_from_a_checkpoint(workshop: Workshop, tier: str, tmp_path: Path) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), tier)
+    pair.train(batches(2))
+    outsize.save(tmp_path / "two", pair.model, pair.optimizer).wait()
+    other = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), "host")
+    outsize.load(tmp_path / "two", other.model, other.optimizer)
+    assert other.optimizer.param_groups[1]["step"] == 2
+    pair.train(batches(3))
+    train(other.model, other.optimizer, batches(3))
+    for name, value in weights(pair.model).items():
+        assert torch.equal(value, weights(other.model)[name])
+
+
+def test_counts_in_groups_go_to_torch_and_back(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), "host")
+    pair.train(batches(2))
+    plain, mine = copy.deepcopy(pair.plain_optimizer.state_dict()), pair.optimizer.state_dict()
+    pair.plain_optimizer.load_state_dict(mine)
+    pair.optimizer.load_state_dict(plain)
+    pair.train(batches(3))
+
+
+def test_what_a_step_begins_to_change_later_is_an_error(workshop: Workshop) -> None:
+    class Late(Plain):
+        def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+            state = self.state[param]
+            state["n"] = state.get("n", 0) + 1
+            if state["n"] > 7:
+                group["decayed"] = True
+            return grad
+
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Late(model.parameters()), "host")
+    with pytest.raises(RuntimeError, match="begun to change 'decayed'"):
+        pair.train(batches(9))
 
 
 # -- kinds of parameters ---------------------------------------------------------------------------------------------

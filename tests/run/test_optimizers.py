@@ -148,7 +148,7 @@ class Coupled(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps its step count in its param_groups, as schedule-free optimizers do."""
+    """Keeps in its param_groups what it estimates from all parameters, as Prodigy does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-2, "count": 0})
@@ -156,10 +156,10 @@ class Counting(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
-            group["count"] += 1
+            group["count"] += sum(float(param.grad.abs().sum()) for param in group["params"] if param.grad is not None)
             for param in group["params"]:
                 if param.grad is not None:
-                    param.sub_(param.grad * group["lr"] / group["count"])
+                    param.sub_(param.grad * group["lr"])
 
 
 OPTIMIZERS["Lion of a third party"] = lambda params: Lion(params)
@@ -371,7 +371,7 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "LBFGS": (lambda params: OPTIM.LBFGS(params), "closure"),
     "SparseAdam": (lambda params: OPTIM.SparseAdam(list(params)), "dense gradients"),
     "Coupled": (lambda params: Coupled(params), "depends on the others"),
-    "Counting": (lambda params: Counting(params), "changes its param_groups .'count'"),
+    "Counting": (lambda params: Counting(params), "changes of its param_groups .* depends on the parameters"),
 }
 
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from math import prod
+from itertools import chain
 from typing import Any, final
 
 import torch
 
-from outsize.optim.worker import Subject, Unsuited, Worker, differs, same_values
+from outsize.optim.worker import Subject, Unsuited, Worker, differs, same_values, taken
 
 # Note [The probe]
-# What an optimizer needs is found out by trying it on small matrices (`optim/worker.py` runs its step): if a step on
-# the matrix is, bit for bit, a step on its two halves, it is elementwise and runs on pieces. If not, but a step on two
-# matrices is a step on each alone, it runs on whole parameters (Muon, Adafactor, LAMB). One that ties parameters
-# together, that needs a closure, draws random numbers or keeps what it learns outside of its parameters' state can do
-# neither and is refused with the reason. Weights and gradients come in several magnitudes, since a threshold on a norm
-# shows on one side of it only. What first happens in a later step than the probe's last one is not seen.
-
-# Note [Small shapes]
-# A step may look at the number of dimensions (it centres the gradients of convolutions) or at the proportions (a rate
-# for tall matrices), so it is tried on a small tensor for each kind of parameter that there is: as many dimensions,
-# in the same order of size. Such a tensor only tells whether pieces will do. The arrays of an optimizer that needs
-# whole parameters are those of a matrix; what it keeps for another shape alone stays a value of that parameter.
-# Vectorised arithmetic rounds the elements that fill no vector otherwise, so cuts lie where vectors begin.
+# One question is asked by trying (`optim/worker.py` runs the step): does stepping two parameters together equal
+# stepping each alone, bit for bit, in values, states and groups? It is asked at sizes where optimizers factor or
+# quantize, over several steps, with gradients of different scale. An optimizer for which it does not (a norm over all
+# gradients, Prodigy's estimate), that needs a closure, draws random numbers or keeps what it learns outside of its
+# parameters' state is refused with the reason. The trial also shows what there is for each element. What first happens
+# in a later step than the last one of the trial is not seen.
 
 # Note [Steps on what is not given]
 # An optimizer that wraps another one, or has a list of the parameters of its own, steps on the real parameters and not
@@ -39,26 +31,15 @@ from outsize.optim.worker import Subject, Unsuited, Worker, differs, same_values
 NARROW = {torch.bool, torch.int8, torch.uint8, torch.int16, torch.bfloat16, torch.float16}
 """What fp32 holds exactly."""
 
-_PROBE_STEPS = 3
-_MAGNITUDES: tuple[tuple[float, tuple[float, ...]], ...] = (
-    (1.0, (1.0, 1.0, 1.0)),
-    (1.0, (1e3, 1e3, 1e3)),
-    (1.0, (1e-3, 1e-3, 1e-3)),
-    (1.0, (1e-3, 1.0, 1e3)),
-    (1e3, (1.0, 1.0, 1.0)),
-    (1e-3, (1.0, 1.0, 1.0)),
-)
-"""Of the probe's weights, and of its gradients in each step."""
-
-_MATRIX = (8, 12)
-_VECTOR = (96,)
+_STEPS = 5
+_SMALL = ((8, 12), (8, 12))
+"""For what is known to compute each element alone."""
 _LARGE = ((256, 256), (256, 256))
-_LONG = (4096,)
-"""Where optimizers that factor or quantize do so."""
-_LANES = 16
-"""Elements of the longest vector of a processor. See Note [Small shapes]."""
-_KNOWN_SHAPES = 16
-"""Kinds of parameters that are tried."""
+_VECTOR = (4096,)
+_SCALES = (1.0, 1e-3, 30.0)
+"""Of the gradients of each parameter; they double from step to step."""
+_CUT = 48
+"""Where the small parameters are cut: vectorised arithmetic rounds the elements that fill no vector otherwise."""
 
 _NESTED = 4
 """How deep in the optimizer's attributes its parameters are looked for: in a list of groups' lists."""
@@ -72,8 +53,6 @@ class Found:
 
     arrays: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtype of each per-element array of a matrix."""
-    further: dict[str, torch.dtype] = field(default_factory=dict)
-    """Those of parameters of another shape."""
     always: set[str] | None = None
     """The arrays that there were after every step."""
     nones: set[str] = field(default_factory=set)
@@ -82,9 +61,11 @@ class Found:
     whole: bool = False
     moved: bool = False
     """Whether any step changed its parameter, or kept anything of it."""
+    changes: set[str] = field(default_factory=set)
+    """The options, and the attributes of the optimizer, that a step changes."""
 
     def note(self, subject: Subject) -> None:
-        """Look at what there is after a step."""
+        """Look at what there is of a matrix after a step."""
         arrays = {key for key, value in subject.state.items() if _is_array(value, subject.param)}
         self.always = arrays if self.always is None else self.always & arrays
         self.nones |= {key for key, value in subject.state.items() if value is None}
@@ -95,11 +76,12 @@ def probe(
     hyper: dict[str, object],
     attributes: Iterable[Mapping[str, object]],
     own: Mapping[str, object],
-    shapes: Sequence[tuple[int, ...]],
+    pieces: bool,
+    vectors: bool,
 ) -> Found:
-    """Raises `Unsuited` if neither pieces nor whole parameters will do, and what the step raises. See Note [The probe].
+    """Raises `Unsuited` if parameters cannot be stepped one at a time, and what the step raises. See Note [The probe].
 
-    `shapes`: further ones than a matrix, as `small_shapes` gives them.
+    `pieces`: the class says that it computes each element alone; `vectors`: there are parameters of one dimension.
     """
     rate = hyper.get("lr")
     if isinstance(rate, (int, float)) and 0 <= rate < 1e9:
@@ -111,11 +93,7 @@ def probe(
     try:
         for each in attributes:
             trial = _Trial(worker, hyper, each, own, found)
-            for weight, steps in _MAGNITUDES:
-                trial.on_matrices(weight, steps)
-                for shape in shapes:
-                    trial.on_shape(shape, weight, steps)
-            trial.on_large(any(len(shape) == 1 for shape in shapes))
+            trial.run(_SMALL if pieces else (*_LARGE, *[_VECTOR] * vectors), pieces)
         if python_state != random.getstate() or not torch.equal(torch_state, torch.get_rng_state()):
             raise Unsuited(_DRAWS)
     finally:
@@ -135,91 +113,68 @@ class _Trial:
     own: Mapping[str, object]
     found: Found
 
-    def on_matrices(self, weight: float, steps: Sequence[float]) -> None:
+    def run(self, shapes: Sequence[tuple[int, ...]], pieces: bool) -> None:
         generator = torch.Generator().manual_seed(0)
-        matrices = [_random(generator, _MATRIX) * weight for _ in range(2)]
-        grads = [[_random(generator, _MATRIX) * scale for scale in steps] for _ in matrices]
-        drawn = torch.get_rng_state(), random.getstate()
-        note = self.found.note
-        alone = [self.run([matrix], [grad], note)[0] for matrix, grad in zip(matrices, grads, strict=True)]
-        together = self.run(matrices, grads)
-        if not all(same_values(a.param, b.param) for a, b in zip(alone, together, strict=True)):
-            draws = drawn[1] != random.getstate() or not torch.equal(drawn[0], torch.get_rng_state())
-            raise Unsuited(_DRAWS if draws else "its step on one parameter depends on the others")
-        _expect_shaped(alone[0])
-        _note_arrays(alone[0], self.found.arrays)
-        if "step" in alone[0].state:
-            self.found.counts = ("step",)
-        self._compare(matrices[0], grads[0], alone[0])
-
-    def on_large(self, vectors: bool) -> None:
-        """Whether parameters or their states are tied together at the sizes where optimizers factor or quantize."""
-        generator = torch.Generator().manual_seed(0)
-        starts = [_random(generator, shape) for shape in (*_LARGE, *[_LONG] * vectors)]
-        scales = (1.0, 1e-3, 30.0)
+        starts = [_random(generator, shape) for shape in shapes]
         grads = [
-            [_random(generator, tuple(start.shape)) * scale for _ in range(_PROBE_STEPS)]
-            for start, scale in zip(starts, scales, strict=False)
+            [_random(generator, tuple(start.shape)) * scale * 2**step for step in range(_STEPS)]
+            for start, scale in zip(starts, _SCALES, strict=False)
         ]
-        alone = [self.run([start], [each])[0] for start, each in zip(starts, grads, strict=True)]
-        for one, other in zip(alone, self.run(starts, grads), strict=True):
+        drawn = torch.get_rng_state(), random.getstate()
+        alone = [self.steps([start], [each]) for start, each in zip(starts, grads, strict=True)]
+        together = self.steps(starts, grads)
+        if drawn[1] != random.getstate() or not torch.equal(drawn[0], torch.get_rng_state()):
+            raise Unsuited(_DRAWS)
+        for ([one], changes), other in zip(alone, together[0], strict=True):
             if not same_values(one.param, other.param) or differs(one.state, other.state):
                 raise Unsuited("its step on one parameter depends on the others")
-            _note_arrays(one, {})
-        _expect_shaped(alone[0])
+            if differs(changes, together[1]):
+                raise Unsuited("what its step changes of its param_groups or of itself depends on the parameters")
+            _expect_plain(one)
+        [first], _ = alone[0]
+        _expect_shaped(first)
+        for key, value in first.state.items():
+            if _is_array(value, first.param):
+                self.found.arrays.setdefault(key, value.dtype)
+        if "step" in first.state:
+            self.found.counts = ("step",)
+        kept = any(value.numel() > 1 and bool(value.any()) for value in _tensors(first.state))
+        self.found.moved = self.found.moved or kept or not same_values(first.param, starts[0])
+        if pieces:
+            self.found.whole = self.found.whole or not self.is_elementwise(starts[0], grads[0], first)
 
-    def on_shape(self, shape: tuple[int, ...], weight: float, steps: Sequence[float]) -> None:
-        """Only for whether pieces will do. See Note [Small shapes]."""
-        generator = torch.Generator().manual_seed(0)
-        start = _random(generator, shape) * weight
-        grads = [_random(generator, shape) * scale for scale in steps]
-        try:
-            alone = self.run([start], [grads], self.found.note if start.numel() > 1 else None)[0]
-        except Unsuited:
-            raise
-        except Exception:  # of a shape so small, perhaps; whole parameters are what torch steps on
-            self.found.whole = True
-            return
-        self._compare(start, grads, alone)
-        if start.numel() > 1 and not self.found.whole:
-            _note_arrays(alone, self.found.further)
-
-    def _compare(self, start: torch.Tensor, grads: list[torch.Tensor], alone: Subject) -> None:
-        kept = any(value.numel() > 1 and bool(value.any()) for value in _tensors(alone.state))
-        self.found.moved = self.found.moved or kept or not same_values(alone.param, start)
-        self.found.whole = self.found.whole or not self.is_elementwise(start, grads, alone)
-
-    def run(
-        self,
-        starts: list[torch.Tensor],
-        grads: list[list[torch.Tensor]],
-        note: Callable[[Subject], None] | None = None,
-    ) -> list[Subject]:
-        subjects = [Subject(start.clone(), start) for start in starts]
-        for step in range(_PROBE_STEPS):
+    def steps(
+        self, starts: Sequence[torch.Tensor], grads: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[Subject], list[dict[str, object]]]:
+        """The parameters after all steps, and what the steps changed of the group and of the optimizer."""
+        subjects = [Subject(start.clone(), None) for start in starts]
+        hyper, own = {key: taken(value) for key, value in self.hyper.items()}, dict(self.own)
+        changes: list[dict[str, object]] = []
+        for step in range(_STEPS):
             for subject, each in zip(subjects, grads, strict=True):
                 subject.grad = each[step].clone()
-            self.worker.run(subjects, self.hyper, self.attributes, self.own)
-            if note is not None:
-                note(subjects[0])
-        return subjects
+            changes += self.worker.run(subjects, hyper, self.attributes, own)
+            hyper.update(changes[-2])
+            own.update(changes[-1])
+            self.found.changes |= changes[-2].keys() | changes[-1].keys()
+            if starts[0].dim() > 1:
+                self.found.note(subjects[0])
+        return subjects, changes
 
-    def is_elementwise(self, start: torch.Tensor, grads: list[torch.Tensor], alone: Subject) -> bool:
-        numel = start.numel()
+    def is_elementwise(self, start: torch.Tensor, grads: Sequence[torch.Tensor], alone: Subject) -> bool:
+        """Whether a step on the halves is a step on the whole."""
         for value in alone.state.values():
-            sizes = (1, numel) if isinstance(value, torch.Tensor) else (1,)
+            sizes = (1, start.numel()) if isinstance(value, torch.Tensor) else (1,)
             if any(tensor.numel() not in sizes for tensor in _tensors(value)):
                 return False
-        cut = numel // 2 // _LANES * _LANES
-        cuts = [0, cut, numel] if cut else [0, numel]
-        pieces = []
+        parts = []
         try:
-            for low, high in pairwise(cuts):
-                parts = [grad.reshape(-1)[low:high] for grad in grads]
-                pieces.append(self.run([start.reshape(-1)[low:high]], [parts])[0].param)
+            for low, high in ((0, _CUT), (_CUT, start.numel())):
+                [part], _ = self.steps([start.reshape(-1)[low:high]], [[each.reshape(-1)[low:high] for each in grads]])
+                parts.append(part.param)
         except Exception:  # it wants a matrix
             return False
-        return same_values(alone.param.reshape(-1), torch.cat(pieces))
+        return same_values(alone.param.reshape(-1), torch.cat(parts))
 
 
 def _random(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
@@ -231,19 +186,17 @@ def _is_array(value: object, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == param.shape
 
 
-def _note_arrays(subject: Subject, dtypes: dict[str, torch.dtype]) -> None:
+def _expect_plain(subject: Subject) -> None:
     for key, value in subject.state.items():
         if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in _tensors(value)):
             raise Unsuited(
                 f"it keeps {key!r} as a subclass of torch.Tensor; AdamW with state_format='compact' has 8-bit states"
             )
-        if _is_array(value, subject.param):
-            if value.dtype is not torch.float32 and value.dtype not in NARROW:
-                raise Unsuited(
-                    f"it keeps {key!r} as {str(value.dtype).removeprefix('torch.')} for each element, which the "
-                    f"float32 of streamed state cannot hold"
-                )
-            dtypes.setdefault(key, value.dtype)
+        if _is_array(value, subject.param) and value.dtype not in (torch.float32, *NARROW):
+            raise Unsuited(
+                f"it keeps {key!r} as {str(value.dtype).removeprefix('torch.')} for each element, which the "
+                f"float32 of streamed state cannot hold"
+            )
 
 
 def _expect_shaped(subject: Subject) -> None:
@@ -267,27 +220,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-
-
-def small_shapes(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """One of each kind among the parameters, but for a matrix that is tried anyway. See Note [Small shapes]."""
-    shapes = dict.fromkeys(_small(tuple(param.shape)) for param in params if param.numel())
-    shapes.pop(_MATRIX, None)
-    return tuple(shapes)[:_KNOWN_SHAPES]
-
-
-def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) < 2:
-        return _VECTOR if prod(shape) > 1 else shape
-    sizes = sorted(set(shape) - {1})
-    small = {size: 8 + 4 * at if len(shape) == 2 else 2 + at for at, size in enumerate(sizes)}
-    reduced = [small.get(size, 1) for size in shape]
-    while 1 < prod(reduced) < 2 * _LANES:
-        reduced = [2 * size if size > 1 else 1 for size in reduced]
-    rest = prod(shape[1:])
-    if len(shape) > 2 and shape[0] > rest:  # tall as a matrix of rows, too
-        reduced[0] = prod(reduced[1:]) + 2
-    return tuple(reduced)
 
 
 def expect_on_what_it_is_given(optimizer: torch.optim.Optimizer) -> None:

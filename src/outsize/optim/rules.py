@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -68,6 +68,15 @@ class Rule(ABC):
 
     def own(self) -> Mapping[str, object] | None:
         """What the update reads from the optimizer itself, as it is now."""
+        return None
+
+    def look_ahead(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
+    ) -> Callable[[], None] | None:
+        """What a step with these `groups`, of which `stepped` have gradients, changes of them and of the optimizer.
+
+        None: nothing. What is returned makes the changes.
+        """
         return None
 
     @abstractmethod

@@ -7,15 +7,16 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from numbers import Complex, Real
 from typing import Any, final
 
 import torch
 
-from outsize.optim.probe import NARROW, Found, expect_on_what_it_is_given, hidden_grads, probe, small_shapes
+from outsize.optim.probe import NARROW, Found, expect_on_what_it_is_given, hidden_grads, probe
 from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, split_master
-from outsize.optim.worker import Subject, Unsuited, Worker, attributes_of, plain_step
+from outsize.optim.worker import Pilot, Subject, Unsuited, Worker, attributes_of, plain_step, taken
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
@@ -65,6 +66,10 @@ class StreamedRule(Rule):
         self._always: dict[Hashable, tuple[str, ...]] = {}
         self._numbers = _numbers(optimizer)
         self._attributes = _attributes_of(optimizer)
+        self._pieces = _may_run_on_pieces(type(optimizer))
+        self._changes: set[str] = set()
+        self._start: dict[str, object] = {}
+        optimizer.defaults.setdefault("differentiable", False)  # as torch does when a state is loaded
         try:
             _expect_no_arguments(optimizer)
             _expect_parameters(optimizer)
@@ -78,17 +83,20 @@ class StreamedRule(Rule):
             raise _refusal(self._name, str(error)) from error
         except Exception as error:
             raise _refusal(self._name, f"its step() on one parameter raised: {error}") from error
-        self.whole = not _may_run_on_pieces(type(optimizer)) or any(each.whole for each in found.values())
+        self.whole = not self._pieces or any(each.whole for each in found.values())
         self._dtypes: dict[str, torch.dtype] = {}
         self._nones: set[str] = set()
         for key, each in found.items():
-            self._dtypes.update(each.arrays if self.whole else {**each.further, **each.arrays})
-            self._known[key] = tuple(each.arrays | each.further)
+            self._dtypes.update(each.arrays)
+            self._known[key] = tuple(each.arrays)
             self._always[key] = tuple(each.always or ())
         self.arrays = tuple(self._dtypes)
         self.counts = tuple(dict.fromkeys(count for each in found.values() for count in each.counts))
         for each in found.values():
             self._note_optional(each)
+        self._pilot = Pilot(optimizer, self._at_start) if self._changes else None
+        options = {**vars(optimizer), **optimizer.param_groups[0]}
+        self._start = {key: taken(options[key]) for key in self._changes if key in options}
 
     def _note_optional(self, found: Found) -> None:
         """See Note [Arrays that come later]."""
@@ -98,8 +106,17 @@ class StreamedRule(Rule):
     def own(self) -> Mapping[str, object]:
         return self._worker.own()
 
+    def look_ahead(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
+    ) -> Callable[[], None] | None:
+        return None if self._pilot is None else self._pilot.look_ahead(optimizer, groups, stepped)
+
     def _key(self, hyper: Mapping[str, object]) -> Hashable:
-        return _signature(hyper), _signature(self.own())
+        return self._signature(hyper), self._signature(self.own())
+
+    def _signature(self, hyper: Mapping[str, object]) -> Hashable:
+        """Without what a step changes by itself."""
+        return _signature({key: value for key, value in hyper.items() if key not in self._changes})
 
     def check(self, hyper: Mapping[str, object], where: str) -> None:
         """See Note [Options after prepare]."""
@@ -130,7 +147,7 @@ class StreamedRule(Rule):
                 f"pieces of them: set such options before prepare. Nothing was updated"
             )
         self._note_optional(found)
-        self._known[options] = tuple(found.arrays | found.further)
+        self._known[options] = tuple(found.arrays)
         self._always[options] = tuple(found.always or ())
 
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
@@ -153,7 +170,10 @@ class StreamedRule(Rule):
         subject = Subject(master, grad, state)
         own = self.own() if piece.own is None else piece.own
         with self._lock:  # the conveyor's thread and, for units in memory, the user's
-            self._worker.run([subject], piece.hyper, piece.attributes, own)
+            changes = self._worker.run([subject], piece.hyper, piece.attributes, own)
+        new = sorted(set(chain(*changes)) - self._changes) if any(changes) else []
+        if new:
+            raise Unsuited(f"its step() has begun to change {new[0]!r}, which it did not do when it was tried")
         without = [name for name in self.arrays if name not in subject.state]
         self.optional |= set(without) - self._nones
         piece.state.next_scalars = dict.fromkeys(without)
@@ -177,13 +197,24 @@ class StreamedRule(Rule):
         dtype = self._dtypes[name]
         return array.to(dtype) if dtype in NARROW else array
 
+    def _at_start(self, options: Mapping[str, object]) -> dict[str, object]:
+        """With counts as they were, since a step may make its state at the first count."""
+        return {
+            key: self._start[key] if key in self._changes else value
+            for key, value in options.items()
+            if key != "params" and (key not in self._changes or key in self._start)
+        }
+
     def _probe(self, group: Mapping[str, object]) -> Found:
         """Try these options, on what parameters there are in groups that have them."""
         optimizer, options = self._optimizer(), _signature(group)
         groups = [] if optimizer is None else optimizer.param_groups
         params = [param for each in groups if _signature(each) == options for param in each["params"]]
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        return probe(self._worker, hyper, self._attributes, self.own(), small_shapes(params))
+        vectors = any(param.dim() == 1 for param in params)
+        hyper, own = self._at_start(group), self._at_start(self.own())
+        found = probe(self._worker, hyper, self._attributes, own, self._pieces, vectors)
+        self._changes |= found.changes
+        return found
 
 
 _ELEMENTWISE = {

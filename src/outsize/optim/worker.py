@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -17,12 +18,19 @@ import torch
 # and whose hyper-parameters are those of the step being run. It calls the class's own step function below torch's
 # profiling wrapper, so that hooks which the user registered fire once a step and not once a piece. What the user has
 # hung on a parameter (a factor for its learning rate) is on the worker's parameter too. What the step keeps anywhere
-# but in that parameter's state would be lost or mixed up between pieces, and is an error.
+# but in that parameter's state would be lost or mixed up between pieces, and is an error. What it changes of its groups
+# and of the optimizer is told to the caller. See Note [What a step changes of its groups].
 
 # Note [Attributes of the optimizer]
 # A step may read what the user sets on the optimizer between steps (`optimizer.trust = 0.1`). The update runs later
-# than `step()`, so what the optimizer has is noted there, and the worker has it while it steps. What a step changes
-# of it would count pieces instead of steps. torch's own bookkeeping is left out, and so is what a GradScaler leaves.
+# than `step()`, so what the optimizer has is noted there, and the worker has it while it steps. torch's own bookkeeping
+# is left out, and so is what a GradScaler leaves.
+
+# Note [What a step changes of its groups]
+# Many optimizers count steps in their groups (`group["step"] += 1`) or on themselves. Here every parameter is stepped
+# alone and later. So a pilot, a further object of the user's class with one small parameter a group, steps once when
+# the user calls `step()`, and what it makes of the groups is put into the user's own. Every parameter's step starts
+# from the groups as they were before. The trial has shown that these changes do not depend on the parameters.
 
 
 @dataclass
@@ -30,7 +38,7 @@ class Subject:
     """One parameter that the worker steps on."""
 
     param: torch.Tensor
-    grad: torch.Tensor
+    grad: torch.Tensor | None
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,7 +62,7 @@ class Worker:
         optimizer = self._optimizer()
         now = self._own if optimizer is None else _own_of(optimizer)
         if differs(now, self._own):
-            self._own = {key: _taken(value) for key, value in now.items()}
+            self._own = {key: taken(value) for key, value in now.items()}
         return self._own
 
     def run(
@@ -63,14 +71,15 @@ class Worker:
         hyper: Mapping[str, object],
         attributes: Mapping[str, object],
         own: Mapping[str, object],
-    ) -> None:
+    ) -> tuple[dict[str, object], dict[str, object]]:
         """One step on these parameters; their values and states change in place.
 
-        `attributes`: of the parameters; `own`: of the optimizer.
+        `attributes`: of the parameters; `own`: of the optimizer. Returns what the step has changed of the group and of
+        the optimizer.
         """
         worker = self._worker
         vars(worker).clear()
-        vars(worker).update(self._of_torch, **{key: _taken(value) for key, value in own.items()})
+        vars(worker).update(self._of_torch, **{key: taken(value) for key, value in own.items()})
         worker.state = defaultdict(dict)
         leaves = []
         for subject in subjects:
@@ -80,36 +89,93 @@ class Worker:
             if subject.state:
                 worker.state[leaf] = subject.state
             leaves.append(leaf)
-        group = {**hyper, "params": leaves}
+        group = {**{key: taken(value) for key, value in hyper.items()}, "params": leaves}
         worker.param_groups = [group]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _host_by_default():
                 self._step(worker)
             for subject, leaf in zip(subjects, leaves, strict=True):
                 if leaf.data_ptr() != subject.param.data_ptr():  # it put another tensor in place of the values
                     subject.param.copy_(leaf)
                 subject.state = dict(worker.state.get(leaf, {}))
-                _expect_same(vars(leaf), attributes, "sets attributes of its parameters")
-            _expect_same({key: value for key, value in group.items() if key != "params"}, hyper, _CHANGES)
-            _expect_same(_own_of(worker), own, "sets attributes of the optimizer")
+                hung = _changes(vars(leaf), attributes)
+                if hung:
+                    raise Unsuited(f"its step() sets attributes of its parameters ({', '.join(map(repr, hung))})")
             known = {id(leaf) for leaf in leaves}
             foreign = [key for key in worker.state if id(key) not in known]
             if foreign:
                 name = "a tensor" if isinstance(foreign[0], torch.Tensor) else repr(foreign[0])
                 raise Unsuited(f"its step() keeps state under {name}, which is no parameter")
+            return _changes(group, {**hyper, "params": leaves}), _changes(_own_of(worker), own)
         finally:
             worker.state = defaultdict(dict)
             worker.param_groups = []
 
 
-_CHANGES = "changes its param_groups"
+@final
+class Pilot:
+    """Steps ahead of the real parameters. See Note [What a step changes of its groups]."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, at_start: Callable[[Mapping[str, object]], dict[str, object]]
+    ) -> None:
+        """`at_start(options)`: these options as they were before the first step."""
+        self._worker = Worker(optimizer)
+        self._at_start = at_start
+        self._states: list[dict[str, Any]] = []
+
+    def look_ahead(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
+    ) -> Callable[[], None]:
+        """Step with these `groups`, of which `stepped` have gradients. What is returned makes the changes."""
+        own = self._worker.own()
+        states, changed_groups, changed_own = [], [], dict[str, object]()
+        for at, (hyper, with_grad) in enumerate(zip(groups, stepped, strict=True)):
+            if at == len(self._states):  # the first step, or a group that was added
+                self._states.append({})
+            generator = torch.Generator().manual_seed(0)
+            start, grad = (torch.randn(_SHAPE, generator=generator, device="cpu", dtype=torch.float32) for _ in "ab")
+            subject = Subject(start, grad if with_grad else None, copy.deepcopy(self._states[at]))
+            try:
+                of_group, of_optimizer = self._worker.run([subject], hyper, {}, own)
+            except Exception:
+                if subject.state or not with_grad:
+                    raise
+                # The groups have counted on without the pilot (a checkpoint was loaded): it makes its state first.
+                self._worker.run([subject], self._at_start(hyper), {}, self._at_start(own))
+                of_group, of_optimizer = self._worker.run([subject], hyper, {}, own)
+            states.append(subject.state)
+            changed_groups.append(of_group)
+            changed_own.update(of_optimizer)
+
+        def commit() -> None:
+            self._states = states
+            for group, changes in zip(optimizer.param_groups, changed_groups, strict=True):
+                group.update(changes)
+            vars(optimizer).update(changed_own)
+
+        return commit
 
 
-def _expect_same(now: Mapping[str, object], before: Mapping[str, object], what: str) -> None:
-    keys = [key for key, value in before.items() if key not in now or differs(now[key], value)]
-    keys = keys or sorted(map(str, now.keys() - before.keys()))
-    if keys:
-        raise Unsuited(f"its step() {what} ({', '.join(map(repr, keys))})")
+_SHAPE = (16, 16)
+"""Of the pilot's parameters."""
+
+
+def _changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, object]:
+    gone = sorted(map(str, before.keys() - now.keys()))
+    if gone:
+        raise Unsuited(f"its step() removes {gone[0]!r}")
+    return {key: value for key, value in now.items() if key not in before or differs(value, before[key])}
+
+
+@contextmanager
+def _host_by_default() -> Iterator[None]:
+    """What a step makes of its own is in host memory, whatever device the user has made the default."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
 
 
 def differs(now: object, before: object) -> bool:
@@ -146,7 +212,7 @@ def _is_own(name: str) -> bool:
     return not of_torch
 
 
-def _taken(value: Any) -> Any:
+def taken(value: Any) -> Any:
     """The value as it is now, whatever becomes of what holds it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()

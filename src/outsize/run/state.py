@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, Protocol, final
 
 import torch
@@ -30,7 +30,7 @@ def snapshot(value: Any) -> Any:
 
 
 class Needed(Protocol):
-    """Which arrays an optimizer keeps."""
+    """Which arrays an optimizer keeps, and what its step does beside updating parameters."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -43,6 +43,15 @@ class Needed(Protocol):
 
     def always(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         """Those of them that there are after the first step already."""
+        ...
+
+    def look_ahead(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
+    ) -> Callable[[], None] | None:
+        """What a step with these `groups`, of which `stepped` have gradients, changes of them and of the optimizer.
+
+        None: nothing. What is returned makes the changes.
+        """
         ...
 
 

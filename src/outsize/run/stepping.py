@@ -296,12 +296,23 @@ class Stepper:
         for unit, pending in pendings.items():
             if pending or self._delays:
                 self._engine.streamer.settle(unit)  # what an earlier step has left fails before this one is marked
+        change_groups = self._look_ahead(pendings)
         with stopping_on_errors(self._engine, "optimizer.step()"):
             self._mark_all(pendings, factor)
+            if change_groups is not None:
+                change_groups()
         self._engine.streamer.schedule.step()
         if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
             self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
+
+    def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
+        """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""
+        marked = [pendings, self._applied]
+        stepped = {id(unit.parameters[name]) for each in marked for unit, names in each.items() for name in names}
+        groups = self._optimizer.param_groups
+        having = [any(id(param) in stepped for param in group["params"]) for group in groups]
+        return self._updater.rule.look_ahead(self._optimizer, [hyper_of(group) for group in groups], having)
 
     def _mark_all(self, pendings: dict[Unit, Pending], factor: float) -> None:
         self._applied.clear()
