@@ -34,7 +34,8 @@ NARROW = {torch.bool, torch.int8, torch.uint8, torch.int16, torch.bfloat16, torc
 _STEPS = 5
 _SMALL = ((8, 12), (8, 12))
 """For what is known to compute each element alone."""
-_LARGE = ((256, 256), (256, 256))
+_LARGE = ((256, 272), (256, 272))
+"""Not square, so that an array for each row or column is not taken for one for each element."""
 _VECTOR = (4096,)
 _SCALES = (1.0, 1e-3, 30.0)
 """Of the gradients of each parameter; they double from step to step."""
@@ -127,7 +128,10 @@ class _Trial:
             raise Unsuited(_DRAWS)
         for ([one], changes), other in zip(alone, together[0], strict=True):
             if not same_values(one.param, other.param) or differs(one.state, other.state):
-                raise Unsuited("its step on one parameter depends on the others")
+                raise Unsuited(
+                    "its step on one parameter depends on the others; if that is a norm over all gradients, turn it off "
+                    "(max_grad_norm=None) and clip with torch.nn.utils.clip_grad_norm_"
+                )
             if differs(changes, together[1]):
                 raise Unsuited("what its step changes of its param_groups or of itself depends on the parameters")
             _expect_plain(one)

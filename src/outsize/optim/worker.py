@@ -189,8 +189,10 @@ def differs(now: object, before: object) -> bool:
     try:
         if isinstance(now, Mapping) and isinstance(before, Mapping):
             return now.keys() != before.keys() or any(differs(now[key], value) for key, value in before.items())
-        if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)):
+        if isinstance(now, (list, tuple, deque)) and isinstance(before, (list, tuple, deque)):
             return len(now) != len(before) or any(map(differs, now, before))
+        if type(now) is type(before) and hasattr(now, "__dict__") and type(now).__eq__ is object.__eq__:
+            return differs(vars(now), vars(before))
         return bool(now != before)
     except (RuntimeError, ValueError):  # arrays compare by element
         return True
