@@ -131,13 +131,18 @@ def chunk_sums(content: torch.Tensor) -> list[int]:
 
 
 def _read(fd: int, offset: int, out: torch.Tensor, path: Path) -> None:
-    left = memory_of(out)
-    with naming(path, f"reading {format_bytes(len(left))} at {offset}"):
-        while left:
-            count = os.preadv(fd, [left], offset)
-            if not count:
-                raise ValueError(f"{path} ends at {offset}; it was changed while it was being read")
-            offset, left = offset + count, left[count:]
+    content = memory_of(out)
+    with naming(path, f"reading {format_bytes(len(content))} at {offset}"):
+        read_exactly(fd, offset, content, path)
+
+
+def read_exactly(fd: int, offset: int, out: memoryview, path: Path) -> None:
+    """Fill `out` with the bytes from `offset` on. Raises `ValueError` that names the file where it ends before."""
+    while out:
+        count = os.preadv(fd, [out], offset)
+        if not count:
+            raise ValueError(f"{path} ends at {offset}; it was changed while it was being read")
+        offset, out = offset + count, out[count:]
 
 
 def _most_open() -> int:

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, RestingArray, States, Weights, copy_in
-from outsize.checkpoint.files import naming, read_manifest
+from outsize.checkpoint.files import naming, read_exactly, read_manifest
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
@@ -248,16 +248,12 @@ class SafetensorsWeights:
     def _read(self, stored: StoredWeight, start: int, end: int) -> torch.Tensor:
         """Elements [start, end), 1-D, in the stored dtype; valid until the next call."""
         out = self._slab.bytes[: (end - start) * stored.dtype.itemsize]
-        offset, left = stored.offset + start * stored.dtype.itemsize, memory_of(out)
+        offset = stored.offset + start * stored.dtype.itemsize
         with naming(stored.file, f"reading weights at {offset}"):
             fd = self._file(stored.file)
             # The next piece comes while this one is placed.
-            os.posix_fadvise(fd, offset + len(left), SLAB_BYTES, os.POSIX_FADV_WILLNEED)
-            while left:
-                count = os.preadv(fd, [left], offset)
-                if not count:
-                    raise ValueError(f"{stored.file} ends at {offset}; it was changed while it was being loaded")
-                offset, left = offset + count, left[count:]
+            os.posix_fadvise(fd, offset + out.numel(), SLAB_BYTES, os.POSIX_FADV_WILLNEED)
+            read_exactly(fd, offset, memory_of(out), stored.file)
         return out.view(stored.dtype)
 
     def _file(self, path: Path) -> int:
