@@ -9,7 +9,6 @@ takes seconds.
 from __future__ import annotations
 
 import errno
-import inspect
 import io
 import os
 import stat
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from outsize.checkpoint.files import naming
 from outsize.formats.dcp import METADATA_NAME, is_dcp
@@ -40,13 +39,9 @@ LARGEST_VALUE = 1 << 20
 LARGEST_TANGLE = 1 << 20
 """Pairs of pieces of one tensor that no cut through all of it parts. Those of a grid are all parted."""
 
-TAKES_NO_DIST = "no_dist" in inspect.signature(load).parameters
-"""Whether torch's `load` and `save` can be told to run in this process alone; in torch 2.6 their forerunners can."""
-
 _WARNINGS = (
-    ("torch.distributed is", UserWarning),  # alone, which is meant
-    (".*_state_dict` is deprecated", FutureWarning),  # what torch 2.6 needs
-    ("TypedStorage is deprecated", UserWarning),  # torch 2.6 of itself
+    "torch.distributed is",  # alone, which is meant
+    "TypedStorage is deprecated",  # older torch of itself
 )
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
@@ -132,10 +127,7 @@ class DcpFolder:
         reader = _Reader(self.folder, self._metadata)
         try:
             with alone():
-                if TAKES_NO_DIST:
-                    load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
-                else:
-                    load_state_dict(wanted, reader, no_dist=True, planner=_Planner())
+                load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
         except OSError:
             raise
         except Exception as error:
@@ -274,8 +266,8 @@ def alone() -> Iterator[None]:
     """For calls of the library in this process alone: without its warnings about it, with the errors themselves."""
     try:
         with warnings.catch_warnings():
-            for message, kind in _WARNINGS:
-                warnings.filterwarnings("ignore", message=message, category=kind)
+            for message in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
             yield
     except CheckpointException as error:  # wraps even KeyboardInterrupt
         found = next(iter(error.failures.values()))[0]

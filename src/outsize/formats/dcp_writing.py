@@ -17,12 +17,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_out
 from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp import is_dcp
-from outsize.formats.dcp_folder import TAKES_NO_DIST, alone
+from outsize.formats.dcp_folder import alone
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
 from outsize.plan.layout import Slot
@@ -119,10 +119,7 @@ def write_dcp(folder: Path, entries: Sequence[DcpEntry], values: Mapping[Place, 
     planner = _Planner(entries, places)
     try:
         with alone():
-            if TAKES_NO_DIST:
-                save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
-            else:
-                save_state_dict(contents, _Writer(folder), no_dist=True, planner=planner)
+            save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
