@@ -117,3 +117,13 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     for name, value in one.items():
         assert value.dtype == other[name].dtype, name
         assert torch.equal(value, other[name]), name
+
+
+def peak_of(call: Any) -> int:
+    """Bytes that the process's memory grew at its highest while `call` ran."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    call()
+    status = Path("/proc/self/status").read_text()
+    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    return peak - before

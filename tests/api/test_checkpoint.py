@@ -19,7 +19,7 @@ from outsize.api.exporting import export
 from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
-from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, assert_same
+from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, assert_same, peak_of
 from tests.conftest import Workshop, batches
 
 
@@ -273,16 +273,6 @@ def test_small_tensors_survive_in_the_manifest() -> None:
         back = decode(json.loads(json.dumps(encode(tensor, "x", inline))), from_inline)
         assert back.dtype == tensor.dtype
         assert torch.equal(back.nan_to_num(7), tensor.nan_to_num(7))
-
-
-def peak_of(call: Any) -> int:
-    """Bytes that the process's memory grew at its highest while `call` ran."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    call()
-    status = Path("/proc/self/status").read_text()
-    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-    return peak - before
 
 
 @pytest.mark.slow
