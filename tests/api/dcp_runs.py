@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import outsize
@@ -21,6 +32,9 @@ from outsize.checkpoint.match import Live
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.formats.dcp_writing import DcpContent, DcpGroup, DcpNames, entries_of, write_dcp
 from outsize.move.shard import DTYPES
+
+Chunk = tuple[Sequence[int], Tensor]
+"""(offsets, values)"""
 
 TIERS = ("device", "host", "disk")
 APP = DcpNames("model", "optim")
@@ -98,7 +112,7 @@ def plain_run(
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
     (tmp / "disk").mkdir(exist_ok=True)
     kinds = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **kinds, **fields)
+    outsize.prepare(model, optimizer, device="cpu", **{"host_memory": "64MiB", **kinds, **fields})
 
 
 def other_run(
@@ -210,6 +224,49 @@ def plain_load(state: dict[str, Any], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=folder)
+
+
+def write_chunks(folder: Path, tensors: Mapping[str, tuple[Sequence[int], Sequence[Chunk]]]) -> None:
+    """A folder as any number of ranks may write it: of each tensor the shape, and the parts in three files."""
+    folder.mkdir()
+    records: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / f"__{at}_0.distcp").open("wb")) for at in range(3)]
+        for key, (shape, chunks) in tensors.items():
+            for at, (offsets, value) in enumerate(chunks):
+                file = files[at % len(files)]
+                content = io.BytesIO()
+                torch.save(value, content)
+                name, length = Path(file.name).name, len(content.getvalue())
+                places[MetadataIndex(key, torch.Size(offsets))] = _StorageInfo(name, file.tell(), length)
+                file.write(content.getvalue())
+            parts = [ChunkStorageMetadata(torch.Size(offsets), value.shape) for offsets, value in chunks]
+            kind = TensorProperties(dtype=chunks[0][1].dtype)
+            records[key] = TensorStorageMetadata(kind, torch.Size(shape), parts)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(records, storage_data=places)))
+
+
+def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
+    file = folder / ".metadata"
+    found: Metadata = pickle.loads(file.read_bytes())
+    change(found)
+    file.write_bytes(pickle.dumps(found))
+
+
+def replaced(folder: Path, key: str, content: bytes) -> None:
+    """Put other bytes at the end of the file in place of an entry."""
+    data = folder / "__0_0.distcp"
+    at = data.stat().st_size
+    with data.open("ab") as file:
+        file.write(content)
+
+    def point(found: Metadata) -> None:
+        for index, info in found.storage_data.items():
+            if index.fqn == key:
+                info.offset, info.length = at, len(content)
+
+    changed(folder, point)
 
 
 def saved_run(

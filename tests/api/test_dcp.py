@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.saving import MASTERS
-from outsize.formats.dcp_folder import DcpFolder
 from outsize.formats.dcp_writing import DcpEntry, DcpNames, write_dcp
 from tests.api.dcp_runs import (
     APP,
@@ -152,25 +150,6 @@ def test_writing_holds_one_tensor_whatever_the_size_of_the_model(tmp_path: Path)
     state = {f"weight{at}": torch.empty(numel) for at in range(count)}
     plain_load(state, tmp_path / "folder")
     assert all(torch.equal(value, torch.full((numel,), float(name[6:]))) for name, value in state.items())
-
-
-def test_loading_drops_a_tensor_before_it_reads_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_run(tmp_path / "folder")
-    model, optimizer = other_run("disk", tmp_path)
-    live: list[weakref.ref[Tensor]] = []
-    counts: list[int] = []
-    real = DcpFolder.tensor
-
-    def counted(folder: DcpFolder, key: str) -> Tensor:
-        counts.append(sum(ref() is not None for ref in live))
-        tensor = real(folder, key)
-        live.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(DcpFolder, "tensor", counted)
-    load(tmp_path / "folder", model, optimizer)
-    assert len(counts) > 30
-    assert max(counts) == 0
 
 
 def test_a_full_disk_is_named_and_leaves_no_metadata(tmp_path: Path) -> None:

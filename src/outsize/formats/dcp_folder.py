@@ -1,9 +1,8 @@
-"""A folder of `torch.distributed.checkpoint`, opened for reading: its metadata runs no code, its tensors come singly.
+"""A folder of `torch.distributed.checkpoint`, opened for reading: its metadata runs no code, tensors come in pieces.
 
-torch does the file work. Three things are ours: the metadata, which torch unpickles without restriction, is read by
-`dcp_metadata`; plain values load as weights only; and nothing is read from a place that was not checked, nor from an
-archive that `dcp_archive` has not looked into. Importing this module imports `torch.distributed.checkpoint`, which
-takes seconds.
+The metadata, which torch unpickles without restriction, is read by `dcp_metadata`; plain values load as weights only;
+and nothing is read from a place that was not checked, nor from an archive that `dcp_archive` has not looked into.
+Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,47 +11,62 @@ import errno
 import io
 import os
 import stat
-import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, final
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from outsize.checkpoint.arrays import SLAB_BYTES
 from outsize.checkpoint.files import naming
 from outsize.formats.dcp import METADATA_NAME, is_dcp
-from outsize.formats.dcp_archive import archive_at, check_records, check_tensor, reason_of
+from outsize.formats.dcp_archive import StoredTensor, archive_at, reason_of, sound_records, stored_tensor
+from outsize.formats.dcp_boxes import Box, Shape, boxes_between, common, fills, span_of
 from outsize.formats.dcp_metadata import read_metadata, shown
+from outsize.move.memory import HostBuffer
 
 LARGEST_VALUE = 1 << 20
 """Bytes of a plain value (a learning rate, a list of parameter names), and of what an archive has beside its tensor."""
 
-LARGEST_TANGLE = 1 << 20
-"""Pairs of pieces of one tensor that no cut through all of it parts. Those of a grid are all parted."""
+MOST_OPEN = 16
+"""Files at a time. Those among which a layer was divided are read in turn."""
 
-_WARNINGS = (
-    "torch.distributed is",  # alone, which is meant
-    "TypedStorage is deprecated",  # older torch of itself
-)
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""(offsets, sizes)"""
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of a tensor in a file of its own, or together with others."""
+
+    box: Box
+    name: str
+    stored: StoredTensor
+
+
+@final
+class _Chunks:
+    """All parts of one tensor."""
+
+    def __init__(self, shape: Shape, chunks: Sequence[_Chunk]) -> None:
+        spans = sorted(((span_of(shape, chunk.box), chunk) for chunk in chunks), key=lambda each: each[0])
+        self._chunks = [chunk for _, chunk in spans]
+        self._firsts = [first for (first, _), _ in spans]
+        self._ends = list(accumulate((end for (_, end), _ in spans), max))  # of all up to here
+
+    def between(self, start: int, end: int) -> Sequence[_Chunk]:
+        """Those that may have some of the elements [start, end) of the flattened tensor."""
+        return self._chunks[bisect_right(self._ends, start) : bisect_left(self._firsts, end)]
 
 
 @final
 class DcpFolder:
-    """What the folder holds, by key. Nothing is read but the metadata until `tensor` or `small` is called.
+    """What the folder holds, by key. Only what `check` was called for can be read. Close it after use.
 
     `tensors` maps keys to (shape, dtype); `values` are the keys of what is no tensor. Raises `FileNotFoundError` where
     there is no metadata, `ValueError` that names the file for a damaged or a suspicious one.
@@ -67,6 +81,9 @@ class DcpFolder:
             )
         self._metadata = read_metadata(self.file)
         self._lengths: dict[str, int] = {}
+        self._chunks: dict[str, _Chunks] = {}  # of the tensors that were checked
+        self._open: dict[str, int] = {}
+        self._slab = HostBuffer(SLAB_BYTES)
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.values: set[str] = set()
         with self._sound():
@@ -87,84 +104,134 @@ class DcpFolder:
     def check(self, keys: Iterable[str]) -> None:
         """Raise unless the files have all bytes of these entries, in regular files of this folder and sound archives.
 
-        `ValueError` that names the file, or `FileNotFoundError`. All bytes are read; memory: the piece at hand.
+        `ValueError` that names the file, or `FileNotFoundError`. All bytes are read; memory: the largest value.
         """
         value_bytes = 0
         for key in keys:
             with self._sound():
-                if key in self.values:
-                    value_bytes += self._check_piece(key)
-                    if value_bytes > sum(self._lengths.values()):
-                        raise ValueError(f"the values up to {key!r} are more bytes than the files that hold them")
+                if key in self.tensors:
+                    self._chunks[key] = self._checked(key)
                     continue
-                shape, dtype = self.tensors[key]
-                boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in self._record(key).chunks]
-                if not _fills(shape, boxes):
-                    raise ValueError(f"the pieces of {key!r} do not make up the whole tensor")
-                for offsets, sizes in boxes:
-                    if prod(sizes):
-                        self._check_piece(key, offsets, sizes, dtype)
+                value_bytes += self._check_value(key)
+                if value_bytes > sum(self._lengths.values()):
+                    raise ValueError(f"the values up to {key!r} are more bytes than the files that hold them")
+
+    def piece(self, key: str, start: int, end: int) -> torch.Tensor:
+        """The elements [start, end) of the flattened tensor, 1-D, of at most `SLAB_BYTES`; valid until the next call.
+
+        Memory: the slab, and as much again where they do not lie in this order.
+        """
+        shape, dtype = self.tensors[key]
+        out = self._slab.bytes[: (end - start) * dtype.itemsize].view(dtype)
+        at = 0
+        for box in boxes_between(shape, start, end):
+            numel = prod(box[1])
+            part = out[at : at + numel].view(box[1])
+            for chunk in self._chunks[key].between(start + at, start + at + numel):
+                self._read(key, chunk, box, part)
+            at += numel
+        return out
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor on the CPU, put together from its pieces. Memory: twice its bytes while it is read."""
+        """The whole tensor on the CPU. Memory: its bytes, and those of a piece."""
         shape, dtype = self.tensors[key]
         out = torch.empty(shape, dtype=dtype, device="cpu")
-        self._load({key: out})
+        flat, most = out.view(-1), SLAB_BYTES // dtype.itemsize
+        for start in range(0, flat.numel(), most):
+            end = min(start + most, flat.numel())
+            flat[start:end] = self.piece(key, start, end)
         return out
 
     def small(self, keys: Iterable[str]) -> dict[str, Any]:
         """Small tensors and plain values at once, by key. `ValueError` for a value that holds more than plain data."""
-        wanted: dict[str, Any] = dict.fromkeys(keys)
-        for key in wanted:
-            if key in self.tensors:
-                shape, dtype = self.tensors[key]
-                wanted[key] = torch.empty(shape, dtype=dtype, device="cpu")
-        self._load(wanted)
-        return wanted
+        return {key: self.tensor(key) if key in self.tensors else self._value(key) for key in keys}
 
-    def _load(self, wanted: dict[str, Any]) -> None:
-        """Fill the tensors in place and the other values in the dict."""
-        reader = _Reader(self.folder, self._metadata)
-        try:
-            with alone():
-                load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
-        except OSError:
-            raise
-        except Exception as error:
-            names = ", ".join(sorted(wanted)[:3])
-            raise ValueError(f"{self.folder} is damaged at {names}: {reason_of(error)}") from error
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _read(self, key: str, chunk: _Chunk, box: Box, out: torch.Tensor) -> None:
+        """Fill what the chunk has of a box of the tensor, of which `out` has all elements."""
+        shared = common(box, chunk.box)
+        if shared is None:
+            return
+        low, sizes = shared
+        where = tuple(slice(at - first, at - first + size) for at, first, size in zip(low, box[0], sizes, strict=True))
+        offsets = [at - first for at, first in zip(low, chunk.box[0], strict=True)]
+        path = self.folder / chunk.name
+        with naming(path, f"reading {key!r}"):
+            chunk.stored.read(self._file(chunk.name), path, offsets, out[where])
+
+    def _value(self, key: str) -> Any:
+        name, first, length = self._place(key)
+        with naming(self.folder / name, f"reading {key!r}"):
+            try:
+                return torch.load(archive_at(self._file(name), first, length), map_location="cpu", weights_only=True)
+            except OSError:
+                raise
+            except Exception as error:
+                raise ValueError(f"{self.folder} is damaged at {key}: {reason_of(error)}") from error
+
+    def _file(self, name: str) -> int:
+        if name not in self._open:
+            if len(self._open) == MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[name]
 
     def _record(self, key: str) -> TensorStorageMetadata:
         record = self._metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
         return record
 
-    def _check_piece(
-        self, key: str, offsets: Shape | None = None, sizes: Shape = (), dtype: torch.dtype | None = None
-    ) -> int:
-        """The bytes of a piece of a tensor, or of a plain value where no `dtype` is given."""
+    def _checked(self, key: str) -> _Chunks:
+        """The parts of a tensor, each found in its archive."""
+        shape, dtype = self.tensors[key]
+        boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in self._record(key).chunks]
+        if not fills(shape, boxes):
+            raise ValueError(f"the pieces of {key!r} do not make up the whole tensor")
+        chunks = []
+        for box in boxes:
+            nbytes = prod(box[1]) * dtype.itemsize
+            if not nbytes:
+                continue
+            name, first, length = self._place(key, box[0], nbytes)
+            with self._archive(key, name, first, length) as archive:
+                chunks.append(_Chunk(box, name, stored_tensor(archive, first, length, box[1], dtype)))
+        return _Chunks(shape, chunks)
+
+    def _check_value(self, key: str) -> int:
+        """The bytes of a plain value."""
+        name, first, length = self._place(key)
+        with self._archive(key, name, first, length) as archive:
+            sound_records(archive, length)
+        return length
+
+    def _place(self, key: str, offsets: Shape | None = None, nbytes: int = 0) -> tuple[str, int, int]:
+        """(file, first byte, length) of the archive of a plain value, or of a part of a tensor that has `nbytes`."""
         info = self._metadata.storage_data[MetadataIndex(key, offsets)]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{key!r} went through {shown(info.transform_descriptors)}, which outsize does not undo")
         name, first, length = info.relative_path, info.offset, info.length
         if type(name) is not str or type(first) is not int or type(length) is not int or min(first, length) < 0:
             raise TypeError(f"{key!r} is said to lie at {shown(first)} of {shown(name)}, {shown(length)} bytes long")
-        nbytes = self._length_of(name)
-        if first + length > nbytes:
+        there = self._length_of(name)
+        if first + length > there:
             raise ValueError(
-                f"{name!r} has {nbytes} bytes and {key!r} lies at {first} to {first + length} of it: the file was cut"
+                f"{name!r} has {there} bytes and {key!r} lies at {first} to {first + length} of it: the file was cut"
             )
-        if length > LARGEST_VALUE + (prod(sizes) * dtype.itemsize if dtype is not None else 0):
-            raise ValueError(f"{key!r} has {length} bytes, too many for {'a value' if dtype is None else 'its tensor'}")
-        with naming(self.folder / name, f"reading {key!r}"), open(self.folder / name, "rb") as file:
-            archive = archive_at(file.fileno(), first, length)
+        if length > LARGEST_VALUE + nbytes:
+            raise ValueError(f"{key!r} has {length} bytes, too many for {'its tensor' if nbytes else 'a value'}")
+        return name, first, length
+
+    @contextmanager
+    def _archive(self, key: str, name: str, first: int, length: int) -> Iterator[io.BufferedReader]:
+        """An archive to look into; what is wrong with it is said with its place."""
+        with naming(self.folder / name, f"reading {key!r}"):
             try:
-                check_records(archive, length)
-                if dtype is not None:
-                    check_tensor(archive, sizes, dtype)
+                yield archive_at(self._file(name), first, length)
             except ValueError as error:
                 raise ValueError(f"{key!r} at {first} of {name!r}: {error}") from error
-        return length
 
     def _length_of(self, name: str) -> int:
         """Bytes of a data file, which must be a regular one inside the folder."""
@@ -194,91 +261,3 @@ def _dtype(record: TensorStorageMetadata) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{shown(dtype)} is no dtype")
     return dtype
-
-
-def _fills(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes (offsets, sizes) lie in the tensor, apart from each other, and make up all of it."""
-    for offsets, sizes in boxes:
-        if not len(offsets) == len(sizes) == len(shape):
-            return False
-        if any(low < 0 or size < 0 or low + size > end for low, size, end in zip(offsets, sizes, shape, strict=True)):
-            return False
-    if sum(prod(sizes) for _, sizes in boxes) != prod(shape):
-        return False
-    return _apart([box for box in boxes if prod(box[1])], len(shape))
-
-
-def _apart(boxes: list[Box], ndim: int) -> bool:
-    """Whether no two boxes overlap. Cuts through all of them part those that need not be compared."""
-    groups = [boxes]
-    for dim in 2 * list(range(ndim)):
-        groups = [slab for group in groups for slab in _slabs(group, dim)]
-    if sum(len(group) * (len(group) - 1) for group in groups) > 2 * LARGEST_TANGLE:
-        raise ValueError("a tensor is in pieces that are no grid, and too many to be told apart")
-    return not any(_overlap(*pair) for group in groups for pair in combinations(group, 2))
-
-
-def _slabs(boxes: list[Box], dim: int) -> Iterator[list[Box]]:
-    """The boxes between one cut across the dimension and the next."""
-    slab: list[Box] = []
-    reach = 0
-    for box in sorted(boxes, key=lambda box: box[0][dim]):
-        if slab and box[0][dim] >= reach:
-            yield slab
-            slab = []
-        slab.append(box)
-        reach = max(reach, box[0][dim] + box[1][dim])
-    if slab:
-        yield slab
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(
-        low < start + size and start < low + length
-        for low, length, start, size in zip(one[0], one[1], other[0], other[1], strict=True)
-    )
-
-
-class _Reader(FileSystemReader):
-    """torch's reader of files, given metadata that was read and checked before."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-class _Planner(DefaultLoadPlanner):
-    """Loads the keys as they are given, and plain values without unpickling more than plain data."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        found = torch.load(value, map_location="cpu", weights_only=True)
-        self.state_dict[read_item.dest_index.fqn] = found
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """For calls of the library in this process alone: without its warnings about it, with the errors themselves."""
-    try:
-        with warnings.catch_warnings():
-            for message in _WARNINGS:
-                warnings.filterwarnings("ignore", message=message, category=UserWarning)
-            yield
-    except CheckpointException as error:  # wraps even KeyboardInterrupt
-        found = next(iter(error.failures.values()))[0]
-        raise _system_error(found) or found from error
-
-
-def _system_error(error: BaseException) -> OSError | None:
-    """The `OSError` behind an error: torch's archive writer raises another one over it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return None

@@ -16,7 +16,8 @@ import torch
 
 from outsize.checkpoint.manifest import OptimizerRecord
 from outsize.checkpoint.match import Live
-from outsize.formats.dcp_folder import DcpFolder, Shape
+from outsize.formats.dcp_boxes import Shape
+from outsize.formats.dcp_folder import DcpFolder
 
 USUAL = ("", "model.", "state_dict.", "app.model.", "module.")
 """What stands before the names of weights in the folders of most programs, the first of them preferred."""

@@ -1,4 +1,4 @@
-"""Loading a folder of `torch.distributed.checkpoint` into a live layout: by name, in full precision, tensor by tensor.
+"""Loading a folder of `torch.distributed.checkpoint` into a live layout: by name, in full precision, piece by piece.
 
 Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
 """
@@ -35,19 +35,25 @@ def open_dcp(
     does not match, with what is missing, unexpected and different.
     """
     stored = DcpFolder(folder)
-    model, optimizer = StoredModel(), None
-    if live.buffers is not None:
-        model = find_model(stored, live, aliases or {}, label, strict)
-    if live.optimizer is not None:
-        optimizer = find_optimizer(stored, live, model, aliases or {}, label, strict)
-    states = optimizer.array_keys() if optimizer is not None else []
-    stored.check([*model.parameters.values(), *model.buffers.values(), *states])
+    try:
+        model, optimizer = StoredModel(), None
+        if live.buffers is not None:
+            model = find_model(stored, live, aliases or {}, label, strict)
+        if live.optimizer is not None:
+            optimizer = find_optimizer(stored, live, model, aliases or {}, label, strict)
+        states = optimizer.array_keys() if optimizer is not None else []
+        stored.check([*model.parameters.values(), *model.buffers.values(), *states])
+    except BaseException:
+        stored.close()
+        raise
     return DcpCheckpoint(stored, model, optimizer)
 
 
 @final
 class DcpCheckpoint:
-    """A folder whose names, shapes and files were checked. Memory: one slab, a piece, and twice the tensor at hand.
+    """A folder whose names, shapes and files were checked. Close it after use.
+
+    Memory: three slabs at most, and the buffer at hand.
 
     `hyper` has the options of each parameter group that the folder tells, `steps` the largest count of steps,
     `passed_over` what only one side has: "missing parameters" and the like, with the names.
@@ -57,13 +63,12 @@ class DcpCheckpoint:
         self._folder = folder
         self._model = model
         self._optimizer = optimizer
-        self._tensors = _OneAtATime(folder)
         self.hyper: list[dict[str, Any]] = [dict(each) for each in optimizer.hyper] if optimizer is not None else []
         self.steps = optimizer.steps() if optimizer is not None else 0
         self.passed_over = model.passed_over
 
     def close(self) -> None:
-        self._tensors.drop()
+        self._folder.close()
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The values of one of the live model's persistent buffers in the folder's dtype; None if it has none."""
@@ -74,14 +79,13 @@ class DcpCheckpoint:
         """Place the unit's parameters, and the rest of their masters; one that was passed over keeps its values."""
         slab = HostBuffer(SLAB_BYTES)
         master = shard.arrays.get(MASTER)
-        weights = _Weights(self._tensors, self._model.parameters, masters, master is not None)
+        weights = _Weights(self._folder, self._model.parameters, masters, master is not None)
         known = {name: slot for name, slot in shard.slots.items() if name in self._model.parameters}
         keep = len(known) < len(shard.slots)
         copy_in(Weights(shard), known, slab, weights.weight, keep)
         if master is not None:
             halves = {name: slot for name, slot in known.items() if slot.dtype in MASTER_BYTES}
             copy_in(States(shard, master), halves, slab, weights.master, keep)
-        self._tensors.drop()
 
     def load_state(self, shard: UnitShard) -> None:
         """Place the unit's optimizer arrays and scalars.
@@ -100,13 +104,12 @@ class DcpCheckpoint:
 
                 def source(slot: Slot, start: int, end: int, name: str = array.name) -> torch.Tensor:
                     key = states[slot.name].arrays.get(name) if slot.name in filled else None
-                    return (
-                        torch.zeros(end - start, device="cpu") if key is None else self._tensors.piece(key, start, end)
-                    )
+                    if key is None:
+                        return torch.zeros(end - start, device="cpu")
+                    return self._folder.piece(key, start, end)
 
                 wanted = dict.fromkeys(filled | stale)
                 copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
-        self._tensors.drop()
         for name in known:
             shard.slot_states.pop(name, None)
         for name in filled:
@@ -114,44 +117,23 @@ class DcpCheckpoint:
 
 
 @final
-class _OneAtATime:
-    """The tensor that was asked for last: a unit's parameters are placed one behind the other."""
-
-    def __init__(self, folder: DcpFolder) -> None:
-        self._folder = folder
-        self._key: str | None = None
-        self._values = torch.empty(0, device="cpu")
-
-    def piece(self, key: str, start: int, end: int) -> torch.Tensor:
-        """The elements [start, end) of the flattened tensor, as a copy: a view would keep the tensor with it."""
-        if key != self._key:
-            self.drop()
-            self._values = self._folder.tensor(key).view(-1)
-            self._key = key
-        return self._values[start:end].clone()
-
-    def drop(self) -> None:
-        self._key, self._values = None, torch.empty(0, device="cpu")
-
-
-@final
 class _Weights:
     """Pieces of parameters and of what completes their masters in the live dtype, whatever the folder has."""
 
-    def __init__(self, tensors: _OneAtATime, keys: Mapping[str, str], masters: Masters, exact: bool) -> None:
-        self._tensors = tensors
+    def __init__(self, folder: DcpFolder, keys: Mapping[str, str], masters: Masters, exact: bool) -> None:
+        self._folder = folder
         self._keys = keys
         self._masters = masters
         self._exact = exact  # whether a 16-bit weight has a master here
 
     def weight(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        stored, live = self._tensors.piece(self._keys[slot.name], start, end), DTYPES[slot.dtype]
+        stored, live = self._folder.piece(self._keys[slot.name], start, end), DTYPES[slot.dtype]
         if stored.dtype is live or not self._exact or slot.dtype not in MASTER_BYTES:
             return stored.to(live)
         return self._split(stored, slot)[0]
 
     def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        return self._split(self._tensors.piece(self._keys[slot.name], start, end), slot)[1]
+        return self._split(self._folder.piece(self._keys[slot.name], start, end), slot)[1]
 
     def _split(self, stored: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         weight = torch.empty_like(stored, dtype=DTYPES[slot.dtype])

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
@@ -22,10 +25,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_out
 from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp import is_dcp
-from outsize.formats.dcp_folder import alone
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
 from outsize.plan.layout import Slot
+
+_WARNINGS = (
+    "torch.distributed is",  # alone, which is meant
+    "TypedStorage is deprecated",  # older torch of itself
+)
 
 Place = tuple[str | int, ...]
 """Where a value stands in the nested dicts and lists; joined by dots it is the value's key in the folder."""
@@ -118,12 +125,35 @@ def write_dcp(folder: Path, entries: Sequence[DcpEntry], values: Mapping[Place, 
         raise ValueError("two values of the checkpoint have the same key; give the model or the optimizer another name")
     planner = _Planner(entries, places)
     try:
-        with alone():
+        with _alone():
             save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, f"{os.strerror(error.errno)} (writing a checkpoint)", str(folder)) from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """For a call of the library in this process alone: without its warnings about it, with the errors themselves."""
+    try:
+        with warnings.catch_warnings():
+            for message in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
+            yield
+    except CheckpointException as error:  # wraps even KeyboardInterrupt
+        found = next(iter(error.failures.values()))[0]
+        raise _system_error(found) or found from error
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The `OSError` behind an error: torch's archive writer raises another one over it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def _on_meta(entry: DcpEntry) -> torch.Tensor:
