@@ -30,10 +30,26 @@ KINDS = ("params", "grads", "states")
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     torch.set_num_threads(1)  # tiny tensors: more threads only cost
-    if any("sim" in getattr(item, "fixturenames", ()) for item in items):
+    wanted = config.getoption("--device") == "sim"
+    if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
         simulator.load()  # torch must know the device before the first backward of the process
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the test computes: what it makes lies there, unless it says otherwise."""
+    chosen = str(request.config.getoption("--device"))
+    if chosen == "cpu":
+        yield chosen
+        return
+    with simulator.switched_on("hold"), torch.device(chosen):
+        yield chosen
 
 
 @pytest.fixture
@@ -85,11 +101,12 @@ def squared_error(model: nn.Module, batch: Any) -> Tensor:
 
 def batches(count: int, width: int = 16, out: int = 4, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     """The same random batches every time."""
-    generator = torch.Generator().manual_seed(count)
-    return [
-        (torch.randn(rows, width, generator=generator), torch.randn(rows, out, generator=generator))
-        for _ in range(count)
-    ]
+    generator = torch.Generator("cpu").manual_seed(count)
+
+    def random(columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device="cpu").to(torch.get_default_device())
+
+    return [(random(width), random(out)) for _ in range(count)]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -213,14 +230,15 @@ class Pair:
 class Workshop:
     """Prepares models on a tier, in a directory of its own."""
 
-    def __init__(self, disk: Path) -> None:
+    def __init__(self, disk: Path, device: str) -> None:
         self.disk = disk
+        self._device = device
         self._resources: list[weakref.ref[Any]] = []
 
     def fields(self, tier: str, **fields: Any) -> dict[str, Any]:
         """The keywords of `prepare` for a tier."""
         place = "disk" if tier == "squeezed" else tier
-        chosen: dict[str, Any] = {"host_memory": "64MiB", "device": "cpu", **dict.fromkeys(KINDS, place)}
+        chosen: dict[str, Any] = {"host_memory": "64MiB", "device": self._device, **dict.fromkeys(KINDS, place)}
         if "disk" in {**chosen, **fields}.values() or any(fields.get(kind) == "disk" for kind in KINDS):
             chosen["disk"] = self.disk
         return {**chosen, **fields}
@@ -264,12 +282,12 @@ class Workshop:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workshop]:
+def workshop(tmp_path: Path, device: str, request: pytest.FixtureRequest) -> Iterator[Workshop]:
     """Prepares models; afterwards every engine must be gone, with its thread and its files."""
     disk = tmp_path / "disk"
     disk.mkdir()
     before = threads()
-    workshop = Workshop(disk)
+    workshop = Workshop(disk, device)
     yield workshop
     torch.ones((), requires_grad=True).backward()  # after an exception torch keeps the last graph until the next one
     gc.collect()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import Stack, Trace, Workshop, adamw, batches, squeeze, train, weights
+from tests.conftest import Stack, Trace, Workshop, adamw, batches, squared_error, squeeze, train, weights
 
 POLICIES = ("now", "hold", "random")
 TIERS = ("device", "host", "disk")
@@ -56,3 +56,92 @@ def test_host_and_disk_give_the_same_bits(sim: Any, workshop: Workshop) -> None:
     for trace, found in results[1:]:
         assert trace == results[0][0]
         assert all(torch.equal(value, results[0][1][name]) for name, value in found.items())
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+def prepared_stack(workshop: Workshop, tier: str = "host", units: int = 2, **fields: Any) -> tuple[nn.Module, Any]:
+    model = stack()
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, tier, device="sim", **fields)
+    squeeze(model, units)
+    return model, optimizer
+
+
+@anytime
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("units", [2, 3, 5])
+def test_evaluation_on_a_second_stream_sees_the_weights(sim: Any, workshop: Workshop, tier: str, units: int) -> None:
+    """The stream waits for the step, as in torch; weights that still arrive, and those to come, are ours to order."""
+    model, optimizer = prepared_stack(workshop, tier, units)
+    plain = stack().to("sim")
+    plain_optimizer = adamw(plain)
+    beside = torch.Stream("sim")
+    for x, y in on_sim(batches(4)):
+        shown = []
+        for each, stepped in ((model, optimizer), (plain, plain_optimizer)):
+            train(each, stepped, [(x, y)])
+            beside.wait_stream(torch.accelerator.current_stream())
+            with beside, torch.no_grad():
+                shown.append(each(x))
+                again = each(x)
+            with torch.no_grad():
+                each(x)  # on the first stream, which takes units from the second
+            torch.accelerator.current_stream().wait_stream(beside)
+            assert torch.equal(again, shown[-1])
+        torch.testing.assert_close(shown[0].cpu(), shown[1].cpu(), rtol=0, atol=1e-5)
+
+
+@anytime
+def test_a_loop_on_a_stream_of_its_own_trains_alike(sim: Any, workshop: Workshop) -> None:
+    model, optimizer = prepared_stack(workshop)
+    expected = trained(workshop, ("host", "host", "host"))[0]
+    data = on_sim(batches(5))
+    own = torch.Stream("sim")
+    own.wait_stream(torch.accelerator.current_stream())
+    with own:
+        assert train(model, optimizer, data[:3], clip=0.5).losses == expected.losses[:3]
+    torch.accelerator.current_stream().wait_stream(own)
+    assert train(model, optimizer, data[3:], clip=0.5).losses == expected.losses[3:]
+
+
+# -- the host never waits --------------------------------------------------------------------------------------------
+
+
+def stops(sim: Any) -> dict[str, int]:
+    """What has stopped the training thread, and what the conveyor, by kind."""
+    found: dict[str, int] = {}
+    for stop in sim.counts():
+        name = stop.kind if "conveyor" not in stop.thread else f"conveyor: {stop.kind}"
+        found[name] = found.get(name, 0) + stop.calls
+    return found
+
+
+@pytest.mark.parametrize("units", [2, 5])
+@pytest.mark.parametrize(
+    "tiers", [("host", "host", "host"), ("device", "device", "host"), ("disk", "disk", "disk")], ids="-".join
+)
+def test_a_step_stops_the_host_for_two_numbers(
+    sim: Any, workshop: Workshop, tiers: tuple[str, str, str], units: int
+) -> None:
+    """The norm of the gradients and whether they are finite: nothing for each unit."""
+    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
+    model, optimizer = prepared_stack(workshop, units=units, disk=workshop.disk, **kinds)
+    data = on_sim(batches(8))
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        squared_error(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in data[:3]:
+        step(batch)
+    sim.reset_counts()
+    for batch in data[3:]:
+        step(batch)
+    found = stops(sim)
+    conveyor = {kind: found.pop(kind) for kind in list(found) if kind.startswith("conveyor")}
+    assert found == {"item": 2 * 5}
+    assert not conveyor.keys() - {"conveyor: event"}

@@ -11,6 +11,7 @@ import torch
 from outsize.move import comm
 from outsize.move.buffer import AcceleratorBuffer
 from outsize.move.comm import Ranks
+from outsize.move.device import Lanes
 from outsize.move.memory import Ledger
 from outsize.move.shard import GatherStep
 
@@ -21,6 +22,7 @@ class Stream:
     """A queue of an accelerator: what is put in comes after all that is in it, and after the events waited for."""
 
     def __init__(self, of: Accelerator | None = None) -> None:
+        self.stream_id = id(self)
         self.past: frozenset[str] = frozenset()
         self._of = of
         self._before: list[Stream] = []
@@ -50,8 +52,11 @@ class Accelerator:
     """Its streams, and which is current."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.compute, self.lane, self.collectives = Stream(), Stream(self), Stream()
+        self.compute, self.collectives = Stream(), Stream()
         self.current = self.compute
+        self.lanes = Lanes.__new__(Lanes)
+        self.lanes.device = torch.device("cpu")
+        self.lanes.incoming, self.lanes.outgoing = Stream(self), Stream(self)  # type: ignore[assignment]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self.current)
 
     def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
@@ -95,25 +100,30 @@ def gather(accelerator: Accelerator, buffer: Any) -> None:
 
 def test_a_gathering_runs_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(monkeypatch)
-    buffer: Any = AcceleratorBuffer(NBYTES, torch.device("cpu"), Ledger(), accelerator.lane)  # type: ignore[arg-type]
+    buffer = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
+    before = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
+    before.materialize()
+    before.use()
     accelerator.compute.put("unit before")
+    before.leave()
+    accelerator.compute.put("this unit's predecessor")  # queued after the unit before was left: nobody waits for it
+    before.drop()
     buffer.materialize()
-    accelerator.compute.put("this unit's predecessor")  # queued after the room was made: nobody waits for it
     buffer.fill(0, torch.zeros(NBYTES // 2, dtype=torch.uint8))
-    accelerator.lane.put("own part")  # what `fill` has just copied
+    accelerator.lanes.incoming.put("own part")  # type: ignore[attr-defined]  # what `fill` has just copied
     gather(accelerator, buffer)
     assert accelerator.collectives.past == {"unit before", "own part", "gather"}
     assert "gather" not in accelerator.compute.past
-    buffer.await_filled()
+    buffer.use()
     assert {"own part", "gather"} <= accelerator.compute.past
 
 
 def test_what_the_computation_wrote_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(monkeypatch)
-    buffer: Any = AcceleratorBuffer(NBYTES, torch.device("cpu"), Ledger(), accelerator.lane)  # type: ignore[arg-type]
+    buffer = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
     buffer.materialize()
+    buffer.use()
     accelerator.compute.put("the user's loop writes")
-    buffer.mark_written()
     gather(accelerator, buffer)
     assert "the user's loop writes" in accelerator.collectives.past
 
@@ -134,11 +144,31 @@ def test_a_reduction_runs_behind_its_gradients_and_beside_the_next_units_backwar
 def test_a_gradient_on_the_device_is_read_behind_what_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The conveyor's thread has a current stream of its own, which knows nothing of the computation's."""
     accelerator = Accelerator(monkeypatch)
-    buffer: Any = AcceleratorBuffer(NBYTES, torch.device("cpu"), Ledger(), accelerator.lane)  # type: ignore[arg-type]
     past: list[frozenset[str]] = []
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: past.append(accelerator.current.past) or tensor)
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda *args, **how: past.append(accelerator.current.past) or copy(*args)
+    )
     accelerator.compute.put("gradient")
-    buffer.mark_written()  # as the fetch does that runs the update
+    accelerator.lanes.follow()  # as the fetch does that runs the update
     with Stream(accelerator):
-        buffer.on_host(torch.ones(3))
+        accelerator.lanes.bring_home(torch.ones(3), torch.empty(3))
     assert past == [frozenset({"gradient"})]
+
+
+def test_what_two_streams_read_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(monkeypatch)
+    buffer = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
+    buffer.materialize()
+    buffer.fill(0, torch.zeros(NBYTES, dtype=torch.uint8))
+    accelerator.lanes.incoming.put("weights")  # type: ignore[attr-defined]
+    buffer.fill(0, torch.zeros(0, dtype=torch.uint8))
+    beside = Stream(accelerator)
+    for stream, work in ((accelerator.compute, "training"), (beside, "evaluation")):
+        accelerator.current = stream
+        buffer.use()
+        assert "weights" in stream.past
+        stream.put(work)
+    buffer.drop()
+    buffer.materialize()
+    assert {"training", "evaluation"} <= accelerator.lanes.incoming.past  # type: ignore[attr-defined]

@@ -122,7 +122,9 @@ def _assemble(
     staging = plan.budgets.staging_bytes if staged else 0
     depth = pipeline_depth(staging)
     slab = slab_bytes(staging, element_bytes(plan.infos, plan.kept), depth)
-    resources = Resources(config.directories if on_disk else (), slab, depth, config.compute_device.type != "cpu")
+    leave = any(tiers.grads != "device" for tiers in plan.tiers)
+    outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
+    resources = Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox)
     try:
         return _build(model, optimizer, config, plan, rule, resources, clock, load, ranks)
     except BaseException:
@@ -211,12 +213,11 @@ def _build(
     load: Callable[[nn.Parameter], torch.Tensor],
     ranks: Ranks | None,
 ) -> Prepared:
-    lane = torch.Stream(config.compute_device) if config.compute_device.type != "cpu" else None
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
     gradients = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + gradients) * len(config.directories))
     shards = [
-        open_shard(layout, tiers, plan, config, rule, resources, lane, ranks is not None)
+        open_shard(layout, tiers, plan, config, rule, resources, ranks is not None)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
     ]
     resources.shards, resources.ranks = shards, ranks
@@ -296,11 +297,12 @@ def _open_streamer(
         resources.conveyor,
         updater,
         resources.staging.slab_bytes,
-        _capacity(plan, units),
+        _capacity(plan, units, 0 if resources.outbox is None else resources.outbox.nbytes),
         resources.ledger,
         plan.budgets,
         reduction,
         wanting,
+        None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes),
     )
     for unit in units:
         resting, sums = 0, 0
@@ -316,9 +318,10 @@ def _open_streamer(
     return streamer, keepers
 
 
-def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
-    """Bytes for gathered buffers and for gradients on their way to where they rest: the computing budget less what
-    rests in that memory, and less the gradient that autograd is making."""
+def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:
+    """Bytes for gathered buffers and, on a CPU, for gradients on their way to where they rest: the computing budget
+    less what rests in that memory, less the gradient that autograd is making and those that are `leaving` the device.
+    """
     if all(unit.always_resident and unit.shard.tiers.grads != "disk" for unit in units):
         return UNBOUNDED  # nothing moves; the plan has seen to it that all fits
     on_cpu = plan.budgets.device is None
@@ -331,6 +334,7 @@ def _capacity(plan: Survey, units: Sequence[Unit]) -> int:
         resting += size.most("grads") if tiers.grads in memory else 0
         resting += size.states if tiers.states in memory else 0
     in_flight = max((info.nbytes for info in plan.infos.values() if info.trainable), default=0)
+    in_flight += leaving
     return plan.budgets.computing[1] - resting - in_flight
 
 
@@ -394,6 +398,9 @@ def _adopt(
     """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
     shard.buffer.materialize()
+    shard.buffer.use()
+    if shard.device.type != "cpu":  # what lies between parameters is stored and saved with them
+        shard.buffer.flat.zero_()
     for name, param in unit.parameters.items():
         state = states.pop(param, None)
         with torch.no_grad():

@@ -341,8 +341,6 @@ def _place(
 def _place_weights(unit: Unit, source: _Weights) -> None:
     source.load_weights(unit.shard, MASTERS)
     unit.updates += 1  # a graph of before must not be used
-    if unit.shard.buffer.resident:
-        unit.shard.buffer.await_filled()
 
 
 def _restore_stepping(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
 
+import torch
+
 from outsize.checkpoint.background import Saver
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
+from outsize.move.device import Lanes
 from outsize.move.disk import DiskEngine, RunDirectory, StripedFile, open_engine
 from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
+from outsize.move.outbox import Outbox
 from outsize.move.shard import UnitShard
 from outsize.move.staging import Staging
 
@@ -22,8 +27,11 @@ from outsize.move.staging import Staging
 class Resources:
     """Directories, files, memory and the conveyor's thread of one prepared model; closed once, by its own process."""
 
-    def __init__(self, directories: Sequence[Path], slab_bytes: int, slabs: int, pinned: bool) -> None:
+    def __init__(
+        self, directories: Sequence[Path], slab_bytes: int, slabs: int, device: torch.device, outbox_bytes: int
+    ) -> None:
         self.ledger = Ledger()
+        self.lanes = None if device.type == "cpu" else Lanes(device)
         self.shards: list[UnitShard] = []
         self.ranks: Ranks | None = None
         self._pid = os.getpid()
@@ -36,11 +44,16 @@ class Resources:
                 self._runs.append(RunDirectory(directory))
             if directories:
                 self.disk = open_engine()
-            self.staging = Staging(slab_bytes, slabs, self.ledger, pinned)
+            self.staging = Staging(slab_bytes, slabs, self.ledger, self.lanes is not None)
         except BaseException:
             self._close_disk()
             raise
         self.conveyor = Conveyor(self.staging)
+        self.outbox = (
+            Outbox(outbox_bytes, self.lanes, self.conveyor, self.ledger)
+            if self.lanes is not None and outbox_bytes
+            else None
+        )
 
     def open_generations(self, name: str, nbytes: int, verify: bool) -> Generations:
         """The file of parameters and optimizer state, which checkpoints may hold."""
@@ -78,13 +91,20 @@ class Resources:
         """End the thread, remove the run's files; safe to repeat; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
+        if self.conveyor.is_here:  # the collector runs on any thread; this one must end before its memory goes
+            threading.Thread(target=self.close, name="outsize-close").start()
+            return
         if self.ranks is not None:
             self.ranks.close()
         self.conveyor.close()
+        if self.lanes is not None:
+            self.lanes.synchronize()
         for shard in self.shards:
             shard.close()
         self.shards = []
         self.staging.close()
+        if self.outbox is not None:
+            self.outbox.close()
         self._close_disk()
         self.saver.close()
 

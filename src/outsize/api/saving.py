@@ -427,13 +427,14 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
 
 def settle(prepared: Prepared) -> None:
     """Run every update that is owed and wait until all of it has arrived where it rests."""
-    device = prepared.config.compute_device
+    lanes = prepared.resources.lanes
     prepared.engine.end_interrupted_backward()
     prepared.engine.streamer.settle_all()
     for unit in prepared.engine.units:
         unit.await_written()
-    if device.type != "cpu":  # what the computation still writes is read on other streams
-        torch.accelerator.current_stream(device).synchronize()
+    if lanes is not None:  # what the computation still writes is read on other streams
+        lanes.current().synchronize()
+        lanes.synchronize()
 
 
 def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:

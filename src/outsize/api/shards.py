@@ -42,7 +42,6 @@ def open_shard(
     config: Config,
     rule: Rule | None,
     resources: Resources,
-    lane: torch.Stream | None,
     shared: bool,
 ) -> UnitShard:
     """`layout` is the whole unit's; what rests here is this rank's slice of it."""
@@ -63,14 +62,14 @@ def open_shard(
     file = UnitFile(resources, name, on_disk["params"] + on_disk["states"], config.verify)
     scratch = UnitFile(resources, f"{name}-grads", on_disk["grads"], config.verify, lasting=False)
     gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
-    params = None if gathered else file.open("params", tiers.params, layout.param_bytes, device, resources)
+    params = None if gathered else file.open("params", tiers.params, layout.param_bytes, resources)
     grads = []
     if tiers.grads != "device":
         for _ in range(copies):
-            disk = scratch.open("grads", tiers.grads, wide, device, resources) if tiers.grads == "disk" else None
-            grads.append(GradShard(layout, disk, ledger))
-    buffer = open_buffer(whole.param_bytes, device, ledger, lane)
-    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared)
+            disk = scratch.open("grads", tiers.grads, wide, resources) if tiers.grads == "disk" else None
+            grads.append(GradShard(layout, disk, ledger, resources.outbox))
+    buffer = open_buffer(whole.param_bytes, ledger, resources.lanes)
+    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared, resources.lanes)
     _open_arrays(shard, layouts, codecs, file, resources)
     _preallocate(shard, plan)
     return shard
@@ -110,7 +109,7 @@ def _open_arrays(
 ) -> None:
     stores = {}
     for key, layout in layouts:
-        store = file.open("states", shard.tiers.states, layout.nbytes, shard.device, resources)
+        store = file.open("states", shard.tiers.states, layout.nbytes, resources)
         stores[key] = (layout, store)
     for (name, is_scales), (layout, store) in stores.items():
         if not is_scales:
@@ -211,15 +210,15 @@ class UnitFile:
         elif nbytes:
             self._file = resources.open_file(name, nbytes)
 
-    def open(self, kind: str, tier: str, nbytes: int, device: torch.device, resources: Resources) -> Store:
+    def open(self, kind: str, tier: str, nbytes: int, resources: Resources) -> Store:
         if tier == "disk":
             assert self._file is not None
             store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
             self._position += nbytes
             return store
-        if tier == "device" and device.type != "cpu":
-            return DeviceStore(nbytes, device, resources.ledger, kind)
-        return HostStore(nbytes, resources.ledger, kind, tier, pinned=device.type != "cpu")
+        if tier == "device" and resources.lanes is not None:
+            return DeviceStore(nbytes, resources.ledger, kind, resources.lanes)
+        return HostStore(nbytes, resources.ledger, kind, tier, pinned=resources.lanes is not None)
 
 
 def _preallocate(shard: UnitShard, plan: Survey) -> None:

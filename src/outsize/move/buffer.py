@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
 
+from outsize.move.device import DeviceMemory, Lanes
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
 
@@ -58,8 +58,12 @@ class DeviceBuffer(ABC):
         """Start to copy the buffer's bytes from `first` into `out` (uint8, host memory)."""
 
     @abstractmethod
-    def await_filled(self) -> None:
-        """Let the computation that is launched next see all that was filled; never blocks the whole device."""
+    def use(self) -> None:
+        """The computation that is launched next may read or write the buffer; never blocks the host."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """The computation that was launched so far was the last that uses the buffer, for now."""
 
     @abstractmethod
     def filling(self) -> AbstractContextManager[None]:
@@ -67,12 +71,8 @@ class DeviceBuffer(ABC):
         before, and beside the computation."""
 
     @abstractmethod
-    def mark_written(self) -> None:
-        """The computation has just written into the buffer: transfers that start from now on see it."""
-
-    @abstractmethod
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the computation had written of another tensor when it last called `mark_written`, in host memory."""
+    def await_sources(self) -> None:
+        """Block until nothing is read any more that `fill` was given."""
 
     @abstractmethod
     def _grow(self) -> None: ...
@@ -115,17 +115,17 @@ class HostDeviceBuffer(DeviceBuffer):
         out.copy_(self.flat[first : first + out.numel()])
         return ARRIVED
 
-    def await_filled(self) -> None:
+    def use(self) -> None:
+        return
+
+    def leave(self) -> None:
         return
 
     def filling(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def mark_written(self) -> None:
+    def await_sources(self) -> None:
         return
-
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
     def _grow(self) -> None:
         return  # pages appear when they are touched
@@ -135,83 +135,44 @@ class HostDeviceBuffer(DeviceBuffer):
 
 
 @final
-class EventTransfer(Transfer):
-    """A copy on a side stream, over when its event has passed."""
-
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-
-@final
 class AcceleratorBuffer(DeviceBuffer):
     """The buffer in an accelerator's memory."""
 
-    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, lane: torch.Stream) -> None:
+    def __init__(self, nbytes: int, ledger: Ledger, lanes: Lanes) -> None:
         super().__init__(nbytes, ledger)
-        self._flat = torch.empty(nbytes, dtype=torch.uint8, device=device)  # [nbytes]
-        self._lane = lane
-        self._usable: torch.Event | None = None
-        self._filled: torch.Event | None = None
-        self._shrink()
+        self._memory = DeviceMemory(nbytes, lanes)
+        self._memory.shrink()
 
     @property
     def flat(self) -> torch.Tensor:
-        return self._flat
+        return self._memory.bytes
 
     def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        with self.filling():
-            self._flat[first : first + source.numel()].copy_(source, non_blocking=True)
-        assert self._filled is not None
-        return EventTransfer(self._filled)
+        return self._memory.fill(first, source)
 
     def fetch(self, first: int, out: torch.Tensor) -> Transfer:
-        with self._on_lane():
-            out.copy_(self._flat[first : first + out.numel()], non_blocking=True)
-            return EventTransfer(self._lane.record_event())
+        return self._memory.fetch(first, out)
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        with self._on_lane():
-            yield
-            self._filled = self._lane.record_event()
+    def use(self) -> None:
+        self._memory.use()
 
-    @contextmanager
-    def _on_lane(self) -> Iterator[None]:
-        with self._lane:
-            if self._usable is not None:
-                self._lane.wait_event(self._usable)
-            yield
+    def leave(self) -> None:
+        self._memory.leave()
 
-    def await_filled(self) -> None:
-        if self._filled is not None:
-            torch.accelerator.current_stream(self._flat.device).wait_event(self._filled)
+    def filling(self) -> AbstractContextManager[None]:
+        return self._memory.filling()
 
-    def mark_written(self) -> None:
-        self._usable = torch.accelerator.current_stream(self._flat.device).record_event()
-
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._on_lane():
-            return tensor.cpu()
+    def await_sources(self) -> None:
+        self._memory.await_filled()
 
     def _grow(self) -> None:
         # Resize, don't reallocate: autograd saved views. See Note [Resized storage].
-        self._flat.untyped_storage().resize_(self.nbytes)
-        # The block may still be read by kernels queued before its last owner freed it: the lane waits for those.
-        self.mark_written()
+        self._memory.grow()
 
     def _shrink(self) -> None:
-        self._flat.untyped_storage().resize_(0)
+        self._memory.shrink()
 
 
-def open_buffer(nbytes: int, device: torch.device, ledger: Ledger, lane: torch.Stream | None = None) -> DeviceBuffer:
-    """The kind of buffer that `device` needs; `lane` is the side stream for an accelerator's transfers."""
-    if device.type == "cpu":
-        return HostDeviceBuffer(nbytes, ledger)
-    assert lane is not None, "an accelerator needs a lane"
-    return AcceleratorBuffer(nbytes, device, ledger, lane)
+def open_buffer(nbytes: int, ledger: Ledger, lanes: Lanes | None) -> DeviceBuffer:
+    """The kind of buffer that the device needs; an accelerator has `lanes`."""
+    return HostDeviceBuffer(nbytes, ledger) if lanes is None else AcceleratorBuffer(nbytes, ledger, lanes)

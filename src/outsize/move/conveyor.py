@@ -148,6 +148,11 @@ class Conveyor:
             self._changed.notify_all()
         return job
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the conveyor's own."""
+        return threading.current_thread() is self._thread
+
     def check_process(self) -> None:
         """Raise `RuntimeError` in a forked child."""
         if os.getpid() != self._pid:
@@ -161,7 +166,7 @@ class Conveyor:
             self._changed.notify_all()
         for job in queued:
             job.fail(RuntimeError("outsize was closed before this transfer began"))
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:

@@ -10,9 +10,10 @@ from typing import final
 
 import torch
 
-from outsize.move.conveyor import Step
+from outsize.move.conveyor import Job, Step
 from outsize.move.grad_ops import GradOps, accumulate_, wide_dtype
 from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.outbox import Outbox
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
@@ -30,8 +31,11 @@ class GradShard:
     unit's backward is over, and dropped.
     """
 
-    def __init__(self, layout: UnitLayout, store: Store | None, ledger: Ledger) -> None:
+    def __init__(self, layout: UnitLayout, store: Store | None, ledger: Ledger, outbox: Outbox | None = None) -> None:
+        """`outbox`: through which gradients come from an accelerator. See Note [Gradients leave]."""
         self.layout = layout
+        self._outbox = outbox
+        self._landing: Job | None = None  # what brings the last gradient that is on its way
         self.store = store  # the disk store; None on the host tier, where the flat buffer is the store
         self.wide = False
         self.in_memory = False
@@ -62,6 +66,7 @@ class GradShard:
     def read(self, first: int, out: torch.Tensor) -> None:
         """Fill `out` (uint8, whole pages) with the contents from byte `first`, in memory or not. Blocks."""
         if self.in_memory:
+            self.await_landed()
             out.copy_(self._flat.bytes[first : first + out.numel()])
         else:
             assert self.store is not None, "no gradient rests here"
@@ -76,14 +81,29 @@ class GradShard:
         return (self._wide if self.wide else self._own).span(start, end)
 
     def view(self, start: int, end: int) -> torch.Tensor:
-        """The bytes of the elements [start, end) in memory."""
+        """Where the elements [start, end) lie in memory. The conveyor finishes its steps in order, so it finds what was on
+        its way; others call `await_landed`."""
         assert self.in_memory, "the gradients are not in memory"
         first, nbytes = self.span(start, end)
         return self._flat.bytes[first : first + nbytes]
 
     def of(self, slot: Slot) -> torch.Tensor:
         """One gradient in memory, as it rests (its operations not applied), 1-D."""
+        self.await_landed()
         return self.view(slot.offset, slot.end).view(self.dtype(slot))
+
+    def dispatch(self) -> None:
+        """Let the conveyor bring what is on its way from an accelerator, before what it is asked for next."""
+        if self._outbox is not None:
+            self._outbox.dispatch()
+
+    def await_landed(self) -> None:
+        """Block until all gradients are in place. Not for the conveyor's thread, which brings them."""
+        if self._landing is not None:
+            if not self._landing.done():
+                self.dispatch()
+            self._landing.wait()
+            self._landing = None
 
     def copy_of(self, slot: Slot) -> torch.Tensor:
         """A copy of one gradient, as it rests, 1-D. Blocks."""
@@ -121,21 +141,24 @@ class GradShard:
             self._used.add(slot.segment)
             self._count(self.nbytes if self.in_memory else 0)
 
-    def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> torch.Tensor:
-        """Store a contribution; `previous` holds the operations on what rests there already. Returns the sum, 1-D."""
+    def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> None:
+        """Store a contribution; `previous` holds the operations on what rests there already."""
         self.use(slot)
         source = grad.reshape(-1)
         second = previous is not None and wide_dtype(grad.dtype) is not grad.dtype
         restored = grad.dtype.itemsize > self.dtype(slot).itemsize  # a sum of several, from a checkpoint
         if (second or restored) and not self.wide:
             self._widen()
-        target = self.of(slot)
+        self.at_rest.add(slot.name)
+        target = self.view(slot.offset, slot.end).view(self.dtype(slot))
+        if self._outbox is not None and source.device.type != "cpu":
+            self._landing = self._outbox.send(source, target, previous)
+            return
+        self.await_landed()
         if previous is None:
             target.copy_(source)
         else:
             accumulate_(target, previous, source.to(target.device))
-        self.at_rest.add(slot.name)
-        return target
 
     def write(self) -> Sequence[Transfer]:
         """Start to write the contents to disk."""
@@ -157,6 +180,7 @@ class GradShard:
 
     def _widen(self) -> None:
         """Turn the contents into fp32: exact, and the same bytes serve every later contribution."""
+        self.await_landed()
         contents = {name: self.of(slot) for name, slot in self._slots().items() if name in self.at_rest}
         wide = HostBuffer(self._wide.nbytes)
         old, self._flat = self._flat, wide

@@ -14,6 +14,7 @@ import torch
 from outsize.move.buffer import DeviceBuffer
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Step
+from outsize.move.device import Lanes
 from outsize.move.disk import DiskStore
 from outsize.move.generations import Generations
 from outsize.move.grad_ops import GradOps
@@ -200,6 +201,7 @@ class UnitShard:
         rank: int = 0,
         ranks: int = 1,
         shared: bool = False,
+        lanes: Lanes | None = None,
     ) -> None:
         self.layout = layout
         self.whole = layout if whole is None else whole
@@ -211,6 +213,7 @@ class UnitShard:
         self.params = params
         self.grad_shards = list(grads)
         self.device = device
+        self.lanes = lanes  # of an accelerator
         self.arrays: dict[str, StateArray] = {}
         self.slot_states: dict[str, SlotState] = {}
         self.hold: Hold | None = None
@@ -241,6 +244,25 @@ class UnitShard:
         if self.hold is not None:
             self.hold.release()
             self.hold = None
+        self.buffer.await_sources()
+
+    def use(self) -> None:
+        """The current stream is about to work with all that lies on its device."""
+        self.buffer.use()
+        for store in self.lasting_stores():
+            store.use()
+
+    def fill_from_memory(self) -> bool:
+        """Start to fill the buffer of an accelerator from parameters that lie in memory; whether they do."""
+        if self.device.type == "cpu" or self.params is None:
+            return False
+        for segment in self.layout.segments:
+            first, nbytes = self.param_layout.span(segment.start, segment.end)
+            source = self.params.in_place(first, nbytes)
+            if source is None:
+                return False
+            self.buffer.fill(self.buffer_span(segment.start, segment.end)[0], source)
+        return True
 
     def param(self, name: str) -> torch.Tensor:
         """The whole parameter as a view of the gathered buffer, in its own dtype and shape."""
@@ -332,6 +354,7 @@ class UnitShard:
         if not slot.numel:
             return torch.empty(0, dtype=DTYPES[slot.dtype], device="cpu")
         if self.params is None:
+            self.buffer.use()
             return self.param_piece(slot, slot.offset, slot.end).to("cpu", copy=True)
         low, _, pages = self._weight_pages(slot)
         return pages.view(DTYPES[slot.dtype])[slot.offset - low : slot.end - low].clone()
@@ -347,6 +370,7 @@ class UnitShard:
             pages.view(DTYPES[slot.dtype])[slot.offset - low : slot.end - low].copy_(value)
             self.params.write(first, pages).wait()
         if self.params is None or self.buffer.resident:
+            self.buffer.use()
             self.param_piece(slot, slot.offset, slot.end).copy_(value)
 
     def _weight_pages(self, slot: Slot) -> tuple[int, int, torch.Tensor]:
@@ -367,7 +391,6 @@ class UnitShard:
         """Store the gathered parameters, as far as they rest here. Blocks."""
         assert self.params is not None
         self.before_change()
-        self.buffer.mark_written()
         for segment in self.layout.segments:
             first, nbytes = self.buffer_span(segment.start, segment.end)
             pages = self.buffer.flat[first : first + nbytes]
@@ -453,7 +476,8 @@ class ReadStep(Step):
         if self._on_host:
             return ()
         assert self._source is not None
-        return [self._buffer.fill(self._into, self._source)]
+        filling = self._buffer.fill(self._into, self._source)
+        return [filling] if self.slabs else ()  # memory at rest is waited for before it changes
 
 
 @final

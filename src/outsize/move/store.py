@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from outsize.move.device import DeviceMemory, Lanes
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
 
@@ -24,6 +25,9 @@ class Store(ABC):
     def in_place(self, start: int, nbytes: int) -> torch.Tensor | None:
         """The bytes themselves on whatever memory holds them, an accelerator's included; None on disk."""
         return self.view(start, nbytes)
+
+    def use(self) -> None:  # noqa: B027
+        """The current stream is about to work with the bytes in place."""
 
     @abstractmethod
     def read(self, start: int, out: torch.Tensor) -> Transfer:
@@ -72,28 +76,37 @@ class HostStore(Store):
 class DeviceStore(Store):
     """Bytes at rest in an accelerator's memory."""
 
-    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, kind: str) -> None:
+    def __init__(self, nbytes: int, ledger: Ledger, kind: str, lanes: Lanes) -> None:
         super().__init__(nbytes)
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)  # [nbytes]
+        self._memory: DeviceMemory | None = DeviceMemory(nbytes, lanes)
+        with self._memory.filling():
+            self._memory.bytes.zero_()
         self._ledger = ledger
         self._account = f"device/{kind}"
         ledger.add(self._account, nbytes)
+
+    @property
+    def memory(self) -> DeviceMemory:
+        assert self._memory is not None, "the store is closed"
+        return self._memory
 
     def view(self, start: int, nbytes: int) -> torch.Tensor | None:
         return None
 
     def in_place(self, start: int, nbytes: int) -> torch.Tensor:
-        return self.bytes[start : start + nbytes]
+        return self.memory.bytes[start : start + nbytes]
+
+    def use(self) -> None:
+        self.memory.use()
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        out.copy_(self.bytes[start : start + out.numel()])
-        return ARRIVED
+        return self.memory.fetch(start, out)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        self.bytes[start : start + source.numel()].copy_(source)
-        return ARRIVED
+        return self.memory.fill(start, source)
 
     def close(self) -> None:
-        if self.bytes.numel():
-            self.bytes = self.bytes.new_empty(0)
+        if self._memory is not None:
+            self._memory.shrink()
+            self._memory = None
             self._ledger.remove(self._account, self.nbytes)

@@ -176,6 +176,7 @@ class ChunkUpdater:
     def update_in_place(self, shard: UnitShard, pending: Pending) -> None:
         """The whole update at once where everything lies on the computing device."""
         shard.before_change()
+        shard.use()
         began = time.perf_counter()
         for name, owed in pending.items():
             slot = shard.slots[name]
@@ -222,9 +223,17 @@ def staged_bytes(shard: UnitShard, start: int, end: int) -> int:
     arrays = [array.layout for array in shard.arrays.values() if array.store.view(0, 0) is None]
     nbytes = sum(layout.span(start, end)[1] for layout in arrays)
     dtype = shard.segment_at(start).dtype
-    if any(grads.store is not None for grads in shard.grad_shards):
+    loose = shard.device.type != "cpu" and not shard.grad_shards
+    if loose or any(grads.store is not None for grads in shard.grad_shards):
         nbytes += STATE_BYTES[dtype] * (end - start)
-    return nbytes + (0 if shard.device.type == "cpu" else OWN_BYTES[dtype] * (end - start))
+    return nbytes + (OWN_BYTES[dtype] * (end - start) if stages_params(shard) else 0)
+
+
+def stages_params(shard: UnitShard) -> bool:
+    """Whether parameters are updated in staging: where they rest in host memory they are updated in place."""
+    if shard.device.type == "cpu":
+        return False
+    return shard.params is None or shard.params.view(0, 0) is None
 
 
 def update_threads() -> int:
@@ -335,6 +344,7 @@ class UpdateStep(Step):
             self._grads.store is None or any(owed.in_memory for owed in pending.values())
         )
         self._bytes: dict[str, torch.Tensor] = {}  # by array name, "params" and "grads" included
+        self._loose: dict[str, torch.Tensor] = {}  # gradients of an accelerator, by parameter
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is left of the slab
         self._staged: list[tuple[Store, int, torch.Tensor]] = []  # arrays to write back
         self._staged_bytes = staged_bytes(shard, start, end)
@@ -358,6 +368,7 @@ class UpdateStep(Step):
             self._bytes[name] = view
         reads += self._begin_grads()
         reads += self._begin_params()
+        reads += self._begin_loose()
         return reads
 
     def _take(self, nbytes: int) -> torch.Tensor:
@@ -384,6 +395,23 @@ class UpdateStep(Step):
         self._bytes["grads"] = self._take(nbytes)
         return [grads.store.read(first, self._bytes["grads"])]
 
+    def _begin_loose(self) -> list[Transfer]:
+        """Gradients that lie on an accelerator come to the host."""
+        lanes = self._shard.lanes
+        if lanes is None or self._shard.grad_shards:
+            return []
+        dtype = self._shard.segment_at(self._start).dtype
+        room = self._take(STATE_BYTES[dtype] * (self._end - self._start))
+        for slot, low, high in slots_in(self._shard.layout, self._start, self._end):
+            owed = self._pending.get(slot.name)
+            if owed is not None and owed.loose is not None and not owed.ops.zero:
+                part = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
+                at = (low - self._start) * STATE_BYTES[slot.dtype]
+                home = room[at : at + part.numel() * part.itemsize].view(part.dtype)
+                lanes.send(part, home)
+                self._loose[slot.name] = home
+        return [lanes.sent()]
+
     def _begin_params(self) -> list[Transfer]:
         shard = self._shard
         first, nbytes = shard.param_layout.span(self._start, self._end)
@@ -393,6 +421,11 @@ class UpdateStep(Step):
             if self._fetch:
                 assert shard.params is not None
                 return [shard.params.read(first, self._bytes["params"])]
+            return []
+        if shard.params is not None and not stages_params(shard):
+            view = shard.params.view(first, nbytes)
+            assert view is not None
+            self._bytes["params"] = view
             return []
         slab = self._take(nbytes)
         self._bytes["params"] = slab
@@ -428,7 +461,8 @@ class UpdateStep(Step):
         if owed.ops.zero:
             return torch.zeros(high - low, device="cpu")
         if owed.loose is not None:
-            return self._shard.buffer.on_host(owed.loose.reshape(-1)[low - slot.offset : high - slot.offset])
+            found = self._loose.get(slot.name)
+            return owed.loose.reshape(-1)[low - slot.offset : high - slot.offset] if found is None else found
         assert self._grads is not None
         return self._part("grads", self._grads.contents, low, high).view(self._grads.dtype(slot))
 
@@ -441,9 +475,11 @@ class UpdateStep(Step):
         shard = self._shard
         writes = [store.write(first, view) for store, first, view in self._staged]
         first, _ = shard.param_layout.span(self._start, self._end)
-        if shard.params is not None:
+        staged = shard.device.type == "cpu" or stages_params(shard)
+        if shard.params is not None and staged:
             writes.append(shard.params.write(first, self._bytes["params"]))
         if shard.device.type != "cpu":
             into = shard.buffer_span(self._start, self._end)[0]
-            writes.append(shard.buffer.fill(into, self._bytes["params"]))
+            filling = shard.buffer.fill(into, self._bytes["params"])
+            writes += [filling] if staged else []
         return writes

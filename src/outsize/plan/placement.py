@@ -14,6 +14,7 @@ KINDS = ("params", "grads", "states")
 MAX_STAGING_BYTES = 64 << 20
 MIN_STAGING_BYTES = 256 << 10
 MIN_SLAB_BYTES = 4 << 20
+MIN_OUTBOX_BYTES = 64 << 10
 MIN_DEPTH, MAX_DEPTH = 3, 8
 """Slabs of staging: one being read, one being updated, one being written; more of these where they are not small."""
 
@@ -89,6 +90,17 @@ class Budgets:
         if self.staging is not None:
             return self.staging
         return min(max(self.host // 8, self.least_staging), MAX_STAGING_BYTES)
+
+    def outbox_bytes(self, units: Sequence[UnitBytes]) -> int:
+        """Pinned memory through which gradients leave an accelerator: those of one unit, so that the host may be one
+        unit ahead of the device; an eighth of the host budget at most."""
+        largest = max((unit.grads for unit in units), default=0)
+        return 0 if self.device is None else min(largest, max(self.host // 8, MIN_OUTBOX_BYTES))
+
+    def passing_bytes(self, units: Sequence[UnitBytes]) -> int:
+        """Host memory for gradients of an accelerator on their way to disk, of two units."""
+        largest = max((unit.most("grads") for unit in units), default=0)
+        return 0 if self.device is None else 2 * largest
 
     def with_staging_for(self, working: int) -> Budgets:
         """The same with up to a quarter for staging, as far as what is at work at once leaves it."""
@@ -265,7 +277,9 @@ class _Placer:
         if budgets.device is None:
             self._ledger = _Ledger({"memory": computing, "disk": budgets.disk or 0})
         else:
-            host = max(budgets.host - budgets.staging_bytes, 0)
+            leaving = budgets.outbox_bytes(units) if wanted["grads"] != "device" else 0
+            passing = budgets.passing_bytes(units) if wanted["grads"] == "disk" or budgets.disk is not None else 0
+            host = max(budgets.host - budgets.staging_bytes - leaving - passing, 0)
             self._ledger = _Ledger({"device": computing, "host": host, "disk": budgets.disk or 0})
 
     def run(self) -> tuple[UnitTiers, ...]:

@@ -120,6 +120,7 @@ class Engine:
             self.streamer.bring(unit)
         else:
             self._refuse_read(tensor, unit, operation)
+        unit.shard.buffer.use()
         if unit.index not in self._watched and self._differentiates:
             self._watch_gradients(unit)
 
@@ -165,6 +166,7 @@ class Engine:
             self._node = node
             self.streamer.in_node.clear()
         self.streamer.acquire(unit)
+        unit.shard.buffer.use()
         self.streamer.in_node.add(unit)
 
     def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
@@ -269,7 +271,7 @@ class Engine:
             if frame in self._frames:
                 self._frames.remove(frame)
             for unit in frame.held:
-                unit.holds -= 1
+                unit.let_go()
             if not self._frames:
                 self._return_nodes()
             self.owner.give()
@@ -392,6 +394,7 @@ class Engine:
         try:
             for unit in units:
                 self.streamer.bring(unit)
+                unit.shard.buffer.use()
                 unit.holds += 1
                 unit.shown += 1
                 unit.writable += modify
@@ -403,7 +406,7 @@ class Engine:
             yield
         finally:
             for unit in held:
-                unit.holds -= 1
+                unit.let_go()
                 unit.shown -= 1
                 unit.writable -= modify
                 if not unit.shown:

@@ -155,6 +155,8 @@ class GradKeeper:
                 if self.update_now is None:
                     return  # the rest follows when it is reduced
                 self._reduction.flush()
+        if self._shard is not None:
+            self._shard.dispatch()
         if complete and self.update_now is not None and self.update_now(self._unit):  # out of memory: nothing to write
             self._writing = self._unit.job
             grads = [param.grad for param in self._unit.parameters.values()]
@@ -167,9 +169,14 @@ class GradKeeper:
         """What came together goes to where it rests."""
         self._arrived.clear()
         shard = self._shard
+        if shard is not None:
+            shard.dispatch()
         if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
-            self._dirty = False
-            self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
+            self._start_writing(shard)
+
+    def _start_writing(self, shard: GradShard) -> None:
+        self._dirty = False
+        self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
 
     def drop_if_written(self) -> None:
         """Give back the memory of gradients that are on disk by now. Raises what went wrong with the writing."""
@@ -185,8 +192,8 @@ class GradKeeper:
         if shard is None or shard.store is None or not shard.in_memory:
             return False
         if self._dirty:
-            self._dirty = False
-            self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
+            shard.dispatch()
+            self._start_writing(shard)
         self._await_writing()
         shard.drop()
         return True
@@ -388,9 +395,10 @@ class GradKeeper:
             return vector_norm(loose, 2.0), loose
         slot_dtype = self._shard.dtype(self._slots[name])
         self._open(self._slots[name], widens=ops is not None or grad.dtype.itemsize > slot_dtype.itemsize)
-        content = self._shard.put(self._slots[name], grad, ops)
+        self._shard.put(self._slots[name], grad, ops)
         self._dirty = True
-        return vector_norm(grad if ops is None else content, 2.0), None  # on the device, where it is fast
+        content = grad if ops is None else self._shard.of(self._slots[name])
+        return vector_norm(content, 2.0), None  # on the device, where it is fast, unless it is a sum
 
     def _add_loose(self, previous: RestingGrad, grad: torch.Tensor) -> torch.Tensor:
         assert previous.loose is not None

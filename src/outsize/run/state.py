@@ -187,6 +187,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._engine = engine
         self._kept = kept
         self._optimizer = optimizer
+        self.on_host = False  # whether arrays are shown in host memory, in place of the device that torch has them on
 
     def get(self, param: Any, default: Any = None) -> Any:
         """As of a dict: the default where the parameter has no state yet."""
@@ -213,6 +214,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
             for name, array in unit.shard.arrays.items():
                 if array.public and name not in state.scalars:  # SGD without momentum has None there
                     value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+                    value = value if self.on_host else value.to(unit.shard.device)
                     entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
             return StateEntry(entry)
 

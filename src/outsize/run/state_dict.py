@@ -108,8 +108,13 @@ class WholeState:
     # So it does not matter which of the two state dicts is loaded first. torch's own optimizers keep the key unused.
 
     def state_dict(self) -> dict[str, Any]:
-        """A plain optimizer's state dict, with masters. See Note [Masters in a state dict]."""
-        found: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
+        """A plain optimizer's state dict, with masters, in host memory: a device that had room for all of it would need
+        no tiers. See Note [Masters in a state dict]."""
+        self._state.on_host = True
+        try:
+            found: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
+        finally:
+            self._state.on_host = False
         for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 unit, slot = self._engine.unit_of(param)

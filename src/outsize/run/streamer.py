@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
+import torch
+
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.memory import Ledger
@@ -16,6 +18,7 @@ from outsize.move.shard import Pending, Updater
 from outsize.move.transfer import again
 from outsize.plan.placement import Budgets
 from outsize.plan.schedule import Schedule
+from outsize.plan.sizes import format_bytes
 from outsize.run.activations import in_backward
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.excess import Excess
@@ -71,7 +74,9 @@ class Streamer:
         budgets: Budgets,
         reduction: Reduction | None = None,
         wanting: Ranks | None = None,
+        flight_room: int | None = None,
     ) -> None:
+        """`flight_room`: bytes of host memory, beside an accelerator's, for gradients on their way to disk."""
         self.schedule = Schedule()
         self.wait_seconds = 0.0
         self._units = units
@@ -89,6 +94,7 @@ class Streamer:
         self.in_node: set[Unit] = set()  # what the running node of a backward uses
         self._stopped: BaseException | None = None
         self._excess = Excess(budgets, ledger)
+        self._flight_room = flight_room
 
     @property
     def wants(self) -> bool:
@@ -114,6 +120,7 @@ class Streamer:
 
     def finished(self, unit: Unit) -> None:
         """The unit's gradients are complete: it is not needed before the next forward."""
+        unit.shard.buffer.leave()
         if self.last is unit:
             self.last = None
 
@@ -128,7 +135,10 @@ class Streamer:
                     continue
                 if unit.state is Residency.AT_REST and not self._room_for(unit):
                     return
-                unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+                try:
+                    unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+                except torch.OutOfMemoryError:  # nothing has changed, and nobody needs the unit yet
+                    return
 
     def owe(self, unit: Unit, pending: Pending) -> None:
         """Mark an update that the unit's next fetch runs; one that it still owes is run first."""
@@ -176,11 +186,12 @@ class Streamer:
     def make_room(self, nbytes: int) -> None:
         """Make room for `nbytes` of gradients, waiting for writes if need be."""
         with self._lock:
-            if self._reduction is None:
+            if self._reduction is None and self._flight_room is None:
                 self._make_room(nbytes, None)
                 return
             self._drop_written_grads()
             room = max(sum(self._passing), PASSING_UNITS * nbytes)  # more where sums are wider than gradients
+            room = room if self._flight_room is None else self._flight_room
             while self._grads_in_flight + nbytes > room and self._flush_grads():
                 continue
 
@@ -300,7 +311,18 @@ class Streamer:
     def _fetch(self, unit: Unit) -> None:
         if unit.state is Residency.AT_REST:
             self._make_room(unit.nbytes, unit)
-        unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+        while True:
+            try:
+                return unit.fetch(self._conveyor, self._updater, self._slab_bytes)
+            except torch.OutOfMemoryError as error:  # activations may take more than the budget leaves them
+                victim = self._victim()
+                if victim is None or victim is unit:
+                    raise torch.OutOfMemoryError(
+                        f"no {format_bytes(unit.nbytes)} of memory are left on the device for unit {unit.name!r}: "
+                        f"lower device_memory, so that more is left for activations, or recompute them with "
+                        f"activations='recompute' ({error})"
+                    ) from error
+                self._release(victim)
 
     def _arrive(self, unit: Unit) -> None:
         began = time.perf_counter()
@@ -330,7 +352,7 @@ class Streamer:
     def _in_use(self) -> int:
         resident = self._ledger.now.get("device/resident", 0)
         if self._reduction is None:
-            return resident + self._grads_in_flight
+            return resident + (self._grads_in_flight if self._flight_room is None else 0)
         return resident + self._reduction.buffers.held + sum(self._passing)
 
     @property

@@ -86,11 +86,16 @@ class Unit:
         assert self.state is not Residency.FETCHING and not self.current, "nothing to fetch"
         fetch = self.state is Residency.AT_REST
         self.shard.buffer.materialize()
-        self.shard.buffer.mark_written()  # what the computation still does with the buffer comes first
+        self.shard.buffer.leave()
+        if not self.pending and self._fill_from_memory():
+            self.state = Residency.FETCHING
+            return
         pending, self.pending = self.pending, {}
         steps: Iterator[Step]
         if pending:
             assert updater is not None
+            if self.shard.lanes is not None and any(owed.loose is not None for owed in pending.values()):
+                self.shard.lanes.follow()
             steps = updater.steps(self.shard, pending, fetch)
         else:
             steps = read_steps(self.shard, slab_bytes)
@@ -98,6 +103,15 @@ class Unit:
             steps = chain(steps, [GatherStep(self.shard, self._ranks)])
         self._job = conveyor.submit(Job(steps, after=self._unwritten()))
         self.state = Residency.FETCHING
+
+    def _fill_from_memory(self) -> bool:
+        """Start to fill the buffer where that takes no thread's work; whether it was so."""
+        if self._ranks is not None or self._unwritten():
+            return False
+        if not self.shard.fill_from_memory():
+            return False
+        self._job = None
+        return True
 
     def regather(self, conveyor: Conveyor) -> None:
         """Start to bring the parts of the other ranks in anew; RESIDENT -> FETCHING."""
@@ -113,9 +127,8 @@ class Unit:
     def arrive(self) -> None:
         """Block until the values are in place; FETCHING -> RESIDENT."""
         self._expect(Residency.FETCHING)
-        assert self._job is not None
-        self._job.wait()
-        self.shard.buffer.await_filled()
+        if self._job is not None:
+            self._job.wait()
         self.state = Residency.RESIDENT
 
     @property
@@ -133,6 +146,12 @@ class Unit:
         if self._job is not None:
             with self.waiting():
                 self._job.written.wait()
+
+    def let_go(self) -> None:
+        """One who held the unit does so no more."""
+        self.holds -= 1
+        if not self.holds:
+            self.shard.buffer.leave()
 
     def release(self) -> None:
         """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""

@@ -1,0 +1,117 @@
+"""How gradients leave an accelerator: through a ring of pinned memory, without a thread that waits for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from outsize.move.conveyor import Conveyor, Job, Step
+from outsize.move.device import Lanes
+from outsize.move.grad_ops import GradOps, accumulate_
+from outsize.move.memory import HostBuffer, Ledger, copy
+from outsize.move.transfer import Transfer
+
+# Note [Gradients leave]
+# A gradient is copied into the ring on the outgoing stream, behind its kernels; the host goes on at once. The conveyor
+# waits for the copy and puts the bytes where they rest. Its jobs run in order, so an update or a write that was asked
+# for later finds them there; whoever else wants them waits for the job. The gradient itself lives until then. So the
+# ring bounds two things: the gradients that still take memory on the device, and how far the host runs ahead of it.
+
+
+@dataclass
+class Leaving:
+    """A piece of a gradient on its way: `source`, which must live until it was copied, `memory` in the ring, and where
+    it rests. `ops`: what was done to `target`, to which it is added; None where it replaces what was there."""
+
+    source: torch.Tensor | None
+    memory: torch.Tensor
+    target: torch.Tensor
+    ops: GradOps | None
+
+
+@final
+class LandStep(Step):
+    """Puts what has arrived in the ring where it rests."""
+
+    def __init__(self, arrived: Transfer, pieces: Sequence[Leaving]) -> None:
+        self._arrived = arrived
+        self._pieces = pieces
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        return [self._arrived]
+
+    def finish(self) -> Sequence[Transfer]:
+        for piece in self._pieces:
+            piece.source = None
+            if piece.ops is None:
+                copy(piece.target, piece.memory)
+            else:
+                accumulate_(piece.target, piece.ops, piece.memory)
+        return ()
+
+
+@final
+class Outbox:
+    """`nbytes` of pinned memory, used again and again in order. One thread at a time sends."""
+
+    def __init__(self, nbytes: int, lanes: Lanes, conveyor: Conveyor, ledger: Ledger) -> None:
+        self.nbytes = nbytes
+        self._lanes = lanes
+        self._conveyor = conveyor
+        self._ledger = ledger
+        self._ring: HostBuffer | None = HostBuffer(nbytes, pinned=True)
+        self._taken: deque[tuple[int, int, Job]] = deque()  # (first byte, end, what empties it), oldest first
+        self._next = 0
+        self._pieces: list[Leaving] = []
+        self._steps: list[Step] = []  # of the open job, which gets its only step with the last piece
+        self._open = Job(self._steps)
+        ledger.add("host/gradients leaving", nbytes)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor, ops: GradOps | None) -> Job:
+        """Start to bring `source` (1-D) to `target` (1-D, in host memory); over when the job is, once `dispatch` was
+        called. `ops`: see `Leaving`."""
+        self._lanes.follow()
+        most = max(self.nbytes // source.itemsize, 1)
+        for start in range(0, source.numel(), most):
+            part = source[start : start + most]
+            memory = self._take(part.numel() * part.itemsize).view(part.dtype)
+            self._lanes.send(part, memory)
+            self._pieces.append(Leaving(part, memory, target[start : start + most], ops))
+        return self._open
+
+    def dispatch(self) -> None:
+        """Let the conveyor have what was sent."""
+        if self._pieces:
+            self._steps.append(LandStep(self._lanes.sent(), self._pieces))
+            self._conveyor.submit(self._open)
+            self._pieces, self._steps = [], []
+            self._open = Job(self._steps)
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+            self._ledger.remove("host/gradients leaving", self.nbytes)
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """The next bytes of the ring, once what was there has landed."""
+        assert self._ring is not None and nbytes <= self.nbytes
+        first = -(-self._next // 64) * 64
+        if first + nbytes > self.nbytes:
+            first = 0
+        end = first + nbytes
+        while self._taken and (self._taken[0][2].done() or self._overlaps(first, end)):
+            job = self._taken.popleft()[2]
+            if job is self._open:
+                self.dispatch()
+            job.wait()
+        self._taken.append((first, end, self._open))
+        self._next = end
+        return self._ring.bytes[first:end]
+
+    def _overlaps(self, first: int, end: int) -> bool:
+        return any(first < taken_end and taken_first < end for taken_first, taken_end, _ in self._taken)
