@@ -81,7 +81,7 @@ class GradShard:
         return (self._wide if self.wide else self._own).span(start, end)
 
     def view(self, start: int, end: int) -> torch.Tensor:
-        """Where the elements [start, end) lie in memory. The conveyor finishes its steps in order, so it finds what was on
+        """Where the elements [start, end) lie in memory. The conveyor, whose steps end in order, finds there what was on
         its way; others call `await_landed`."""
         assert self.in_memory, "the gradients are not in memory"
         first, nbytes = self.span(start, end)
