@@ -81,8 +81,8 @@ class GradShard:
         return (self._wide if self.wide else self._own).span(start, end)
 
     def view(self, start: int, end: int) -> torch.Tensor:
-        """Where the elements [start, end) lie in memory. The conveyor, whose steps end in order, finds there what was on
-        its way; others call `await_landed`."""
+        """Where the elements [start, end) lie in memory. The conveyor, whose steps end in order, finds there what was
+        on its way; others call `await_landed`."""
         assert self.in_memory, "the gradients are not in memory"
         first, nbytes = self.span(start, end)
         return self._flat.bytes[first : first + nbytes]
