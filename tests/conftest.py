@@ -289,7 +289,10 @@ def workshop(tmp_path: Path, device: str, request: pytest.FixtureRequest) -> Ite
     before = threads()
     workshop = Workshop(disk, device)
     yield workshop
-    torch.ones((), requires_grad=True).backward()  # after an exception torch keeps the last graph until the next one
+    for place in ["cpu", *(["sim"] if torch.accelerator.is_available() else [])]:
+        torch.ones(
+            (), requires_grad=True, device=place
+        ).backward()  # a thread of torch's keeps its last graph until then
     gc.collect()
     if workshop.leftovers():  # a graph that a module had kept went with the module: now its parameters can go
         gc.collect()

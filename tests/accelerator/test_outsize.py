@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import Stack, Trace, Workshop, adamw, batches, squared_error, squeeze, train, weights
+from outsize.move.conveyor import Job, Step
+from outsize.move.memory import HostBuffer
+from tests.conftest import Stack, Trace, Workshop, adamw, batches, prepared, squared_error, squeeze, train, weights
 
+KIB = 1 << 10
 POLICIES = ("now", "hold", "random")
 TIERS = ("device", "host", "disk")
 MIXTURES = list(itertools.product(TIERS, repeat=3))
@@ -145,3 +151,112 @@ def test_a_step_stops_the_host_for_two_numbers(
     conveyor = {kind: found.pop(kind) for kind in list(found) if kind.startswith("conveyor")}
     assert found == {"item": 2 * 5}
     assert not conveyor.keys() - {"conveyor: event"}
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_optional_fetch_that_finds_no_memory_is_given_up(sim: Any, workshop: Workshop) -> None:
+    """The budget has room for the next units, and somebody else has taken it for a moment."""
+    expected = trained(workshop, ("host", "host", "host"))[1]
+    model, optimizer = prepared_stack(workshop, units=5)
+    for batch in on_sim(batches(5)):
+        squared_error(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        streamer = prepared(model).engine.streamer
+        streamer.drop_idle()
+        sim.set_memory_cap(sim.memory_allocated() + KIB)
+        streamer.prefetch()
+        sim.set_memory_cap(1 << 30)
+        optimizer.zero_grad()
+    assert sim.memory_stats()["num_ooms"] >= 5
+    assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
+
+
+def test_a_unit_for_which_there_is_no_memory_names_the_remedy(sim: Any, workshop: Workshop) -> None:
+    model, _ = prepared_stack(workshop)
+    x = on_sim(batches(1))[0][0]
+    sim.set_memory_cap(sim.memory_allocated() + KIB)
+    with pytest.raises(torch.OutOfMemoryError, match=r"unit 'blocks.0': lower device_memory.*activations='recompute'"):
+        model(x)
+    sim.set_memory_cap(1 << 30)
+    model(x)
+
+
+def test_gradients_on_their_way_to_disk_take_nothing_of_the_device(sim: Any, workshop: Workshop) -> None:
+    model, _ = prepared_stack(workshop, "disk", units=5)
+    engine = prepared(model).engine
+    engine.streamer._capacity = sum(unit.nbytes for unit in engine.units)
+    squared_error(model, on_sim(batches(1))[0]).backward()
+    assert all(unit.shard.buffer.resident for unit in engine.units)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_lies_between_parameters_is_zero(sim: Any, workshop: Workshop, tier: str) -> None:
+    """It is stored and saved with them: what the device's memory held before must not get into a checkpoint."""
+    model, optimizer = prepared_stack(workshop, tier)
+    train(model, optimizer, on_sim(batches(2)))
+    workshop.settle(model)
+    for unit in prepared(model).engine.units:
+        shard = unit.shard
+        content = HostBuffer(shard.layout.param_bytes).bytes
+        read = shard.buffer.fetch if shard.params is None else shard.params.read
+        for segment in shard.layout.segments:
+            end = segment.byte_start + segment.numel * segment.itemsize
+            read(segment.byte_start, content[segment.byte_start : end]).wait()
+        for slot in shard.layout.slots:
+            first, nbytes = shard.param_layout.span(slot.offset, slot.end)
+            content[first : first + nbytes] = 0
+        assert not content.any()
+
+
+def test_the_optimizers_state_is_where_torch_has_it(sim: Any, workshop: Workshop) -> None:
+    model, optimizer = prepared_stack(workshop)
+    plain = stack().to("sim")
+    plain_optimizer = adamw(plain)
+    for each, stepped in ((model, optimizer), (plain, plain_optimizer)):
+        train(each, stepped, on_sim(batches(1)))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        ours, torchs = optimizer.state[mine], plain_optimizer.state[theirs]
+        assert {key: value.device for key, value in ours.items()} == {
+            key: value.device for key, value in torchs.items()
+        }
+        torch.testing.assert_close(ours["exp_avg"].cpu(), torchs["exp_avg"].cpu(), rtol=1e-5, atol=1e-7)
+    assert all(value.device.type == "cpu" for value in optimizer.state_dict()["state"][0].values())
+
+
+class _Collects(Step):
+    """A step on the conveyor's thread in which the collector runs, once it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def begin(self, slabs: list[Tensor]) -> Any:
+        return ()
+
+    def finish(self) -> Any:
+        assert self.may.wait(60)
+        gc.collect()
+        return ()
+
+
+@anytime
+def test_the_collector_may_close_the_engine_on_the_conveyors_thread(sim: Any, workshop: Workshop) -> None:
+    model, optimizer = prepared_stack(workshop, "disk")
+    train(model, optimizer, on_sim(batches(2)))
+    resources = weakref.ref(prepared(model).resources)
+    step = _Collects()
+    job = prepared(model).resources.conveyor.submit(Job([step]))
+    prepared(model).engine.streamer.prefetch()
+    gc.disable()
+    try:
+        del model, optimizer
+        step.may.set()
+        job.wait()
+    finally:
+        gc.enable()
+    for thread in threading.enumerate():
+        if thread.name == "outsize-close":
+            thread.join()
+    assert resources() is None or not resources().shards  # type: ignore[union-attr]
