@@ -58,6 +58,7 @@ class Accelerator:
         self.lanes.device = torch.device("cpu")
         self.lanes.incoming, self.lanes.outgoing = Stream(self), Stream(self)  # type: ignore[assignment]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(self, "current", stream))
 
     def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
         return self._collective("gather")

@@ -35,13 +35,24 @@ class Lanes:
         """The stream on which the calling thread computes."""
         return torch.accelerator.current_stream(self.device)
 
+    @contextmanager
+    def on(self, stream: torch.Stream) -> Iterator[None]:
+        """What the calling thread starts in the block goes to the stream. (`with stream` keeps the stream of before in
+        the object, where another thread would find it.)"""
+        before = self.current()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
     def follow(self) -> None:
         """What leaves from now on comes after all that the current stream was given."""
         self.outgoing.wait_event(self.current().record_event())
 
     def send(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """Start to copy what lies on the device into host memory, behind what `follow` has seen."""
-        with self.outgoing:
+        with self.on(self.outgoing):
             out.copy_(source, non_blocking=True)
 
     def sent(self) -> Transfer:
@@ -83,21 +94,21 @@ class DeviceMemory:
         self._lanes = lanes
         self._users: dict[int, torch.Stream] = {}  # by number: those that may have work with the memory in their queues
         self._left: dict[int, torch.Event] = {}  # where the users of before have left it
-        with lanes.incoming:
+        with lanes.on(lanes.incoming):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
             self._filled = lanes.incoming.record_event()  # what comes before anybody's use
         self._filling: EventTransfer | None = None  # of what `fill` was given
 
     def grow(self) -> None:
         """Make the memory exist, its contents undefined. Raises `torch.OutOfMemoryError`, with nothing changed."""
-        with self._lanes.incoming:
+        with self._lanes.on(self._lanes.incoming):
             self.bytes.untyped_storage().resize_(self.nbytes)
             self._filled = self._lanes.incoming.record_event()
 
     def shrink(self) -> None:
         """Give the memory back, and keep the storage, of which there are views."""
         self._await_users()
-        with self._lanes.incoming:
+        with self._lanes.on(self._lanes.incoming):
             self.bytes.untyped_storage().resize_(0)
 
     def use(self) -> None:
@@ -117,7 +128,7 @@ class DeviceMemory:
     def filling(self) -> Iterator[None]:
         """What is started in the block writes into the memory on the incoming stream, after all its users."""
         self._await_users()
-        with self._lanes.incoming:
+        with self._lanes.on(self._lanes.incoming):
             yield
             self._filled = self._lanes.incoming.record_event()
 
