@@ -129,8 +129,8 @@ class _Trial:
         for ([one], changes), other in zip(alone, together[0], strict=True):
             if not same_values(one.param, other.param) or differs(one.state, other.state):
                 raise Unsuited(
-                    "its step on one parameter depends on the others; if that is a norm over all gradients, turn it off "
-                    "(max_grad_norm=None) and clip with torch.nn.utils.clip_grad_norm_"
+                    "its step on one parameter depends on the others; if that is a norm over all gradients, turn it "
+                    "off (max_grad_norm=None) and clip with torch.nn.utils.clip_grad_norm_"
                 )
             if differs(changes, together[1]):
                 raise Unsuited("what its step changes of its param_groups or of itself depends on the parameters")
