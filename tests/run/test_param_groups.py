@@ -78,19 +78,19 @@ def test_masters_are_added_when_nothing_of_their_unit_is_on_its_way(
     workshop.prepare(model, optimizer, compute_dtype=torch.bfloat16)
     train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(2)])
     seen: list[object] = []
-    await_written, add = Unit.await_written, LateArrays.add
+    await_written, add = Unit.await_written, LateArrays.open
 
     def awaited(unit: Unit) -> None:
         await_written(unit)
         seen.append(unit.shard)
 
-    def added(arrays: LateArrays, shard: UnitShard, names: Any) -> None:
+    def added(arrays: LateArrays, shard: UnitShard) -> None:
         assert seen and seen[-1] is shard
-        add(arrays, shard, names)
+        add(arrays, shard)
         seen.append("added")
 
     monkeypatch.setattr(Unit, "await_written", awaited)
-    monkeypatch.setattr(LateArrays, "add", added)
+    monkeypatch.setattr(LateArrays, "open", added)
     optimizer.add_param_group({"params": [model.blocks[0].up.bias]})
     assert seen[-1] == "added"
 

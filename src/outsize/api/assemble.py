@@ -21,7 +21,6 @@ from outsize.move.generations import crc32c_of
 from outsize.move.memory import return_freed_memory
 from outsize.move.shard import (
     MASTER,
-    MASTER_BYTES,
     MASTER_DTYPE,
     UnitShard,
 )
@@ -216,8 +215,9 @@ def _build(
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
     gradients = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + gradients) * len(config.directories))
+    late = LateArrays(plan, config, rule, resources)
     shards = [
-        open_shard(layout, tiers, plan, config, rule, resources, ranks is not None)
+        open_shard(layout, tiers, plan, config, rule, resources, ranks is not None, late)
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
     ]
     resources.shards, resources.ranks = shards, ranks
@@ -267,8 +267,7 @@ def _build(
     stepper = None
     if optimizer is not None:
         assert updater is not None
-        arrays = LateArrays(plan, config, rule, resources)
-        stepper = Stepper(engine, optimizer, updater, arrays, config.warmup_steps, config.update == "backward")
+        stepper = Stepper(engine, optimizer, updater, config.warmup_steps, config.update == "backward")
     hooks.install(engine, model, framed, recompute)
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
     engine.classes.prepared = prepared
@@ -421,8 +420,9 @@ def _adopt(
 
 def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
     target = shard.param(name)
-    slot, master = shard.slots[name], shard.arrays.get(MASTER)
-    if slot.dtype not in MASTER_BYTES or master is None or not target.numel():
+    slot = shard.slots[name]
+    master = shard.array(MASTER, slot)
+    if master is None or not target.numel():
         target.copy_(value)
         return
     on_cpu = target.device.type == "cpu"

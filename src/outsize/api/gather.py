@@ -11,7 +11,7 @@ from torch import nn
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import check_same
 from outsize.move.generations import crc32c_of
-from outsize.move.shard import MASTER, MASTER_BYTES, UnitShard
+from outsize.move.shard import MASTER, UnitShard
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
 
@@ -111,11 +111,11 @@ def _common(params: list[torch.Tensor]) -> Prepared | None:
 
 def _exact_before(unit: Unit) -> dict[str, torch.Tensor]:
     """Copies of the parameters whose master holds more bits than they show."""
-    if MASTER not in unit.shard.arrays:
-        return {}
     slots = unit.shard.whole_slots.values()
     return {
-        slot.name: unit.shard.param(slot.name).clone() for slot in slots if slot.dtype in MASTER_BYTES and slot.numel
+        slot.name: unit.shard.param(slot.name).clone()
+        for slot in slots
+        if slot.numel and unit.shard.array(MASTER, slot)
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -14,6 +14,7 @@ from outsize.config import Config
 from outsize.move.buffer import open_buffer
 from outsize.move.disk import DiskStore, PagedFile
 from outsize.move.gradients import GradShard
+from outsize.move.memory import HostBuffer
 from outsize.move.shard import (
     BLOCK,
     CODE_BYTES,
@@ -29,7 +30,7 @@ from outsize.move.shard import (
 from outsize.move.store import DeviceStore, HostStore, Store
 from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule
-from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout, slice_of
+from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
 from outsize.run.buffers import KEPT
@@ -43,13 +44,15 @@ def open_shard(
     rule: Rule | None,
     resources: Resources,
     shared: bool,
+    late: LateArrays,
 ) -> UnitShard:
     """`layout` is the whole unit's; what rests here is this rank's slice of it."""
     whole, (rank, ranks) = layout, plan.split
     layout = slice_of(whole, rank, ranks)
     device, ledger = config.compute_device, resources.ledger
     codecs = _codecs(rule, config)
-    layouts = _array_layouts(layout, plan, codecs) if _is_optimized(layout, plan.optimized) else []
+    trained = [segment for segment in layout.segments if segment.trainable]
+    layouts = _array_layouts(layout, plan, codecs, trained)
     wide = array_layout(layout, STATE_BYTES).nbytes
     copies = 2 if config.delayed_update else 1
     sizes = {
@@ -69,14 +72,10 @@ def open_shard(
             disk = scratch.open("grads", tiers.grads, wide, resources) if tiers.grads == "disk" else None
             grads.append(GradShard(layout, disk, ledger, resources.outbox))
     buffer = open_buffer(whole.param_bytes, ledger, resources.lanes)
-    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared, resources.lanes)
-    _open_arrays(shard, layouts, codecs, file, resources)
+    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared, resources.lanes, late)
+    shard.arrays = _open_arrays(shard, layouts, codecs, file, resources)
     _preallocate(shard, plan)
     return shard
-
-
-def _is_optimized(layout: UnitLayout, optimized: Collection[str]) -> bool:
-    return any(slot.name in optimized for slot in layout.slots)
 
 
 def _codecs(rule: Rule | None, config: Config) -> dict[str, Codec]:
@@ -87,17 +86,17 @@ def _codecs(rule: Rule | None, config: Config) -> dict[str, Codec]:
 
 
 def _array_layouts(
-    layout: UnitLayout, plan: Survey, codecs: Mapping[str, Codec]
+    layout: UnitLayout, plan: Survey, codecs: Mapping[str, Codec], segments: Sequence[Segment]
 ) -> list[tuple[tuple[str, bool], ArrayLayout]]:
-    """((name, whether these are the scales of it), layout) of every array of a unit, in the order of its file."""
+    """((name, whether these are the scales of it), layout) of every array of a unit with values for these segments, in
+    the order of its file."""
     found: list[tuple[tuple[str, bool], ArrayLayout]] = []
     for name in plan.kept.arrays:
-        found.append(((name, False), array_layout(layout, CODE_BYTES if name in codecs else STATE_BYTES)))
+        found.append(((name, False), array_layout(layout, CODE_BYTES if name in codecs else STATE_BYTES, 1, segments)))
         if name in codecs:
-            found.append(((name, True), array_layout(layout, SCALE_BYTES, BLOCK)))
-    if any(slot.dtype in MASTER_BYTES for slot in layout.slots):
-        found.append(((MASTER, False), array_layout(layout, MASTER_BYTES)))
-    return found
+            found.append(((name, True), array_layout(layout, SCALE_BYTES, BLOCK, segments)))
+    found.append(((MASTER, False), array_layout(layout, MASTER_BYTES, 1, segments)))
+    return [each for each in found if each[1].nbytes]
 
 
 def _open_arrays(
@@ -106,66 +105,86 @@ def _open_arrays(
     codecs: Mapping[str, Codec],
     file: UnitFile,
     resources: Resources,
-) -> None:
+) -> dict[str, StateArray]:
     stores = {}
     for key, layout in layouts:
         store = file.open("states", shard.tiers.states, layout.nbytes, resources)
         stores[key] = (layout, store)
+    arrays = {}
     for (name, is_scales), (layout, store) in stores.items():
         if not is_scales:
             scales = Scales(*stores[name, True]) if (name, True) in stores else None
-            shard.arrays[name] = StateArray(name, layout, store, scales, codecs.get(name))
+            arrays[name] = StateArray(name, layout, store, scales, codecs.get(name))
+    return arrays
+
+
+# Note [Frozen parameters]
+# Arrays have values for the trainable parameters alone, which come first in a unit. When a frozen one gets a state (it
+# is unfrozen and stepped, or comes by `add_param_group` or from a checkpoint), the unit's arrays are replaced by longer
+# ones: the old values are their first bytes. The fp32 masters of those that had no room begin at the weights.
 
 
 @final
 class LateArrays:
-    """Opens the arrays of units whose parameters come to the optimizer after `prepare` (`add_param_group`)."""
+    """Opens arrays for frozen parameters too. See Note [Frozen parameters]."""
 
     def __init__(self, plan: Survey, config: Config, rule: Rule | None, resources: Resources) -> None:
         self._plan = plan
         self._config = config
         self._rule = rule
         self._resources = resources
-        self._known = set(plan.optimized)
 
-    def add(self, shard: UnitShard, names: Collection[str]) -> None:
-        """Make sure that the unit, which is gathered and written, has room for the state of these parameters too.
-
-        Their fp32 masters begin at what the unit shows of them: it may have had no room for more until now, and what
-        shares a unit depends on the budget. Raises `ValueError` where the budget has no room, `OSError` where the disk
-        has none.
-        """
-        fresh = [name for name in names if name not in self._known]  # who has only changed its group keeps its master
-        if not shard.arrays:
-            self._open(shard)
-            fresh = list(shard.slots)  # what is saved and exported of any of them is the master now
-        for name in fresh:
-            self._begin_master(shard, shard.slots[name])
-        self._known.update(names)
-
-    def _begin_master(self, shard: UnitShard, slot: Slot) -> None:
-        if slot.dtype not in MASTER_BYTES or not slot.numel:
-            return
-        weight = shard.own(slot.name, shard.param(slot.name)).cpu().reshape(-1)
-        master = weight.float() if slot.dtype == "float16" else torch.zeros_like(weight, dtype=torch.int16)
-        shard.write_array(shard.arrays[MASTER], slot.offset, slot.end, master)
-
-    def _open(self, shard: UnitShard) -> None:
+    def open(self, shard: UnitShard) -> None:
+        """Raises `ValueError` where the budget has no room, `OSError` where the disk has none."""
         codecs = _codecs(self._rule, self._config)
-        layouts = _array_layouts(shard.layout, self._plan, codecs)
+        layouts = _array_layouts(shard.layout, self._plan, codecs, shard.layout.segments)
         needed = sum(layout.nbytes for _, layout in layouts)
-        shard.tiers = replace(shard.tiers, states=self._tier(shard, needed))
+        before = shard.tiers
+        shard.tiers = replace(before, states=self._tier(shard, needed))
+        try:
+            arrays = self._open(shard, layouts, codecs, needed)
+        except BaseException:
+            shard.tiers = before
+            raise
+        shard.before_change()
+        for store in _stores_of(shard.arrays):
+            if not isinstance(store, DiskStore):  # whose bytes stay in the unit's file
+                store.close()
+        shard.arrays = arrays
+        shard.views.clear()
+        shard.has_late_room = True
+        for slot in shard.slots.values():
+            if not shard.layout.segments[slot.segment].trainable:
+                self._begin_master(shard, slot)
+
+    def _open(
+        self,
+        shard: UnitShard,
+        layouts: Sequence[tuple[tuple[str, bool], ArrayLayout]],
+        codecs: Mapping[str, Codec],
+        needed: int,
+    ) -> dict[str, StateArray]:
         disk = needed if shard.tiers.states == "disk" else 0
         file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk, self._config.verify)
-        _open_arrays(shard, layouts, codecs, file, self._resources)
-        for array in shard.arrays.values():
-            if isinstance(array.store, DiskStore):
-                array.store.preallocate(0, array.store.nbytes)
-            if array.scales is not None and isinstance(array.scales.store, DiskStore):
-                array.scales.store.preallocate(0, array.scales.store.nbytes)
+        arrays = _open_arrays(shard, layouts, codecs, file, self._resources)
+        for store in _stores_of(arrays):
+            if isinstance(store, DiskStore):
+                store.preallocate(0, store.nbytes)
+        for old, new in zip(
+            _stores_of(shard.arrays), _stores_of({name: arrays[name] for name in shard.arrays}), strict=True
+        ):
+            _copy(old, new)
+        return arrays
+
+    def _begin_master(self, shard: UnitShard, slot: Slot) -> None:
+        array = shard.array(MASTER, slot)
+        if array is not None and slot.numel:
+            weight = shard.read_weight(slot.name)
+            master = weight.float() if slot.dtype == "float16" else torch.zeros_like(weight, dtype=torch.int16)
+            shard.write_array(array, slot.offset, slot.end, master)
 
     def _tier(self, shard: UnitShard, needed: int) -> str:
-        tier = self._config.states
+        tier = shard.tiers.states if shard.arrays else self._config.states
         if tier == "auto":
             tier = "device" if shard.tiers.params == "device" or self._resources.disk is None else "disk"
         name, tiers, room = self._budget(tier)
@@ -225,14 +244,34 @@ def _preallocate(shard: UnitShard, plan: Survey) -> None:
     """Take the disk space of everything that training will write, before anything is written."""
     if isinstance(shard.params, DiskStore):
         shard.params.preallocate(0, shard.params.nbytes)
+    for store in _stores_of(shard.arrays):
+        if isinstance(store, DiskStore):
+            store.preallocate(0, store.nbytes)
     trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
     for slot in trained:
         low, high = shard.pages(slot.offset, slot.end)
         for grads in shard.grad_shards:
             if isinstance(grads.store, DiskStore):
                 grads.store.preallocate(*grads.span(low, high))
-        for array in shard.arrays.values():
-            if isinstance(array.store, DiskStore):
-                array.store.preallocate(*array.layout.span(low, high))
-            if array.scales is not None and isinstance(array.scales.store, DiskStore):
-                array.scales.store.preallocate(0, array.scales.layout.nbytes)
+
+
+def _stores_of(arrays: Mapping[str, StateArray]) -> list[Store]:
+    return [
+        store
+        for array in arrays.values()
+        for store in (array.store, None if array.scales is None else array.scales.store)
+        if store is not None
+    ]
+
+
+def _copy(old: Store, new: Store) -> None:
+    """The bytes of one store to the beginning of another."""
+    slab = HostBuffer(min(old.nbytes, COPIED_BYTES)).bytes
+    for first in range(0, old.nbytes, COPIED_BYTES):
+        part = slab[: min(COPIED_BYTES, old.nbytes - first)]
+        old.read(first, part).wait()
+        new.write(first, part).wait()
+
+
+COPIED_BYTES = 4 << 20
+"""At once, from one store to another."""

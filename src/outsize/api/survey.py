@@ -116,7 +116,11 @@ def survey(
         if optimizer is not None
         else frozenset(name for name, param in parameters.items() if param.requires_grad)
     )
-    infos = {name: _info(name, param, config, name in optimized) for name, param in parameters.items()}
+    stated = set() if optimizer is None else {id(param) for param, state in optimizer.state.items() if state}
+    infos = {
+        name: _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
+        for name, param in parameters.items()
+    }
     budgets = find_budgets(config, dry)
     shared = ranks is not None or size > 1
     rank, size = 0, size if config.stage else 1
@@ -187,7 +191,7 @@ def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_part
         )
 
 
-def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> ParamInfo:
+def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> ParamInfo:
     if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
     if param.dtype not in DTYPE_NAMES:
@@ -201,7 +205,7 @@ def _info(name: str, param: nn.Parameter, config: Config, optimized: bool) -> Pa
             f"model before parallelize_module"
         )
     dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
-    return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], optimized and param.requires_grad)
+    return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], trainable)
 
 
 def _refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:

@@ -78,7 +78,8 @@ class States(WritableArray):
     """One optimizer array, or what completes the masters. A compact one shows its values, not its codes."""
 
     def __init__(self, shard: UnitShard, array: StateArray) -> None:
-        super().__init__(shard.layout, array.layout if array.codec is None else array_layout(shard.layout, STATE_BYTES))
+        values = array_layout(shard.layout, STATE_BYTES, segments=shard.stated())
+        super().__init__(shard.layout, array.layout if array.codec is None else values)
         self._shard = shard
         self._array = array
 

@@ -25,7 +25,7 @@ from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.move.disk import DiskStore
 from outsize.move.generations import ZERO_SUM, Generation, Generations, clone, joined_sums, link, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
-from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Hold, StateArray, UnitShard
+from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_DTYPE, Hold, StateArray, UnitShard
 from outsize.move.store import Store
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
@@ -361,7 +361,7 @@ class UnitPlaces:
 
     def master(self, slot: Slot) -> Region | None:
         array = self._arrays.get(MASTER)
-        if array is None or slot.dtype not in MASTER_BYTES:
+        if array is None or not array.layout.has(slot):
             return None
         return self._region(self._places[MASTER], array.layout, slot, MASTER_DTYPE[slot.dtype])
 
@@ -417,7 +417,7 @@ class UnitPlaces:
         slots = [
             slot
             for slot in self._shard.layout.slots
-            if slot.numel and (slot.name in self._trained if array.public else slot.dtype in MASTER_BYTES)
+            if slot.numel and array.layout.has(slot) and (slot.name in self._trained or not array.public)
         ]
         return merged(array.layout.span(slot.offset, slot.end) for slot in slots)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from outsize.checkpoint.rng import check_rng
 from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in, was_removed
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, Codec, SlotState, UnitShard
+from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_DTYPE, Codec, SlotState, UnitShard
 from outsize.plan.layout import Slot
 
 LATEST = "latest"
@@ -242,12 +242,12 @@ class Checkpoint:
         """
         slab = HostBuffer(SLAB_BYTES)
         master = shard.arrays.get(MASTER)
-        weights = _Weights(self.data, self.records, masters, master is not None)
         known = {name: slot for name, slot in shard.slots.items() if name in self.records}
+        halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
+        weights = _Weights(self.data, self.records, masters, halves)
         keep = len(known) < len(shard.slots)
         copy_in(Weights(shard), known, slab, weights.weight, keep)
         if master is not None:
-            halves = {name: slot for name, slot in known.items() if slot.dtype in MASTER_BYTES}
             copy_in(States(shard, master), halves, slab, weights.master, keep)
 
     def load_state(self, shard: UnitShard) -> None:
@@ -256,6 +256,7 @@ class Checkpoint:
         records = self.records
         known = {name for name in shard.slots if name in records}
         filled = {name for name in known if name in self.scalars}
+        shard.make_room(filled)
         stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
         for array in shard.arrays.values():
             if array.public:
@@ -287,18 +288,20 @@ class Checkpoint:
 class _Weights:
     """Pieces of parameters and of what completes their masters in the live dtype, whatever the checkpoint has."""
 
-    def __init__(self, data: DataReader, records: Mapping[str, ParameterRecord], masters: Masters, exact: bool) -> None:
+    def __init__(
+        self, data: DataReader, records: Mapping[str, ParameterRecord], masters: Masters, halves: Collection[str]
+    ) -> None:
         self._data = data
         self._records = records
         self._masters = masters
-        self._exact = exact  # whether a 16-bit weight has a master here
+        self._halves = halves  # the 16-bit weights that have a master here
 
     def weight(self, slot: Slot, start: int, end: int) -> torch.Tensor:
         record, live = self._records[slot.name], DTYPES[slot.dtype]
         if record.dtype is live:
             return self._data.read(record.weight, start, end)
         exact = self._exact_values(record, start, end)
-        return self._split(exact, slot)[0] if self._exact and slot.dtype in MASTER_BYTES else exact.to(live)
+        return self._split(exact, slot)[0] if slot.name in self._halves else exact.to(live)
 
     def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
         record = self._records[slot.name]

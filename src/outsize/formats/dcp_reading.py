@@ -5,7 +5,7 @@ Importing this module imports `torch.distributed.checkpoint`, which takes second
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp_folder import DcpFolder
 from outsize.formats.dcp_names import StoredModel, StoredOptimizer, find_model, find_optimizer
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, SlotState, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, SlotState, UnitShard
 from outsize.plan.layout import Slot
 
 
@@ -79,12 +79,12 @@ class DcpCheckpoint:
         """Place the unit's parameters, and the rest of their masters; one that was passed over keeps its values."""
         slab = HostBuffer(SLAB_BYTES)
         master = shard.arrays.get(MASTER)
-        weights = _Weights(self._folder, self._model.parameters, masters, master is not None)
         known = {name: slot for name, slot in shard.slots.items() if name in self._model.parameters}
+        halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
+        weights = _Weights(self._folder, self._model.parameters, masters, halves)
         keep = len(known) < len(shard.slots)
         copy_in(Weights(shard), known, slab, weights.weight, keep)
         if master is not None:
-            halves = {name: slot for name, slot in known.items() if slot.dtype in MASTER_BYTES}
             copy_in(States(shard, master), halves, slab, weights.master, keep)
 
     def load_state(self, shard: UnitShard) -> None:
@@ -98,6 +98,7 @@ class DcpCheckpoint:
         filled = {name for name in shard.slots if name in states}
         missing = set(self._model.passed_over.get("missing parameters", ())) - filled
         known = set(shard.slots) - missing
+        shard.make_room(filled)
         stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
         for array in shard.arrays.values():
             if array.public:
@@ -120,15 +121,15 @@ class DcpCheckpoint:
 class _Weights:
     """Pieces of parameters and of what completes their masters in the live dtype, whatever the folder has."""
 
-    def __init__(self, folder: DcpFolder, keys: Mapping[str, str], masters: Masters, exact: bool) -> None:
+    def __init__(self, folder: DcpFolder, keys: Mapping[str, str], masters: Masters, halves: Collection[str]) -> None:
         self._folder = folder
         self._keys = keys
         self._masters = masters
-        self._exact = exact  # whether a 16-bit weight has a master here
+        self._halves = halves  # the 16-bit weights that have a master here
 
     def weight(self, slot: Slot, start: int, end: int) -> torch.Tensor:
         stored, live = self._folder.piece(self._keys[slot.name], start, end), DTYPES[slot.dtype]
-        if stored.dtype is live or not self._exact or slot.dtype not in MASTER_BYTES:
+        if stored.dtype is live or slot.name not in self._halves:
             return stored.to(live)
         return self._split(stored, slot)[0]
 

@@ -26,7 +26,7 @@ from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_out
 from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp import is_dcp
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, StateArray, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
 from outsize.plan.layout import Slot
 
 _WARNINGS = (
@@ -277,8 +277,7 @@ class _Reading:
 
     def weight(self, shard: UnitShard, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         """The parameter's values in `dtype` [slot.shape]; in another than its own they come from its fp32 master."""
-        converted = slot.dtype in MASTER_BYTES and dtype is not DTYPES[slot.dtype]
-        master = shard.arrays.get(MASTER) if converted else None
+        master = shard.array(MASTER, slot) if dtype is not DTYPES[slot.dtype] else None
         out = torch.empty(slot.numel, dtype=dtype, device="cpu")
         rest = torch.empty(slot.numel if master is not None else 0, dtype=MASTER_DTYPE.get(slot.dtype), device="cpu")
 

@@ -23,7 +23,7 @@ from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, MASTER_DTYPE, UnitShard, page_range
+from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, UnitShard, page_range
 from outsize.plan.layout import Slot
 
 MAX_HEADER_BYTES = 100_000_000
@@ -213,7 +213,7 @@ class SafetensorsWeights:
         """
         slab = HostBuffer(SLAB_BYTES)
         weights, master = Weights(shard), shard.arrays.get(MASTER)
-        halves = {name: slot for name, slot in shard.slots.items() if master is not None and slot.dtype in MASTER_BYTES}
+        halves = {name: slot for name, slot in shard.slots.items() if shard.array(MASTER, slot)}
 
         def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
             if slot.name not in self._weights:

@@ -62,7 +62,7 @@ def parameter_pieces(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: 
     """A parameter at rest; for another dtype than its own the values are those of its fp32 master, where it has one."""
     if not slot.numel:  # it may lie behind the last segment
         return
-    master = shard.arrays.get(MASTER) if slot.dtype in MASTER_BYTES and dtype is not DTYPES[slot.dtype] else None
+    master = shard.array(MASTER, slot) if dtype is not DTYPES[slot.dtype] else None
     element_bytes = OWN_BYTES[slot.dtype] + (MASTER_BYTES[slot.dtype] if master is not None else 0)
     numel = SLAB_BYTES // element_bytes // PAGE_ELEMENTS * PAGE_ELEMENTS
     for start in range(slot.offset // numel * numel, slot.end, numel):
@@ -126,7 +126,7 @@ Join = Callable[[torch.Tensor], torch.Tensor]
 def joined_pieces(shard: UnitShard, name: str, dtype: torch.dtype, masters: Masters, join: Join) -> Iterator[Piece]:
     """As `parameter_pieces`, of a parameter that is split over ranks: every rank gets all elements."""
     slot, whole = shard.slots[name], shard.whole_slots[name]
-    master = shard.arrays.get(MASTER) if slot.dtype in MASTER_BYTES and dtype is not DTYPES[slot.dtype] else None
+    master = shard.array(MASTER, slot) if dtype is not DTYPES[slot.dtype] else None
     for start in range(0, whole.numel, JOINED_NUMEL):
         yield _JoinedPiece(shard, slot, start, min(start + JOINED_NUMEL, whole.numel), master, masters, join)
 

@@ -5,7 +5,7 @@ Here the rooms `run`, `optim` and `checkpoint` meet: they know units by their sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -181,6 +181,14 @@ class Hold(Protocol):
         ...
 
 
+class LateArrays(Protocol):
+    """Opens optimizer arrays for frozen parameters too."""
+
+    def open(self, shard: UnitShard) -> None:
+        """Replace the unit's arrays by longer ones with the same values."""
+        ...
+
+
 @final
 class UnitShard:
     """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store.
@@ -202,6 +210,7 @@ class UnitShard:
         ranks: int = 1,
         shared: bool = False,
         lanes: Lanes | None = None,
+        late: LateArrays | None = None,
     ) -> None:
         self.layout = layout
         self.whole = layout if whole is None else whole
@@ -215,6 +224,8 @@ class UnitShard:
         self.device = device
         self.lanes = lanes  # of an accelerator
         self.arrays: dict[str, StateArray] = {}
+        self.has_late_room = False  # whether there is room for the state of frozen parameters too
+        self._late = late
         self.slot_states: dict[str, SlotState] = {}
         self.hold: Hold | None = None
         self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
@@ -238,6 +249,26 @@ class UnitShard:
         """Whether parameters, gradients and states all lie on the computing device, and are this rank's alone."""
         tiers = self.tiers
         return not self.shared and tiers.params == tiers.grads == tiers.states == "device"
+
+    def array(self, name: str, slot: Slot) -> StateArray | None:
+        """The optimizer array of this name, where it has values for the parameter."""
+        array = self.arrays.get(name)
+        return array if array is not None and array.layout.has(slot) else None
+
+    def stated(self) -> list[Segment]:
+        """The segments that optimizer arrays have room for. See Note [Frozen parameters] in api/shards.py."""
+        return [segment for segment in self.layout.segments if segment.trainable or self.has_late_room]
+
+    def has_room(self, name: str) -> bool:
+        """Whether there is room for the optimizer's state of the parameter."""
+        return self.has_late_room or self.layout.segments[self.slots[name].segment].trainable
+
+    def make_room(self, names: Iterable[str]) -> None:
+        """Make sure that there is room for the optimizer's state of these parameters; nothing of the unit may be on its
+        way. See Note [Frozen parameters] in api/shards.py. Raises `ValueError` or `OSError`, with nothing changed."""
+        if not all(map(self.has_room, names)):
+            assert self._late is not None, "there is an optimizer"
+            self._late.open(self)
 
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""

@@ -95,8 +95,9 @@ class ChunkUpdater:
 
     def store_master(self, shard: UnitShard, name: str, value: torch.Tensor) -> None:
         """Make `value` (fp32, what rests here, 1-D) the parameter's master, and the parameter its rounding."""
-        slot, array = shard.slots[name], shard.arrays.get(MASTER)
-        if slot.dtype not in MASTER_BYTES or array is None:
+        slot = shard.slots[name]
+        array = shard.array(MASTER, slot)
+        if array is None:
             shard.write_weight(name, value)
             return
         weight = torch.empty(slot.numel, dtype=DTYPES[slot.dtype], device="cpu")

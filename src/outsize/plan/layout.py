@@ -6,7 +6,7 @@ share one element space, so a parameter has one offset whatever is stored and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -308,16 +308,23 @@ class ArrayLayout:
                 return low, low + nbytes // itemsize * self.per
         raise AssertionError("the bytes lie in one segment")
 
+    def has(self, slot: Slot) -> bool:
+        """Whether there are values for the parameter."""
+        return bool(self.starts[slot.segment][2])
 
-def array_layout(layout: UnitLayout, itemsizes: Mapping[str, int], per: int = 1) -> ArrayLayout:
+
+def array_layout(
+    layout: UnitLayout, itemsizes: Mapping[str, int], per: int = 1, segments: Container[Segment] | None = None
+) -> ArrayLayout:
     """The layout of an array with a value of `itemsizes[dtype]` bytes for each `per` elements of such a parameter.
 
-    Where a value serves several elements the whole array, not each chunk of it, is a number of pages.
+    `segments`: those that have values; None: all. Where a value serves several elements the whole array, not each
+    chunk of it, is a number of pages.
     """
     starts = []
     position = 0
     for segment in layout.segments:
-        itemsize = itemsizes.get(segment.dtype, 0)
+        itemsize = itemsizes.get(segment.dtype, 0) if segments is None or segment in segments else 0
         starts.append((segment.start, segment.end, itemsize, position))
         position += segment.numel // per * itemsize
     return ArrayLayout(tuple(starts), round_up(position, PAGE_ELEMENTS), per)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from outsize.move.grad_ops import GradOps
-from outsize.move.shard import MASTER_BYTES, SlotUpdate
+from outsize.move.shard import SlotUpdate
 from outsize.run.grads import GradHome, RestingGrad
 from outsize.run.local import local_gradient
-from outsize.run.state import Kept
 from outsize.run.unit import Unit
 
 
@@ -19,16 +18,6 @@ def expect_own(unit: Unit, name: str, grad: torch.Tensor | None, home: GradHome)
             f"the gradient at rest of {grad.label!r} was made the gradient of {name!r} (unit {unit.name!r}), which has "
             f"a place of its own for it: copy the values, `with outsize.gathered([one, other], grads=True, "
             f"modify=True): other.grad.copy_(one.grad)`. Nothing was updated"
-        )
-
-
-def expect_room(unit: Unit, name: str, kept: Kept) -> None:
-    """Raise for a parameter of a unit without room for the optimizer's state."""
-    shard = unit.shard
-    if not shard.arrays and (kept.rule.arrays or shard.slots[name].dtype in MASTER_BYTES):
-        raise RuntimeError(
-            f"{name!r} was put into a parameter group by hand, and there is no room for its state: take it out and "
-            f"call `optimizer.add_param_group({{'params': [param]}})`. Nothing was updated"
         )
 
 

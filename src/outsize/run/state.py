@@ -159,6 +159,8 @@ _MOST_STEPS = 2**53  # the last that a float counts
 def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
     """Write one parameter's optimizer state, as torch keeps it, into the unit's stores."""
     slot = shard.slots[name]
+    if state:
+        shard.make_room([name])
     scalars = {}
     for key, value in state.items():
         if key in shard.arrays and isinstance(value, torch.Tensor):

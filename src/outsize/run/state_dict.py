@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from outsize.move.shard import MASTER, MASTER_BYTES
+from outsize.move.shard import MASTER
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry
@@ -118,7 +118,7 @@ class WholeState:
         for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 unit, slot = self._engine.unit_of(param)
-                if found["state"].get(index) and slot.dtype in MASTER_BYTES and MASTER in unit.shard.arrays:
+                if found["state"].get(index) and unit.shard.array(MASTER, slot):
                     master = self._kept.master_of(unit.shard, slot.name).view(slot.shape)
                     found["state"][index][MASTER_KEY] = master if unit.shard.ranks > 1 else like(param, master)
         return found
@@ -130,6 +130,7 @@ class WholeState:
                 value = local(masters[name].detach()).to("cpu", torch.float32).reshape(-1)
                 if value.numel() == unit.shard.whole_slots[name].numel:  # else it is what this rank gave
                     value = unit.shard.own(name, value)
+                unit.shard.make_room([name])
                 self._kept.store_master(unit.shard, name, value)
             if names:
                 unit.updates += 1  # a graph of before must not be used

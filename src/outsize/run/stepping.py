@@ -17,7 +17,7 @@ from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.hyper import differs, hyper_of, told
-from outsize.run.owing import expect_own, expect_room, owed_to
+from outsize.run.owing import expect_own, owed_to
 from outsize.run.state import Kept
 from outsize.run.state_dict import WholeState, stopping_on_errors
 from outsize.run.unit import Unit
@@ -27,17 +27,6 @@ from outsize.run.unit import Unit
 # put on each gradient, and which parameters have gradients at all. It then returns; `scheduler.step()` and
 # `zero_grad()` may follow, and the next fetch of each unit runs its update in the order in which the next forward
 # needs the units. A unit that still owes an update when the next step comes runs it before that step is marked.
-
-
-class Arrays(Protocol):
-    """Opens the optimizer's arrays."""
-
-    def add(self, shard: UnitShard, names: Collection[str]) -> None:
-        """Make sure that the unit, which is gathered, has room for the optimizer's state of these parameters too.
-
-        Raises `ValueError` or `OSError`.
-        """
-        ...
 
 
 class InPlaceUpdater(Kept, Protocol):
@@ -101,7 +90,6 @@ class Stepper:
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         updater: InPlaceUpdater,
-        arrays: Arrays,
         warmup: int | None,
         in_backward: bool,
     ) -> None:
@@ -110,7 +98,6 @@ class Stepper:
         self._engine = engine
         self._optimizer = optimizer
         self._updater = updater
-        self._arrays = arrays
         self._warmup = warmup
         self._group_of: dict[int, dict[str, Any]] = {}
         self._applied: dict[Unit, Pending] = {}  # in this backward. See Note [The update in the backward]
@@ -433,8 +420,15 @@ class Stepper:
 
     def _owed_to(self, unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
         expect_own(unit, name, grad, self._engine.keepers[unit.index])
-        expect_room(unit, name, self._updater)
+        self._make_room(unit, [name])
         return owed_to(unit, name, grad, hyper)
+
+    def _make_room(self, unit: Unit, names: Collection[str]) -> None:
+        """For the state of parameters that were frozen, or not the optimizer's, in `prepare`."""
+        if not all(unit.shard.has_room(name) for name in names):
+            self._engine.streamer.settle(unit)
+            unit.await_written()
+            unit.shard.make_room(names)
 
     def _check_finite(self, pendings: dict[Unit, Pending], factor: float) -> None:
         """Raise unless all gradients are finite, and stay so when a loss scale's `factor` is taken out."""
@@ -513,9 +507,7 @@ class Stepper:
                 for unit, slot in map(self._engine.unit_of, given):
                     names.setdefault(unit, []).append(slot.name)
                 for unit, own in names.items():
-                    with self._engine.hold([unit], modify=False):
-                        unit.await_written()  # a master shares its pages with its neighbours'
-                        self._arrays.add(unit.shard, own)
+                    self._make_room(unit, own)
             except BaseException:
                 self._optimizer.param_groups.pop()
                 raise
