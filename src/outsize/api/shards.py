@@ -184,9 +184,10 @@ class LateArrays:
             shard.write_array(array, slot.offset, slot.end, master)
 
     def _tier(self, shard: UnitShard, needed: int) -> str:
+        """The tier that was asked for; where that is left to us disk, if there is one: memory is planned already."""
         tier = shard.tiers.states if shard.arrays else self._config.states
         if tier == "auto":
-            tier = "device" if shard.tiers.params == "device" or self._resources.disk is None else "disk"
+            tier = "device" if self._resources.disk is None else "disk"
         name, tiers, room = self._budget(tier)
         now = self._resources.ledger.now
         passing = (KEPT, "host/grads in flight")  # gone or given back when that room is needed
@@ -196,8 +197,8 @@ class LateArrays:
         if used + needed > room:
             raise ValueError(
                 f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
-                f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or give the optimizer "
-                f"all parameters before outsize.prepare"
+                f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or unfreeze all "
+                f"parameters, and give them to the optimizer, before outsize.prepare"
             )
         return tier
 

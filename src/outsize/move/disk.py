@@ -397,7 +397,13 @@ class DiskStore(Store):
         self._ledger = ledger
         self._account = f"disk/{kind}"
         self._open = True
+        self._held = nbytes
         ledger.add(self._account, nbytes)
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes of it are used; the rest stays a hole."""
+        self._ledger.add(self._account, nbytes - self._held)
+        self._held = nbytes
 
     def preallocate(self, start: int, nbytes: int) -> None:
         self.file.preallocate(self.base + start, nbytes)
@@ -414,7 +420,7 @@ class DiskStore(Store):
     def close(self) -> None:
         if self._open:
             self._open = False
-            self._ledger.remove(self._account, self.nbytes)
+            self._ledger.remove(self._account, self._held)
 
 
 def allow_open_files(files: int) -> None:

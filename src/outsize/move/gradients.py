@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Job, Step
+from outsize.move.disk import DiskStore
 from outsize.move.grad_ops import GradOps, accumulate_, wide_dtype
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.outbox import Outbox
@@ -47,6 +48,11 @@ class GradShard:
         self._flat = HostBuffer(self._wide.nbytes)
         self._account = "host/grads" if store is None else "host/grads in flight"
         self._counted = 0
+        self._hold_disk()
+
+    def _hold_disk(self) -> None:
+        if isinstance(self.store, DiskStore):
+            self.store.hold(self.sum_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +146,7 @@ class GradShard:
         if slot.segment not in self._used:
             self._used.add(slot.segment)
             self._count(self.nbytes if self.in_memory else 0)
+            self._hold_disk()
 
     def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> None:
         """Store a contribution; `previous` holds the operations on what rests there already."""
