@@ -123,7 +123,7 @@ def prepared(model: nn.Module) -> Prepared:
 def squeeze(model: nn.Module, units: int = 2) -> None:
     """Leave room for so many gathered units, as the smallest budget would."""
     streamer = prepared(model).engine.streamer
-    streamer._capacity = units * max(unit.nbytes for unit in prepared(model).engine.units)
+    streamer._planned_capacity = units * max(unit.nbytes for unit in prepared(model).engine.units)
     streamer._excess.logged = True
     streamer.drop_idle()
 

@@ -187,7 +187,7 @@ def test_a_unit_for_which_there_is_no_memory_names_the_remedy(sim: Any, workshop
 def test_gradients_on_their_way_to_disk_take_nothing_of_the_device(sim: Any, workshop: Workshop) -> None:
     model, _ = prepared_stack(workshop, "disk", units=5)
     engine = prepared(model).engine
-    engine.streamer._capacity = sum(unit.nbytes for unit in engine.units)
+    engine.streamer._planned_capacity = sum(unit.nbytes for unit in engine.units)
     squared_error(model, on_sim(batches(1))[0]).backward()
     assert all(unit.shard.buffer.resident for unit in engine.units)
 

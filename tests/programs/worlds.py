@@ -8,7 +8,7 @@ import gc
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
@@ -194,6 +194,22 @@ class PlainWorld(World):
         return 0
 
 
+PADDING = 64 << 10
+"""Bytes of four arrays with a page of 4,096 elements, for the frozen parameters of one unit."""
+
+
+@contextlib.contextmanager
+def _unfrozen(model: nn.Module) -> Iterator[None]:
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
+
+
 def _give(params: Iterable[nn.Parameter], grads: Iterable[Tensor | None]) -> None:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
@@ -226,14 +242,20 @@ class PreparedWorld(World):
         which do not fit."""
 
         def accepts(pages: int) -> bool:
+            all_fields = {"ranks": self.spec.ranks, "host_memory": pages << 12, **fields}
             try:
-                outsize.plan(self.model, self.optimizer, ranks=self.spec.ranks, host_memory=pages << 12, **fields)
+                outsize.plan(self.model, self.optimizer, **all_fields)
+                with _unfrozen(self.model):  # what the program may unfreeze has room
+                    outsize.plan(self.model, self.optimizer, **all_fields)
             except ValueError:
                 return False
             return True
 
         least = bisect_left(range(4096), True, lo=1, key=accepts)
-        return next(pages for pages in range(int(least * room), 4096) if accepts(pages)) << 12
+        found = next(pages for pages in range(int(least * room), 4096) if accepts(pages)) << 12
+        frozen = any(not param.requires_grad for param in self.model.parameters())
+        units = outsize.plan(self.model, self.optimizer, host_memory=found, **fields).units
+        return found + frozen * len(units) * PADDING  # arrays for what is unfrozen take whole pages
 
     def step(self) -> None:
         self.optimizer.step()
@@ -266,7 +288,7 @@ class PreparedWorld(World):
 
     def excess_bytes(self, excused: bool) -> int:
         streamer = require(self.model).engine.streamer
-        moves = streamer._capacity < self._budget  # else nothing does, and what ranks collect is not bounded
+        moves = streamer._planned_capacity < self._budget  # else nothing does, and what ranks collect is not bounded
         excused = excused or streamer._excess.logged or not (moves and self.spec.is_planned_exactly)
         # The log says so when units in use at once take more.
         streamer._excess.logged, streamer._excess.most_needed = False, 0

@@ -238,7 +238,7 @@ def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]
                 model(rows).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append((max(used), streamer._capacity, streamer._excess.logged))
+        found.append((max(used), streamer._planned_capacity, streamer._excess.logged))
     return found
 
 

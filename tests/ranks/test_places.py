@@ -112,8 +112,9 @@ def test_each_rank_takes_the_accelerator_of_its_place(
 def test_fields_that_are_made_before_the_place_is_known_mean_the_accelerator_of_the_place(
     four_accelerators: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what is set below is gone after the test
+        monkeypatch.delenv(name)
     config = outsize.Config(device="cuda", stage=3)
     places = {"MASTER_ADDR": "here", "MASTER_PORT": "1", "SLURM_PROCID": "7", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}
     for name, value in places.items():

@@ -106,9 +106,18 @@ def _open_arrays(
     file: UnitFile,
     resources: Resources,
 ) -> dict[str, StateArray]:
+    """The values that the shard's arrays have already are moved into them."""
+    old = {(name, False): array.store for name, array in shard.arrays.items()}
+    old |= {(name, True): array.scales.store for name, array in shard.arrays.items() if array.scales is not None}
     stores = {}
     for key, layout in layouts:
         store = file.open("states", shard.tiers.states, layout.nbytes, resources)
+        if isinstance(store, DiskStore):
+            store.preallocate(0, store.nbytes)
+        if key in old:
+            _copy(old[key], store)
+            if not isinstance(old[key], DiskStore):  # whose bytes stay in the unit's file
+                old[key].close()
         stores[key] = (layout, store)
     arrays = {}
     for (name, is_scales), (layout, store) in stores.items():
@@ -141,40 +150,20 @@ class LateArrays:
         needed = sum(layout.nbytes for _, layout in layouts)
         before = shard.tiers
         shard.tiers = replace(before, states=self._tier(shard, needed))
+        shard.before_change()
         try:
-            arrays = self._open(shard, layouts, codecs, needed)
+            disk = needed if shard.tiers.states == "disk" else 0
+            file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk, self._config.verify)
+            arrays = _open_arrays(shard, layouts, codecs, file, self._resources)
         except BaseException:
             shard.tiers = before
             raise
-        shard.before_change()
-        for store in _stores_of(shard.arrays):
-            if not isinstance(store, DiskStore):  # whose bytes stay in the unit's file
-                store.close()
         shard.arrays = arrays
         shard.views.clear()
         shard.has_late_room = True
         for slot in shard.slots.values():
             if not shard.layout.segments[slot.segment].trainable:
                 self._begin_master(shard, slot)
-
-    def _open(
-        self,
-        shard: UnitShard,
-        layouts: Sequence[tuple[tuple[str, bool], ArrayLayout]],
-        codecs: Mapping[str, Codec],
-        needed: int,
-    ) -> dict[str, StateArray]:
-        disk = needed if shard.tiers.states == "disk" else 0
-        file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk, self._config.verify)
-        arrays = _open_arrays(shard, layouts, codecs, file, self._resources)
-        for store in _stores_of(arrays):
-            if isinstance(store, DiskStore):
-                store.preallocate(0, store.nbytes)
-        for old, new in zip(
-            _stores_of(shard.arrays), _stores_of({name: arrays[name] for name in shard.arrays}), strict=True
-        ):
-            _copy(old, new)
-        return arrays
 
     def _begin_master(self, shard: UnitShard, slot: Slot) -> None:
         array = shard.array(MASTER, slot)
@@ -190,10 +179,12 @@ class LateArrays:
             tier = "device" if self._resources.disk is None else "disk"
         name, tiers, room = self._budget(tier)
         now = self._resources.ledger.now
-        passing = (KEPT, "host/grads in flight")  # gone or given back when that room is needed
+        passing = (KEPT, "host/grads in flight", "device/resident")  # gone or given back when that room is needed
         used = sum(
             nbytes for account, nbytes in now.items() if account.split("/")[0] in tiers and account not in passing
         )
+        if tier != "disk":  # one array after the other is replaced
+            used -= sum(store.nbytes for store in _stores_of(shard.arrays))
         if used + needed > room:
             raise ValueError(
                 f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
@@ -245,9 +236,6 @@ def _preallocate(shard: UnitShard, plan: Survey) -> None:
     """Take the disk space of everything that training will write, before anything is written."""
     if isinstance(shard.params, DiskStore):
         shard.params.preallocate(0, shard.params.nbytes)
-    for store in _stores_of(shard.arrays):
-        if isinstance(store, DiskStore):
-            store.preallocate(0, store.nbytes)
     trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
     for slot in trained:
         low, high = shard.pages(slot.offset, slot.end)

@@ -84,8 +84,10 @@ class Streamer:
         self._conveyor = conveyor
         self._updater = updater
         self._slab_bytes = slab_bytes
-        self._capacity = capacity
+        self._planned_capacity = capacity
         self._ledger = ledger
+        self._states = ("device/states", "host/states") if budgets.device is None else ("device/states",)
+        self._planned_states = self._state_bytes()
         self._reduction = reduction  # None with one rank
         self._passing: deque[int] = deque(maxlen=PASSING_UNITS)  # bytes: see Note [The same on every rank]
         self._wanting = wanting  # see Note [Different on every rank]
@@ -95,6 +97,14 @@ class Streamer:
         self._stopped: BaseException | None = None
         self._excess = Excess(budgets, ledger)
         self._flight_room = flight_room
+
+    @property
+    def _capacity(self) -> int:
+        """Less what optimizer state has taken since: see Note [Frozen parameters] in api/shards.py."""
+        return self._planned_capacity - (self._state_bytes() - self._planned_states)
+
+    def _state_bytes(self) -> int:
+        return sum(self._ledger.now.get(account, 0) for account in self._states)
 
     @property
     def wants(self) -> bool:
