@@ -173,25 +173,27 @@ class LateArrays:
             shard.write_array(array, slot.offset, slot.end, master)
 
     def _tier(self, shard: UnitShard, needed: int) -> str:
-        """The tier that was asked for; where that is left to us disk, if there is one: memory is planned already."""
-        tier = shard.tiers.states if shard.arrays else self._config.states
-        if tier == "auto":
-            tier = "device" if self._resources.disk is None else "disk"
-        name, tiers, room = self._budget(tier)
+        """The tier that was asked for. Where that is left to us: where the unit has arrays, if that has room, or disk,
+        if there is one; memory is planned already."""
+        tiers = [shard.tiers.states if shard.arrays else self._config.states]
+        if self._config.states == "auto":
+            tiers = tiers * bool(shard.arrays) + ["device" if self._resources.disk is None else "disk"]
         now = self._resources.ledger.now
         passing = (KEPT, "host/grads in flight", "device/resident")  # gone or given back when that room is needed
-        used = sum(
-            nbytes for account, nbytes in now.items() if account.split("/")[0] in tiers and account not in passing
-        )
-        if tier != "disk":  # one array after the other is replaced
-            used -= sum(store.nbytes for store in _stores_of(shard.arrays))
-        if used + needed > room:
-            raise ValueError(
-                f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
-                f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or unfreeze all "
-                f"parameters, and give them to the optimizer, before outsize.prepare"
+        for tier in tiers:
+            name, sharing, room = self._budget(tier)
+            used = sum(
+                nbytes for account, nbytes in now.items() if account.split("/")[0] in sharing and account not in passing
             )
-        return tier
+            if tier == shard.tiers.states != "disk":  # one array after the other is replaced
+                used -= sum(store.nbytes for store in _stores_of(shard.arrays))
+            if used + needed <= room:
+                return tier
+        raise ValueError(
+            f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
+            f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or unfreeze all "
+            f"parameters, and give them to the optimizer, before outsize.prepare"
+        )
 
     def _budget(self, tier: str) -> tuple[str, tuple[str, ...], int]:
         """(the field, the tiers that share it, its bytes)."""
