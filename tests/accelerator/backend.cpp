@@ -501,6 +501,10 @@ at::Tensor& set_strided(at::Tensor& self, at::Storage source, int64_t offset, c1
         impl->set_storage_offset(offset);
         impl->generic_set_sizes_contiguous(size);
     }
+    auto nbytes =
+        at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), self.storage_offset());
+    if (self.numel() && nbytes > self.storage().nbytes())
+        resize_storage(*self.storage().unsafeGetStorageImpl(), nbytes);
     return self;
 }
 

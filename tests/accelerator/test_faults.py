@@ -1,0 +1,308 @@
+"""Each wait, event and mark on the way to an accelerator and back is removed in turn: some run must show it.
+
+Left out, for they are redundant: `leave` where a unit is fetched or complete (it lets bytes come earlier; whoever fills
+memory or gives it back leaves it first), and `dispatch` (without it a run stands still).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.move.buffer import AcceleratorBuffer
+from outsize.move.device import DeviceMemory, EventTransfer, Lanes
+from outsize.move.gradients import GradShard
+from outsize.move.outbox import LandStep, Outbox
+from outsize.move.shard import UnitShard
+from outsize.move.store import DeviceStore
+from outsize.move.transfer import ARRIVED
+from outsize.optim.update import ChunkUpdater
+from tests.accelerator import sim as simulator
+from tests.accelerator.test_outsize import on_sim, stack, values
+from tests.conftest import adamw, batches, prepared, squared_error, squeeze, train
+
+ROOT = Path(__file__).parents[2]
+Weights = dict[str, Tensor]
+Run = Callable[[Path], Weights]
+
+# -- runs that use all of the path -----------------------------------------------------------------------------------
+
+
+def made(folder: Path, params: str, grads: str, states: str, units: int = 2) -> tuple[nn.Module, Any]:
+    model = stack()
+    optimizer = adamw(model)
+    tiers = {"params": params, "grads": grads, "states": states}
+    outsize.prepare(model, optimizer, device="sim", host_memory="64MiB", disk=folder, **tiers)
+    squeeze(model, units)
+    return model, optimizer
+
+
+def training(*tiers: str, units: int = 2) -> Run:
+    def run(folder: Path) -> Weights:
+        model, optimizer = made(folder, *tiers, units=units)
+        train(model, optimizer, on_sim(batches(4)), clip=0.5)
+        return values(model)
+
+    return run
+
+
+def accumulation(folder: Path) -> Weights:
+    model, optimizer = made(folder, "host", "host", "host")
+    for batch in on_sim(batches(3)):
+        squared_error(model, batch).backward()
+        squared_error(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def evaluation_beside(folder: Path, units: int = 5) -> Weights:
+    model, optimizer = made(folder, "disk", "host", "host", units)
+    beside = torch.Stream("sim")
+    shown = []
+    for x, y in on_sim(batches(3)):
+        train(model, optimizer, [(x, y)])
+        beside.wait_stream(torch.accelerator.current_stream())
+        with beside, torch.no_grad():
+            shown.append(model(x))
+        with torch.no_grad():
+            model(x)
+        torch.accelerator.current_stream().wait_stream(beside)
+    return {str(index): value.cpu() for index, value in enumerate(shown)}
+
+
+def evaluation_beside_with_little_room(folder: Path) -> Weights:
+    return evaluation_beside(folder, 3)
+
+
+def checkpoint(folder: Path) -> Weights:
+    model, optimizer = made(folder, "device", "device", "device")
+    train(model, optimizer, on_sim(batches(2)))
+    outsize.save(folder / "ckpt", model, optimizer).wait()
+    train(model, optimizer, on_sim(batches(2)))
+    outsize.load(folder / "ckpt", model, optimizer)
+    train(model, optimizer, on_sim(batches(1)))
+    return values(model)
+
+
+def modification(folder: Path) -> Weights:
+    """The user writes what the next update takes from the device."""
+    model, optimizer = made(folder, "device", "device", "host")
+    for batch in on_sim(batches(3)):
+        squared_error(model, batch).backward()
+        with outsize.gathered(model, modify=True), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def fetched_before_the_step(folder: Path) -> Weights:
+    """Weights are on their way when the update is about to change them."""
+    model, optimizer = made(folder, "host", "host", "host", units=5)
+    for batch in on_sim(batches(3)):
+        squared_error(model, batch).backward()
+        prepared(model).engine.streamer.drop_idle()
+        prepared(model).engine.streamer.prefetch()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def state_by_hand(folder: Path) -> Weights:
+    """The optimizer's state is read and written right behind a step on the device."""
+    model, optimizer = made(folder, "device", "device", "device")
+    for batch in on_sim(batches(3)):
+        squared_error(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return values(model)
+
+
+def closing(folder: Path) -> Weights:
+    """The model goes while its weights are on their way."""
+    model, optimizer = made(folder, "host", "host", "host", units=5)
+    train(model, optimizer, on_sim(batches(2)))
+    prepared(model).engine.streamer.drop_idle()
+    prepared(model).engine.streamer.prefetch()
+    return {}
+
+
+RUNS: dict[str, Run] = {
+    "host": training("host", "host", "host"),
+    "disk": training("disk", "disk", "disk"),
+    "states on the host": training("device", "device", "host"),
+    "states on the device": training("host", "host", "device"),
+    "device": training("device", "device", "device"),
+    "accumulation": accumulation,
+    "modification": modification,
+    "fetched before the step": fetched_before_the_step,
+    "state by hand": state_by_hand,
+    "evaluation beside": evaluation_beside,
+    "evaluation beside, little room": evaluation_beside_with_little_room,
+    "checkpoint": checkpoint,
+    "closing": closing,
+}
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def use_without_waiting(memory: Any) -> None:
+    stream = memory._lanes.current()
+    memory._users[stream.stream_id] = stream
+
+
+def forget_users(memory: Any) -> None:
+    memory._users.clear()
+
+
+def await_nobody(memory: Any) -> None:
+    memory.leave()
+    memory._left.clear()
+
+
+def grow_without_event(memory: Any) -> None:
+    with memory._lanes.on(memory._lanes.incoming):
+        memory.bytes.untyped_storage().resize_(memory.nbytes)
+
+
+def fetch_without_waiting(memory: Any, first: int, out: Tensor) -> Any:
+    return memory._lanes.bring_home(memory.bytes[first : first + out.numel()], out)
+
+
+def send_and_forget(outbox: Any, source: Tensor, target: Tensor, ops: Any) -> Any:
+    job = _send(outbox, source, target, ops)
+    for piece in outbox._pieces:
+        piece.source = None
+    return job
+
+
+def fill_and_forget(memory: Any, first: int, source: Tensor) -> Any:
+    _fill(memory, first, source)
+    return ARRIVED
+
+
+_fill = DeviceMemory.fill
+_send = Outbox.send
+_steps = ChunkUpdater.steps
+
+
+def steps_without_change(updater: Any, shard: Any, pending: Any, fetch: bool) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitShard, "before_change", nothing)
+        steps = _steps(updater, shard, pending, fetch)
+        first = next(steps)
+    yield first
+    yield from steps
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a stream does not wait for what was filled": (DeviceMemory, "use", use_without_waiting),
+    "an operation does not say that it uses the buffer": (AcceleratorBuffer, "use", nothing),
+    "the users of memory are forgotten": (DeviceMemory, "leave", forget_users),
+    "memory is filled before its users are through": (DeviceMemory, "_await_users", await_nobody),
+    "memory that was given back is used before its last reader is through": (
+        DeviceMemory,
+        "grow",
+        grow_without_event,
+    ),
+    "bytes are fetched before they are written": (DeviceMemory, "fetch", fetch_without_waiting),
+    "a gradient leaves before it is computed": (Lanes, "follow", nothing),
+    "nobody waits for an event": (EventTransfer, "wait", nothing),
+    "a copy passes for done": (Lanes, "sent", lambda lanes: ARRIVED),
+    "a slab is used again before it was copied": (DeviceMemory, "fill", fill_and_forget),
+    "parameters change while they are copied": (DeviceMemory, "await_filled", nothing),
+    "the update does not wait for copies of what it changes": (ChunkUpdater, "steps", steps_without_change),
+    "gradients are laid to rest before they have arrived": (LandStep, "begin", lambda step, slabs: ()),
+    "a gradient's memory goes before it was copied": (Outbox, "send", send_and_forget),
+    "the ring is used again before it is empty": (Outbox, "_overlaps", lambda outbox, first, end: False),
+    "gradients are read before they have landed": (GradShard, "await_landed", nothing),
+    "states on the device do not know who uses them": (DeviceStore, "use", nothing),
+    "an engine is closed while copies run": (Lanes, "synchronize", nothing),
+}
+
+
+def finding(run: Run, policy: str, folder: Path, expected: Weights | None) -> str | Weights:
+    """What the run gives, or what shows that it is wrong."""
+    folder.mkdir()
+    try:
+        with simulator.switched_on(policy, seed=5):
+            found = run(folder)
+            gc.collect()
+    except (RuntimeError, AssertionError, FloatingPointError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    if expected is not None:
+        wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+        if wrong:
+            return f"{wrong[0]!r} is wrong"
+    return found
+
+
+def find(fault: str, right: dict[str, Weights], folder: Path) -> str | None:
+    """What shows the fault; None where nothing does."""
+    if fault in FAULTS:
+        owner, name, faulty = FAULTS[fault]
+        setattr(owner, name, faulty)
+    for number, (policy, each) in enumerate((policy, each) for each in RUNS for policy in ("hold", "random", "now")):
+        found = finding(RUNS[each], policy, folder / str(number), right[each])
+        if isinstance(found, str):
+            return f"{each}, {policy}: {found}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each run gives without a fault, in a file."""
+    simulator.load()
+    results: dict[str, Weights] = {}
+    folder = tmp_path_factory.mktemp("right")
+    for name, run in RUNS.items():
+        found = finding(run, "hold", folder / name, None)
+        assert isinstance(found, dict), f"{name}: {found}"
+        results[name] = found
+    torch.save(results, folder / "results")
+    return folder / "results"
+
+
+def found_in_a_process(fault: str, right: Path, folder: Path) -> bool:
+    """A process of its own: a copy from memory that is gone may end it, which is a finding, too."""
+    command = [sys.executable, "-m", "tests.accelerator.test_faults", fault, str(right), str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    print(ended.returncode, ended.stdout[-500:], ended.stderr[-2000:])
+    assert ended.returncode <= 0
+    return ended.returncode < 0 or "found: " in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_found(fault: str, right: Path, tmp_path: Path) -> None:
+    assert found_in_a_process(fault, right, tmp_path)
+
+
+@pytest.mark.slow
+def test_without_a_fault_nothing_is_found(right: Path, tmp_path: Path) -> None:
+    assert not found_in_a_process("none", right, tmp_path)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # as in the tests
+    simulator.load()
+    shown = find(sys.argv[1], torch.load(sys.argv[2]), Path(sys.argv[3]))
+    print("nothing shows it" if shown is None else f"found: {shown}", flush=True)
+    os._exit(0)  # what the fault has left behind need not end in order
