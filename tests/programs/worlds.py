@@ -194,8 +194,8 @@ class PlainWorld(World):
         return 0
 
 
-PADDING = 64 << 10
-"""Bytes of four arrays with a page of 4,096 elements, for the frozen parameters of one unit."""
+PADDING = 256 << 10
+"""Bytes of arrays, gradients and masters in whole pages, for the frozen parameters of one unit."""
 
 
 @contextlib.contextmanager
