@@ -288,8 +288,9 @@ def _judge(life: Life, expected: dict[str, str], tally: Tally) -> None:
     tally.lost_checkpoints += lost
     tally.loads += sum(line.startswith("load ") and line != "load 0" for line in lines)
     found, kept = {entry.name for entry in life.checkpoints.iterdir()}, life.manner.kept(life.steps)
-    waiting = {name for name in found - kept if not name.startswith(".")}  # for an update that reads the next one
-    tally.leftovers += len(found ^ kept) - min(len(waiting), 1)
+    # An older checkpoint waits for an update that reads the next one; a kill before it makes two of them wait.
+    waiting = {name for name in found - kept if not name.startswith(".")}
+    tally.leftovers += len(found ^ kept) - min(len(waiting), 2)
     # A directory that is being made when its run dies has this suffix; later runs leave it for an hour.
     tally.leftovers += sum(entry.suffix != ".new" for entry in (life.folder / "disk").iterdir())
 
