@@ -421,8 +421,10 @@ def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
         run.load(tmp_path / "ckpt")
 
 
-def test_every_file_has_the_mode_that_the_umask_says(tmp_path: Path) -> None:
-    run = Run(tmp_path, "host")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_every_file_has_the_mode_that_the_umask_says(tier: str, tmp_path: Path) -> None:
+    """Those on disk were made under another one."""
+    run = Run(tmp_path, tier)
     before = os.umask(0o027)
     try:
         outsize.save(tmp_path / "ckpt", run.model, run.optimizer, {"x": torch.ones(3)}).wait()
