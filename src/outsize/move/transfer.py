@@ -56,6 +56,8 @@ class Promise(Transfer):
     """A transfer that another thread keeps (or breaks)."""
 
     _changed = threading.Condition()  # one for all: few wait, and a promise stays small
+    waiting = 0
+    """Threads that wait for a promise now. Their cores are idle."""
 
     def __init__(self) -> None:
         self._over = False
@@ -80,7 +82,11 @@ class Promise(Transfer):
             if self._made_with is not Promise._changed:  # before a fork, and whoever keeps it is in the parent
                 raise in_a_fork()
             with Promise._changed:
-                Promise._changed.wait_for(self.done)
+                Promise.waiting += 1
+                try:
+                    Promise._changed.wait_for(self.done)
+                finally:
+                    Promise.waiting -= 1
         if self._error is not None:
             raise again(self._error).with_traceback(self._error.__traceback__)
 
@@ -91,6 +97,7 @@ class Promise(Transfer):
     def forget_waiters(cls) -> None:
         """In a forked child nobody waits; the lock may have been held when the fork happened."""
         cls._changed = threading.Condition()
+        cls.waiting = 0
 
 
 os.register_at_fork(after_in_child=Promise.forget_waiters)

@@ -31,7 +31,7 @@ from outsize.move.shard import (
     read_numel,
 )
 from outsize.move.store import Store
-from outsize.move.transfer import Transfer
+from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.worker import attributes_of
 from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
@@ -57,11 +57,16 @@ class ChunkUpdater:
         self.rule = rule
         self.whole = rule.whole
         self.clock = clock
-        self.threads = max(update_threads() // 2, 1)  # behind the computation, which has the others
+        self._cores = update_threads()
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
         self._attributes: dict[str, dict[str, object]] = {}
         self._own: dict[str, Mapping[str, object] | None] = {}
+
+    @property
+    def threads(self) -> int:
+        """For the next chunk: half of the cores, since the computation has the others; all while a thread waits."""
+        return self._cores if Promise.waiting else max(self._cores // 2, 1)
 
     @property
     def counts(self) -> tuple[str, ...]:

@@ -1,0 +1,46 @@
+"""Who waits for an update gives it its cores."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from outsize.move.transfer import Promise
+from outsize.optim import update
+from outsize.optim.update import ChunkUpdater
+from tests.conftest import Workshop, batches
+
+
+def test_a_thread_that_waits_is_counted_until_its_wait_is_over() -> None:
+    promise, before = Promise(), Promise.waiting
+    thread = threading.Thread(target=promise.wait)
+    thread.start()
+    while Promise.waiting == before:
+        pass
+    assert Promise.waiting == before + 1
+    promise.keep()
+    thread.join()
+    assert Promise.waiting == before
+    broken = Promise()
+    broken.break_(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        broken.wait()
+    assert Promise.waiting == before
+
+
+def test_an_update_that_is_waited_for_takes_all_cores(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool]] = []
+    apply = ChunkUpdater.update
+
+    def noted(updater: ChunkUpdater, *args: Any) -> None:
+        seen.append((args[-1], bool(Promise.waiting)))
+        apply(updater, *args)
+
+    monkeypatch.setattr(update, "update_threads", lambda: 4)
+    monkeypatch.setattr(ChunkUpdater, "update", noted)
+    pair = workshop.pair(tier="host")
+    pair.train(batches(4))
+    assert seen and {count for count, _ in seen} <= {2, 4}
+    assert 4 in {count for count, _ in seen}  # the first unit is wanted at once
