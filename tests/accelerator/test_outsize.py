@@ -153,6 +153,25 @@ def test_a_step_stops_the_host_for_two_numbers(
     assert not conveyor.keys() - {"conveyor: event"}
 
 
+def test_gradients_without_elements_are_not_waited_for(sim: Any, workshop: Workshop) -> None:
+    class Odd(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 4)
+            self.none = nn.Parameter(torch.empty(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.none.sum()
+
+    model = Odd()
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "host", device="sim")
+    for batch in on_sim(batches(2)):
+        squared_error(model, batch).backward()
+        squared_error(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ def test_a_gradient_on_the_device_is_read_behind_what_computes_it(monkeypatch: p
         torch.Tensor, "copy_", lambda *args, **how: past.append(accelerator.current.past) or copy(*args)
     )
     accelerator.compute.put("gradient")
-    accelerator.lanes.follow()  # as the fetch does that runs the update
+    accelerator.lanes.follow(accelerator.lanes.outgoing)  # as the fetch does that runs the update
     with Stream(accelerator):
         accelerator.lanes.bring_home(torch.ones(3), torch.empty(3))
     assert past == [frozenset({"gradient"})]

@@ -57,6 +57,7 @@ class Setting:
     uneven: bool = False
     steps: int = 3
     mesh: tuple[int, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass
@@ -79,7 +80,14 @@ def fields_of(setting: Setting, disk: str) -> dict[str, Any]:
     if tier == "squeezed":
         places = dict.fromkeys(("params", "grads", "states"), "disk")
         memory = "448KiB"
-    return {"host_memory": memory, "disk": disk, "stage": setting.stage, "device": "cpu", **places, **setting.fields}
+    return {
+        "host_memory": memory,
+        "disk": disk,
+        "stage": setting.stage,
+        "device": setting.device,
+        **places,
+        **setting.fields,
+    }
 
 
 def make(setting: Setting, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -127,7 +135,7 @@ def train(setting: Setting, disk: str) -> Result:
     for step in range(setting.steps):
         total = torch.zeros(())
         for micro in range(setting.accumulate):
-            x, y = batch(step * 10 + micro, rank, _rows(setting, rank))
+            x, y = (each.to(setting.device) for each in batch(step * 10 + micro, rank, _rows(setting, rank)))
             rows = sum(_rows(setting, part) for part in range(ranks))
             last = micro == setting.accumulate - 1
             loss = nn.functional.mse_loss(model(x.to(setting.dtype)).float(), y)
@@ -137,14 +145,14 @@ def train(setting: Setting, disk: str) -> Result:
                     (loss / setting.accumulate).backward()
             else:
                 (loss / setting.accumulate).backward()
-            total += loss.detach()
+            total += loss.detach().cpu()
         norms.append(_clip(model, setting))
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(float(total) / ranks / setting.accumulate)
     with outsize.gathered(model):
-        weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+        weights = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
     return Result(losses, norms, weights)
 
 

@@ -121,7 +121,7 @@ def test_autocast_keeps_no_copy_of_the_weights(workshop: Workshop, tier: str) ->
     pair = workshop.pair(lambda: nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4)), tier=tier)
     found = []
     for model, _ in pair.both:
-        with Casts() as casts, torch.autocast("cpu", dtype=torch.bfloat16):
+        with Casts() as casts, torch.autocast(workshop.device, dtype=torch.bfloat16):
             for _ in range(3):
                 out = model(torch.randn(4, 16))
             assert torch.is_autocast_cache_enabled()

@@ -27,7 +27,7 @@ def test_values_inside_are_those_before_prepare(workshop: Workshop, tier: str) -
     with outsize.gathered(pair.model):
         for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
             assert torch.equal(mine, theirs)
-            assert mine.detach().numpy().tolist() == theirs.detach().numpy().tolist()
+            assert mine.detach().cpu().numpy().tolist() == theirs.detach().cpu().numpy().tolist()
             assert repr(mine.shape) == repr(theirs.shape)
 
 
@@ -104,7 +104,7 @@ def test_modified_bf16_values_are_their_own_masters_and_the_others_keep_theirs(w
     with torch.no_grad(), outsize.gathered(model, modify=True):
         model.head.weight[0].fill_(0.3)
     unit, slot = prepared(model).engine.unit_of(model.head.weight)
-    rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(4, 16)
+    rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(4, 16).to(unit.shard.device)
     value = weights(model)["head.weight"]
     master = ((value.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
     assert torch.equal(master[0], torch.full((16,), 0.3).bfloat16().float())
@@ -313,7 +313,7 @@ def test_writers_that_look_for_shared_storages_write_every_tensor(workshop: Work
     ):
         plain = pair.plain.state_dict()
         assert len(written) == len(plain) - 1  # one name for the tied pair
-        assert all(torch.equal(written[name], plain[name]) for name in written)
+        assert all(torch.equal(written[name], plain[name].cpu()) for name in written)
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_a_deep_copy_made_inside_is_a_plain_model(workshop: Workshop, tier: str)
     data = batches(2, out=16)
     assert train(copied, optimizer, data) == train(pair.plain, pair.plain_optimizer, data)
     workshop.pair(Tied).train(data)
-    pair.model.to("cpu")
+    pair.model.to(workshop.device)
     copied.double()
 
 

@@ -72,7 +72,7 @@ def test_accumulated_bf16_gradients_are_added_in_fp32(workshop: Workshop, tier: 
     pair.optimizer.step()
     state = pair.optimizer.state_dict()["state"]
     for index, value in enumerate(total.values()):  # the first exp_avg is a tenth of the gradient: its bits are fp32
-        torch.testing.assert_close(state[index]["exp_avg"], value * (1 - 0.9), rtol=1e-6, atol=0)
+        torch.testing.assert_close(state[index]["exp_avg"].to(value.device), value * (1 - 0.9), rtol=1e-6, atol=0)
 
 
 def test_a_gradient_accumulates_onto_what_zero_grad_zeroed(workshop: Workshop, tier: str) -> None:
@@ -203,7 +203,7 @@ def test_what_a_hook_adds_to_a_gradient_that_is_complete_is_used(workshop: Works
     for model, _ in pair.both:
 
         def hook(param: Tensor, complete: Tensor = model.head.bias) -> None:
-            complete.grad.add_(torch.full((4,), 0.5))
+            complete.grad.add_(torch.full((4,), 0.5, device=param.device))
 
         hooks.append(model.blocks[0].up.weight.register_post_accumulate_grad_hook(hook))
     pair.train(batches(3), clip=1.0)

@@ -223,7 +223,7 @@ def test_bf16_weights_keep_exact_masters(workshop: Workshop, name: str) -> None:
         high = model.weight.detach().clone().as_subclass(Tensor)
     unit.await_written()
     low = unit.shard.read_array(unit.shard.arrays["master"], 0, 256).view(16, 16)
-    master = ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    master = ((high.view(torch.int16).int() << 16) + low.int().to(high.device)).view(torch.float32)
     torch.testing.assert_close(master, plain.weight.data, rtol=0, atol=1e-7)
     assert not torch.equal(master, torch.ones(16, 16))
 
@@ -317,7 +317,9 @@ def test_large_factored_state_survives_a_checkpoint_on_another_tier(workshop: Wo
     ours, theirs = weights(again.model), weights(pair.model)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     mine, state = again.optimizer.state_dict()["state"], pair.optimizer.state_dict()["state"]
-    assert all(torch.equal(mine[at][key], value) for at, entry in state.items() for key, value in entry.items())
+    assert all(
+        torch.equal(mine[at][key].cpu(), value.cpu()) for at, entry in state.items() for key, value in entry.items()
+    )
 
 
 def test_numpy_reads_large_factored_state(workshop: Workshop) -> None:

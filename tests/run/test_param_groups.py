@@ -63,7 +63,7 @@ def test_one_parameter_of_a_unit_added_leaves_its_neighbours_weights(
     before = weights(model)
     outsize.save(workshop.disk.parent / "ckpt", model, optimizer)
     again = Stack()
-    outsize.prepare(again, device="cpu")
+    outsize.prepare(again, device=workshop.device)
     outsize.load(workshop.disk.parent / "ckpt", again)
     for name, value in weights(again).items():
         torch.testing.assert_close(value, before[name].float(), rtol=1e-2, atol=1e-2, msg=name)

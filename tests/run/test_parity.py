@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import outsize
 from tests.conftest import (
     KINDS,
-    TIERS,
     Pair,
     Stack,
     Workshop,
@@ -33,6 +32,8 @@ def test_fifty_clipped_steps_give_the_losses_norms_and_weights_of_torch(workshop
 def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
     runs = []
     for places in itertools.product(("device", "host", "disk"), repeat=3):
+        if "device" not in workshop.exact_tiers and places == ("device",) * 3:
+            continue
         torch.manual_seed(0)
         model = Stack(depth=2)
         optimizer = adamw(model)
@@ -45,7 +46,7 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
 
 
 def test_a_squeezed_disk_gives_the_bits_of_the_device(workshop: Workshop) -> None:
-    device, disk = workshop.pair(tier="device"), workshop.pair(tier="squeezed")
+    device, disk = workshop.pair(tier=workshop.exact_tiers[0]), workshop.pair(tier="squeezed")
     assert device.train(batches(10), clip=0.5) == disk.train(batches(10), clip=0.5)
     expected = weights(device.model)
     assert all(torch.equal(expected[name], value) for name, value in weights(disk.model).items())
@@ -203,7 +204,7 @@ def test_the_optimizer_state_reads_as_torch_would_show_it(workshop: Workshop, ti
     for index, entry in theirs["state"].items():
         assert mine["state"][index].keys() == entry.keys()
         for name, value in entry.items():
-            torch.testing.assert_close(mine["state"][index][name], value, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(mine["state"][index][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -279,7 +280,9 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
         unit.await_written()
         for name, slot in unit.shard.slots.items():
             rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(slot.shape)
-            found[name] = ((values[name].view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+            found[name] = ((values[name].view(torch.int16).int() << 16) + rest.int().to(values[name].device)).view(
+                torch.float32
+            )
     return found
 
 
@@ -339,7 +342,7 @@ def test_bf16_starts_from_the_fp32_weights_themselves(workshop: Workshop, tier: 
 
 def test_every_tier_gives_the_same_bits_in_bf16(workshop: Workshop) -> None:
     results = []
-    for tier in TIERS:
+    for tier in workshop.exact_tiers:
         pair = workshop.pair(lambda: Stack(depth=2), tier=tier, compute_dtype=torch.bfloat16)
         data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
         trace = train(pair.model, pair.optimizer, data, clip=0.5)

@@ -499,7 +499,7 @@ def test_an_interrupted_recomputation_leaves_the_layer_as_it_was(monkeypatch: py
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at
 @pytest.mark.parametrize("compiled", ["model", "layers"])
-def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: str) -> None:
+def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: str, device: str) -> None:
     models, losses = [], []
     for _ in range(2):
         torch.manual_seed(0)
@@ -508,7 +508,7 @@ def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if model is models[0]:
             places = dict.fromkeys(("params", "grads", "states"), "host")
-            outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", activations=activations, **places)
+            outsize.prepare(model, optimizer, device=device, host_memory="64MiB", activations=activations, **places)
         for layer in model.layers if compiled == "layers" else ():
             layer.compile(backend="eager")
         runner = torch.compile(model, backend="eager") if compiled == "model" else model

@@ -160,14 +160,14 @@ def test_a_layer_that_does_something_else_in_the_backward_is_named_with_the_reme
 
 
 @pytest.fixture
-def compilable() -> Iterator[list[nn.Module]]:
+def compilable(device: str) -> Iterator[list[nn.Module]]:
     """A model whose activations are kept, and its plain twin; the compiler keeps them as long as its code."""
     places = dict.fromkeys(("params", "grads", "states"), "host")
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = Stack(depth=2)
     model = copy.deepcopy(plain)
-    outsize.prepare(model, adamw(model), device="cpu", host_memory="64MiB", activations="keep", **places)
+    outsize.prepare(model, adamw(model), device=device, host_memory="64MiB", activations="keep", **places)
     yield [model, plain]
     torch.compiler.reset()
 

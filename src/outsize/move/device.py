@@ -46,12 +46,14 @@ class Lanes:
         finally:
             torch.accelerator.set_stream(before)
 
-    def follow(self) -> None:
-        """What leaves from now on comes after all that the current stream was given."""
-        self.outgoing.wait_event(self.current().record_event())
+    def follow(self, *lanes: torch.Stream) -> None:
+        """What these lanes do from now on comes after all that the current stream was given."""
+        event = self.current().record_event()
+        for lane in lanes:
+            lane.wait_event(event)
 
     def send(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Start to copy what lies on the device into host memory, behind what `follow` has seen."""
+        """Start to copy what lies on the device into host memory, behind all that `outgoing` follows."""
         with self.on(self.outgoing):
             out.copy_(source, non_blocking=True)
 

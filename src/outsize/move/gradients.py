@@ -159,6 +159,8 @@ class GradShard:
         self.at_rest.add(slot.name)
         target = self.view(slot.offset, slot.end).view(self.dtype(slot))
         if self._outbox is not None and source.device.type != "cpu":
+            if not source.numel():  # nothing is sent, and nothing would ever arrive
+                return
             self._landing = self._outbox.send(source, target, previous)
             return
         self.await_landed()

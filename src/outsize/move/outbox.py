@@ -74,7 +74,7 @@ class Outbox:
     def send(self, source: torch.Tensor, target: torch.Tensor, ops: GradOps | None) -> Job:
         """Start to bring `source` (1-D) to `target` (1-D, in host memory); over when the job is, once `dispatch` was
         called. `ops`: see `Leaving`."""
-        self._lanes.follow()
+        self._lanes.follow(self._lanes.outgoing)
         most = max(self.nbytes // source.itemsize, 1)
         for start in range(0, source.numel(), most):
             part = source[start : start + most]

@@ -270,6 +270,12 @@ class UnitShard:
             assert self._late is not None, "there is an optimizer"
             self._late.open(self)
 
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether all that an update needs lies on an accelerator."""
+        tiers = self.tiers
+        return self.lanes is not None and tiers.params == tiers.grads == tiers.states == "device"
+
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""
         if self.hold is not None:

@@ -130,6 +130,9 @@ class ChunkUpdater:
         turning = [file for file in shard.generations() if file.frozen]
         for file in turning:
             file.begin_turn()
+        if shard.updates_on_device:
+            yield DeviceUpdateStep(self, shard, pending, fetch)
+            return
         if moving:
             yield GatherScalesStep(moving)
         for segment in shard.layout.segments:
@@ -326,6 +329,40 @@ class EndTurnStep(Step):
         for file in self._files:  # every earlier step has read what it needs and begun to write what it has
             file.end_turn()
         return ()
+
+
+@final
+class DeviceUpdateStep(Step):
+    """The whole update of a unit on an accelerator, on the stream that fills its buffer. With several ranks this rank's
+    part, which the others gather behind it."""
+
+    def __init__(self, updater: ChunkUpdater, shard: UnitShard, pending: Pending, fetch: bool) -> None:
+        self._updater, self._shard, self._pending, self._fetch = updater, shard, pending, fetch
+
+    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        return ()
+
+    def finish(self) -> Sequence[Transfer]:
+        shard = self._shard
+        with shard.buffer.filling():
+            shard.use()
+            for owed in self._pending.values():
+                if owed.loose is not None and shard.lanes is not None:
+                    owed.loose.record_stream(shard.lanes.incoming)
+            for mine, gathered in self._parts() if self._fetch else ():
+                gathered.copy_(mine)
+            self._updater.update_in_place(shard, self._pending)
+            for mine, gathered in self._parts():
+                mine.copy_(gathered)
+        return ()
+
+    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What rests here of the parameters and its place in the buffer, where these are two."""
+        shard = self._shard
+        for segment in shard.layout.segments if shard.params is not None else ():
+            mine = shard.params.in_place(*shard.param_layout.span(segment.start, segment.end))
+            assert mine is not None
+            yield mine, shard.param_bytes(segment.start, segment.end)
 
 
 # Note [Whole parameters]

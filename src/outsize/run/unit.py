@@ -94,8 +94,9 @@ class Unit:
         steps: Iterator[Step]
         if pending:
             assert updater is not None
-            if self.shard.lanes is not None and any(owed.loose is not None for owed in pending.values()):
-                self.shard.lanes.follow()
+            lanes = self.shard.lanes
+            if lanes is not None and any(owed.loose is not None for owed in pending.values()):
+                lanes.follow(lanes.incoming, lanes.outgoing)
             steps = updater.steps(self.shard, pending, fetch)
         else:
             steps = read_steps(self.shard, slab_bytes)
