@@ -359,7 +359,9 @@ class DeviceUpdateStep(Step):
     def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What rests here of the parameters and its place in the buffer, where these are two."""
         shard = self._shard
-        for segment in shard.layout.segments if shard.params is not None else ():
+        if shard.params is None:
+            return
+        for segment in shard.layout.segments:
             mine = shard.params.in_place(*shard.param_layout.span(segment.start, segment.end))
             assert mine is not None
             yield mine, shard.param_bytes(segment.start, segment.end)
