@@ -193,6 +193,11 @@ def current_stream(device: Device = None) -> torch.Stream:
     return torch._C._accelerator_getStream(0)
 
 
+def stream(chosen: torch.Stream) -> torch.Stream:
+    """The block in which it is the current one."""
+    return chosen
+
+
 def set_stream(stream: torch.Stream) -> None:
     torch._C._accelerator_setStream(stream)
 

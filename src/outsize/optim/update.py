@@ -220,11 +220,17 @@ class ChunkUpdater:
             param, grad = param.view(slot.shape), grad.view(slot.shape)
             master = None if master is None else master.view(slot.shape)
             arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
-        hung, own = self._attributes.get(slot.name, {}), self._own.get(slot.name)
+        hung = _beside(param, self._attributes.get(slot.name, {}))
+        own = self._own.get(slot.name)
         self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, hung, own))
         if end == slot.end:
             assert state.next_scalars is not None
             state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True
+
+
+def _beside(param: torch.Tensor, values: Mapping[str, object]) -> dict[str, object]:
+    """What the user has on the accelerator, where the update runs."""
+    return {key: each.to(param.device) if isinstance(each, torch.Tensor) else each for key, each in values.items()}
 
 
 def staged_bytes(shard: UnitShard, start: int, end: int) -> int:
