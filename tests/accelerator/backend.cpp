@@ -522,6 +522,12 @@ at::Tensor& set_empty(at::Tensor& self) {
     return set_strided(self, std::move(storage), 0, {0}, {1});
 }
 
+bool is_set_to(const at::Tensor& self, const at::Tensor& other) {
+    return is_sim(other) && self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
+           self.storage_offset() == other.storage_offset() && self.sizes() == other.sizes() &&
+           self.strides() == other.strides();
+}
+
 Range range_of(const at::Tensor& tensor) {
     auto first = reinterpret_cast<Address>(tensor.storage().data()) +
                  static_cast<Address>(tensor.storage_offset()) * tensor.itemsize();
@@ -596,6 +602,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_.source_Storage", &set_storage);
     m.impl("set_.source_Tensor", &set_tensor);
     m.impl("set_", &set_empty);
+    m.impl("is_set_to", &is_set_to);
     m.impl("_copy_from", &copy_from);
     m.impl("_copy_from_and_resize", &copy_from_and_resize);
     m.impl("_local_scalar_dense", &local_scalar_dense);

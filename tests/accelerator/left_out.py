@@ -9,13 +9,28 @@ ADDRESSES = "tells buffers apart by their addresses, which a device uses again"
 ON_CPU = "computes on the CPU by name"
 NUMPY = "is about NumPy's view of host memory"
 FORKS = "forks the process, and torch's threads do not come along"
-ANOTHER_PROCESS = "starts processes that know nothing of the device"
+COLLECTIVES = "is about data parallelism of torch's own, which has no collectives for the device"
 
 RUN = "tests/run/test_"
 
 LEFT_OUT = {
     RUN + "beside_the_gate.py::test_a_default_device_is_of_no_concern": DEFAULT_DEVICE,
     RUN + "delayed_update.py::test_a_checkpoint_holds_the_gradients_that_are_held_back[device]": DEVICE_BITS,
+    RUN + "errors.py::test_a_forked_child_that_ends_normally_removes_nothing": FORKS,
+    RUN + "errors.py::test_a_model_that_fits_nowhere_says_what_to_add": BUDGET,
+    RUN + "errors.py::test_adding_a_group_beyond_the_budget_is_refused": BUDGET,
+    RUN + "errors.py::test_forked_data_loader_workers_work_and_leave_the_files_alone": FORKS,
+    RUN + "errors.py::test_models_that_are_wrapped_for_data_parallelism_are_refused": COLLECTIVES,
+    RUN + "errors.py::test_moves_of_a_part_or_of_the_whole_that_change_nothing_are_let_through": ON_CPU,
+    RUN + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[device-sh": ON_CPU,
+    RUN + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[disk-sh": ON_CPU,
+    RUN + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[host-sh": ON_CPU,
+    RUN
+    + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[squeezed-sh": ON_CPU,
+    RUN + "errors.py::test_moves_of_a_prepared_model_are_refused_with_the_remedy[share_memory": ON_CPU,
+    RUN + "errors.py::test_moves_that_change_nothing_are_let_through": ON_CPU,
+    RUN + "errors.py::test_recurrent_weights_stay_where_they_are_when_they_are_to_be_flattened": NO_KERNEL,
+    RUN + "errors.py::test_wrapping_a_prepared_model_for_data_parallelism_is_refused": COLLECTIVES,
     RUN + "gradients.py::test_gradients_of_a_sparse_embedding_are_refused_by_name": NO_KERNEL,
     RUN + "modules.py::test_evaluation_between_steps_sees_the_weights_after_the_last_step[Conv": NO_KERNEL,
     RUN + "modules.py::test_evaluation_between_steps_sees_the_weights_after_the_last_step[Recurrent": NO_KERNEL,

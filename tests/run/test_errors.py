@@ -499,9 +499,11 @@ def test_a_forward_from_a_second_thread_at_once_is_refused(workshop: Workshop) -
             inside.set()
             leave.wait(10)
 
+    rows = batches(1)[0][0]
+
     def other() -> None:
         try:
-            pair.model(batches(1)[0][0])
+            pair.model(rows)
         except BaseException as error:
             caught.append(error)
 
@@ -522,7 +524,8 @@ def test_training_may_move_to_another_thread(workshop: Workshop, tier: str) -> N
     pair = workshop.pair(tier=tier)
     expected = train(pair.plain, pair.plain_optimizer, batches(3))
     found = []
-    thread = threading.Thread(target=lambda: found.append(train(pair.model, pair.optimizer, batches(3))))
+    data = batches(3)
+    thread = threading.Thread(target=lambda: found.append(train(pair.model, pair.optimizer, data)))
     thread.start()
     thread.join()
     found[0].close_to(expected)

@@ -102,7 +102,9 @@ def test_masters_of_what_is_unfrozen_begin_at_its_weights(workshop: Workshop, ti
     with outsize.gathered(pair.model):
         base = pair.model[0].base.weight  # type: ignore[index,union-attr]
         masters = pair.optimizer.state_dict()["state"][0]["fp32_master"]
-    torch.testing.assert_close(masters.bfloat16(), weights(pair.model)["0.base.weight"], rtol=2**-7, atol=0)
+    torch.testing.assert_close(
+        masters.bfloat16(), weights(pair.model)["0.base.weight"].to(masters.device), rtol=2**-7, atol=0
+    )
     assert not torch.equal(masters, masters.bfloat16().float())
     assert base.requires_grad
 

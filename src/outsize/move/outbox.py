@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Outbox:
     def __init__(self, nbytes: int, lanes: Lanes, conveyor: Conveyor, ledger: Ledger) -> None:
         self.nbytes = nbytes
         self._lanes = lanes
-        self._conveyor = conveyor
+        self._conveyor = weakref.ref(conveyor)  # from `param.grad` one comes here, out of the collector's sight
         self._ledger = ledger
         self._ring: HostBuffer | None = HostBuffer(nbytes, pinned=True)
         self._taken: deque[tuple[int, int, Job]] = deque()  # (first byte, end, what empties it), oldest first
@@ -87,7 +88,9 @@ class Outbox:
         """Let the conveyor have what was sent."""
         if self._pieces:
             self._steps.append(LandStep(self._lanes.sent(), self._pieces))
-            self._conveyor.submit(self._open)
+            conveyor = self._conveyor()
+            assert conveyor is not None, "the model of these gradients is gone"
+            conveyor.submit(self._open)
             self._pieces, self._steps = [], []
             self._open = Job(self._steps)
 
