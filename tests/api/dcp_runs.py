@@ -178,8 +178,6 @@ def load(
     for unit in prepared(model).engine.units:
         if weights:
             checkpoint.load_weights(unit.shard, MASTERS)
-        if unit.shard.buffer.resident:
-            unit.shard.buffer.await_filled()
         if optimizer is not None:
             checkpoint.load_state(unit.shard)
     for name, value in persistent(model).items() if weights else ():
