@@ -68,7 +68,7 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
-	$(BIN)/python -m pytest tests/accelerator  # in a process of its own: torch allows one device of ours a process
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/accelerator  # in processes of its own: torch allows one device of ours a process
 	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim tests/run
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
 
