@@ -105,3 +105,14 @@ def test_a_release_where_values_are_in_use_is_refused(workshop: Workshop) -> Non
     with pytest.raises(ValueError, match="not prepared"):
         outsize.release(pair.plain)
     pair.train(batches(1))
+
+
+def test_a_graph_that_outlives_a_release_takes_no_gradients(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    loss = squared_error(pair.model, batches(1)[0])  # as a loop's variable, which keeps the graph
+    outsize.release(pair.model)
+    with pytest.raises(RuntimeError, match="between the forward and this backward|modified by an inplace"):
+        loss.backward()
+    pair.model.zero_grad()
+    workshop.prepare(pair.model, pair.optimizer, tier)
+    pair.train(batches(2))

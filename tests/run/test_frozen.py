@@ -172,3 +172,33 @@ def test_room_that_the_budget_has_not_got_is_refused_before_anything_changes(wor
         train(pair.model, pair.optimizer, data(1))
     for name, value in weights(pair.model).items():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("way", ["save", "dcp", "state_dict"])
+def test_masters_of_what_is_frozen_again_go_on_exactly(workshop: Workshop, tier: str, way: str, tmp_path: Path) -> None:
+    def frozen() -> nn.Module:
+        return model().requires_grad_(False)
+
+    def begin(state: bool) -> Pair:
+        pair = workshop.pair(frozen, all_of, tier, compute_dtype=torch.bfloat16, units=Adapted)
+        pair.model.requires_grad_(state)
+        return pair
+
+    pair, again = begin(True), begin(False)
+    train(pair.model, pair.optimizer, data(2, torch.bfloat16))
+    if way == "save":
+        outsize.save(tmp_path / "it", pair.model, pair.optimizer).wait()
+    elif way == "dcp":
+        outsize.export(tmp_path / "it", pair.model, format="dcp", optimizer=pair.optimizer, dtype=torch.float32)
+    if way == "state_dict":
+        with outsize.gathered(pair.model), outsize.gathered(again.model, modify=True):
+            again.model.load_state_dict(pair.model.state_dict())
+        again.optimizer.load_state_dict(pair.optimizer.state_dict())
+    else:
+        outsize.load(tmp_path / "it", again.model, again.optimizer)
+    again.model.requires_grad_(True)
+    for each in (pair, again):
+        train(each.model, each.optimizer, data(2, torch.bfloat16))
+    mine, expected = again.optimizer.state_dict()["state"], pair.optimizer.state_dict()["state"]
+    for index, entry in expected.items():
+        assert all(torch.equal(mine[index][key], value) for key, value in entry.items()), index

@@ -20,6 +20,13 @@ from outsize.move.shard import UnitShard
 from tests.api.dcp_runs import plain_save
 from tests.conftest import Pair, Stack, Workshop, adamw, batches, prepared, train, weights
 
+MASTER_KEY = "fp32_master"
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """It keeps nothing for a parameter."""
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
+
 
 def entry(pair: Pair) -> dict[str, Any]:
     return pair.optimizer.state[pair.model.head.weight]
@@ -244,10 +251,15 @@ def test_a_state_dict_that_is_refused_stops_nothing(workshop: Workshop, tier: st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("make", [adamw, sgd])
 def test_state_dicts_resume_16_bit_training_bit_for_bit(
-    workshop: Workshop, tier: str, dtype: torch.dtype, first: str
+    workshop: Workshop,
+    tier: str,
+    dtype: torch.dtype,
+    first: str,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
-    pair = workshop.pair(tier=tier, compute_dtype=dtype)
+    pair = workshop.pair(optimizer=make, tier=tier, compute_dtype=dtype)
     data = [(inputs.to(dtype), targets.to(dtype)) for inputs, targets in batches(6)]
     train(pair.model, pair.optimizer, data[:3])
     with outsize.gathered(pair.model):
@@ -257,7 +269,7 @@ def test_state_dicts_resume_16_bit_training_bit_for_bit(
 
     torch.manual_seed(1)
     model = Stack()
-    optimizer = adamw(model)
+    optimizer = make(model)
     workshop.prepare(model, optimizer, tier, compute_dtype=dtype)
 
     def load_model() -> None:
@@ -267,10 +279,14 @@ def test_state_dicts_resume_16_bit_training_bit_for_bit(
     loads = [load_model, lambda: optimizer.load_state_dict(of_optimizer)]
     for load in loads if first == "model" else reversed(loads):
         load()
+    again = optimizer.state_dict()["state"]
+    assert all(
+        torch.equal(again[index][MASTER_KEY], state[MASTER_KEY]) for index, state in of_optimizer["state"].items()
+    )
     train(model, optimizer, data[3:])
     ours, theirs = weights(model), weights(pair.model)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    exact = [each.state_dict()["state"][0]["fp32_master"] for each in (optimizer, pair.optimizer)]
+    exact = [each.state_dict()["state"][0][MASTER_KEY] for each in (optimizer, pair.optimizer)]
     assert torch.equal(*exact)
 
 

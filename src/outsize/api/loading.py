@@ -301,6 +301,8 @@ class _Weights(Protocol):
 class _Source(_Weights, Protocol):
     """What a checkpoint of any format offers for one unit."""
 
+    def stated(self, shard: UnitShard) -> set[str]: ...
+
     def load_state(self, shard: UnitShard) -> None: ...
 
 
@@ -332,6 +334,8 @@ def _place(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     """One unit's weights and states."""
+    if optimizer is not None:
+        unit.shard.make_room(source.stated(unit.shard))  # before the weights, whose masters lie there too
     if model is not None:
         _place_weights(unit, source)
     if optimizer is not None:

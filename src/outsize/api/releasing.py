@@ -122,6 +122,7 @@ def _states(prepared: Prepared) -> dict[torch.Tensor, dict[str, Any]]:
 def _become_plain(param: nn.Parameter, value: torch.Tensor, grad: torch.Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         param.grad = None
+        torch.autograd.graph.increment_version(param)  # a graph of before must not be used
         if is_distributed(param):
             from torch.distributed.tensor import DTensor
 

@@ -250,13 +250,19 @@ class Checkpoint:
         if master is not None:
             copy_in(States(shard, master), halves, slab, weights.master, keep)
 
+    def stated(self, shard: UnitShard) -> set[str]:
+        """Those of the unit's parameters that have optimizer state here."""
+        return {name for name in shard.slots if name in self.records and name in self.scalars}
+
     def load_state(self, shard: UnitShard) -> None:
-        """Place the unit's optimizer arrays and scalars; a parameter that had none has none again."""
+        """Place the unit's optimizer arrays and scalars; a parameter that had none has none again.
+
+        There is room for those that have.
+        """
         slab = HostBuffer(SLAB_BYTES)
         records = self.records
         known = {name for name in shard.slots if name in records}
-        filled = {name for name in known if name in self.scalars}
-        shard.make_room(filled)
+        filled = self.stated(shard)
         stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
         for array in shard.arrays.values():
             if array.public:

@@ -87,18 +87,23 @@ class DcpCheckpoint:
         if master is not None:
             copy_in(States(shard, master), halves, slab, weights.master, keep)
 
+    def stated(self, shard: UnitShard) -> set[str]:
+        """Those of the unit's parameters that have optimizer state here."""
+        assert self._optimizer is not None, "opened without an optimizer"
+        return {name for name in shard.slots if name in self._optimizer.states}
+
     def load_state(self, shard: UnitShard) -> None:
         """Place the unit's optimizer arrays and scalars.
 
-        A parameter that had none has none again; one that was passed over keeps what it has.
+        There is room for those that have any. A parameter that had none has none again; one that was passed over keeps
+        what it has.
         """
         assert self._optimizer is not None, "opened without an optimizer"
         slab = HostBuffer(SLAB_BYTES)
         states = self._optimizer.states
-        filled = {name for name in shard.slots if name in states}
+        filled = self.stated(shard)
         missing = set(self._model.passed_over.get("missing parameters", ())) - filled
         known = set(shard.slots) - missing
-        shard.make_room(filled)
         stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
         for array in shard.arrays.values():
             if array.public:

@@ -136,6 +136,11 @@ class Engine:
         return self._by_key[key].updates
 
     def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
+        if not self._names:
+            raise RuntimeError(
+                "outsize.release was called between the forward and this backward; call backward() before, or run the "
+                "forward again"
+            )
         unit = self._by_key[key]
         if unit.updates != updates:
             raise RuntimeError(
@@ -333,6 +338,8 @@ class Engine:
         self._watched.clear()
 
     def _gradient_arrived(self, name: str, *_: object) -> None:
+        if not self._names:  # the model was released, and a graph of before keeps the node
+            return
         self._watch_backward()
         self.streamer.in_node.clear()  # the node that used the weights has run
         unit = self._home[name]

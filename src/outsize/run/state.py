@@ -107,7 +107,7 @@ def check_entry(
 
     `hyper`: the options of the parameter's group; None where it is in none.
     """
-    names = {name for name, array in shard.arrays.items() if array.public}
+    names = set(kept.rule.arrays)
     own, slot = slot, shard.whole_slots[slot.name]
     arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     wrong = {key for key, value in arrays.items() if value.shape == slot.shape != ()} - names
@@ -277,6 +277,10 @@ def options_of(param: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[st
     return None if found is None else {key: value for key, value in found.items() if key != "params"}
 
 
+def was_stepped(shard: UnitShard, name: str) -> bool:
+    """Whether the optimizer has stepped on the parameter, whatever it keeps."""
+    return name in shard.slot_states and shard.slot_states[name].initialised
+
+
 def _has_state(shard: UnitShard, name: str) -> bool:
-    state = shard.slot_states.get(name)
-    return state is not None and state.initialised and bool(state.scalars or shard.has_state)
+    return was_stepped(shard, name) and bool(shard.slot_states[name].scalars or shard.has_state)

@@ -15,7 +15,16 @@ from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry
 from outsize.run.local import like, local
-from outsize.run.state import Kept, StreamedState, check_counts, check_entry, entry_of, options_of, store_state
+from outsize.run.state import (
+    Kept,
+    StreamedState,
+    check_counts,
+    check_entry,
+    entry_of,
+    options_of,
+    store_state,
+    was_stepped,
+)
 from outsize.run.unit import Unit
 
 MASTER_KEY = "fp32_master"
@@ -118,9 +127,11 @@ class WholeState:
         for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 unit, slot = self._engine.unit_of(param)
-                if found["state"].get(index) and unit.shard.array(MASTER, slot):
+                if was_stepped(unit.shard, slot.name) and unit.shard.array(MASTER, slot):
+                    unit.await_written()
                     master = self._kept.master_of(unit.shard, slot.name).view(slot.shape)
-                    found["state"][index][MASTER_KEY] = master if unit.shard.ranks > 1 else like(param, master)
+                    entry = found["state"].setdefault(index, {})  # there is none for SGD without momentum
+                    entry[MASTER_KEY] = master if unit.shard.ranks > 1 else like(param, master)
         return found
 
     def _put_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -132,6 +143,7 @@ class WholeState:
                     value = unit.shard.own(name, value)
                 unit.shard.make_room([name])
                 self._kept.store_master(unit.shard, name, value)
+                unit.shard.slot_states[name].initialised = True
             if names:
                 unit.updates += 1  # a graph of before must not be used
                 if unit.shard.ranks > 1:
