@@ -14,6 +14,7 @@ namespace sim {
 namespace {
 
 constexpr std::size_t kRound = 512;  // as CUDA's allocator rounds
+constexpr Address kPage = 4096;
 constexpr int kPoison = 0xFF;        // not a number in every floating type
 constexpr int kAsksInVain = 3;       // a held copy runs once somebody has asked for it this often
 
@@ -170,7 +171,9 @@ void Machine::empty_cache() {
         if (!cache_.empty()) join(host_, streams_[s].ticks);
     }
     for (auto& [address, block] : cache_) {
-        madvise(reinterpret_cast<void*>(address - device_ + mine_), block.size, MADV_DONTNEED);
+        Address first = (address + kPage - 1) / kPage * kPage, last = (address + block.size) / kPage * kPage;
+        if (first < last)  // whole pages only: others lie on the same ones
+            madvise(reinterpret_cast<void*>(first - device_ + mine_), last - first, MADV_DONTNEED);
         stats.reserved_bytes[0].decrease(block.size);
     }
     cache_.clear();

@@ -141,6 +141,14 @@ def test_the_cap_is_an_out_of_memory_error(sim: Any) -> None:
     assert sim.max_memory_allocated() == 1 << 20
 
 
+def test_memory_that_is_given_back_leaves_its_neighbours(sim: Any) -> None:
+    blocks = [torch.full((128,), float(index), device="sim") for index in range(64)]
+    kept = blocks[1::2]
+    del blocks
+    sim.empty_cache()
+    assert [block[0].item() for block in kept] == list(range(1, 64, 2))
+
+
 def test_new_memory_is_poisoned_and_a_storage_comes_back(sim: Any) -> None:
     flat = torch.zeros(COUNT, device="sim")
     views = flat[:10]
