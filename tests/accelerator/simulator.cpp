@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::size_t kRound = 512;  // as CUDA's allocator rounds
 constexpr Address kPage = 4096;
-constexpr int kPoison = 0xFF;        // not a number in every floating type
-constexpr int kAsksInVain = 3;       // a held copy runs once somebody has asked for it this often
+constexpr int kPoison = 0xFF;   // not a number in every floating type
+constexpr int kAsksInVain = 3;  // a held copy runs once somebody has asked for it this often
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 

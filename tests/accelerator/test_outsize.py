@@ -6,14 +6,17 @@ import gc
 import itertools
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import outsize
 from outsize.move.conveyor import Job, Step
 from outsize.move.memory import HostBuffer
+from tests.accelerator import sim as simulator
 from tests.conftest import Stack, Trace, Workshop, adamw, batches, prepared, squared_error, squeeze, train, weights
 
 KIB = 1 << 10
@@ -64,6 +67,63 @@ def test_host_and_disk_give_the_same_bits(sim: Any, workshop: Workshop) -> None:
         assert all(torch.equal(value, results[0][1][name]) for name, value in found.items())
 
 
+# -- manners ---------------------------------------------------------------------------------------------------------
+
+MANNERS: dict[str, dict[str, Any]] = {
+    "bf16": {"compute_dtype": torch.bfloat16},
+    "fp16": {"compute_dtype": torch.float16},
+    "autocast": {},
+    "accumulated": {},
+    "recomputed": {"activations": "recompute"},
+    "kept": {"activations": "keep"},
+    "delayed": {"delayed_update": 2},
+    "in the backward": {"update": "backward"},
+    "compact": {"state_format": "compact"},
+    "SGD": {},
+    "RMSprop": {},
+}
+
+
+def in_a_manner(workshop: Workshop, manner: str, tiers: tuple[str, str, str]) -> tuple[list[float], dict[str, Tensor]]:
+    fields = MANNERS[manner]
+    model = stack()
+    made = {"SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}.get(manner, torch.optim.AdamW)
+    optimizer = made(model.parameters(), lr=1e-2)
+    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
+    workshop.prepare(model, optimizer, device="sim", disk=workshop.disk, **kinds, **fields)
+    squeeze(model)
+    scaler = torch.amp.GradScaler("sim", init_scale=64.0, enabled=manner == "fp16")
+    losses = []
+    for x, y in on_sim(batches(4)):
+        for _ in range(2 if manner == "accumulated" else 1):
+            with torch.autocast("sim", torch.bfloat16, enabled=manner == "autocast"):
+                loss = (model(x.to(fields.get("compute_dtype"))).float() - y).square().mean()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if manner != "in the backward":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, values(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manner", MANNERS)
+def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> None:
+    """Nor where state rests, off the device."""
+    found = []
+    for policy in POLICIES:
+        with simulator.switched_on(policy, seed=3):
+            for tiers in (("host",) * 3, ("disk",) * 3, ("device", "host", "disk")):
+                found.append(in_a_manner(workshop, manner, tiers))
+            gc.collect()
+    for losses, shown in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(value, found[0][1][name]) for name, value in shown.items())
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +170,74 @@ def test_a_loop_on_a_stream_of_its_own_trains_alike(sim: Any, workshop: Workshop
         assert train(model, optimizer, data[:3], clip=0.5).losses == expected.losses[:3]
     torch.accelerator.current_stream().wait_stream(own)
     assert train(model, optimizer, data[3:], clip=0.5).losses == expected.losses[3:]
+
+
+# -- programs --------------------------------------------------------------------------------------------------------
+
+
+@anytime
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_two_models_train_in_turn(sim: Any, workshop: Workshop, tier: str) -> None:
+    expected = trained(workshop, (tier, tier, tier))
+    pairs = [prepared_stack(workshop, tier) for _ in range(2)]
+    losses: list[list[float]] = [[], []]
+    for batch in on_sim(batches(5)):
+        for each, (model, optimizer) in zip(losses, pairs, strict=True):
+            each += train(model, optimizer, [batch], clip=0.5).losses
+    assert losses == [expected[0].losses] * 2
+    for model, _ in pairs:
+        assert all(torch.equal(value, expected[1][name]) for name, value in values(model).items())
+
+
+@anytime
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_generation_between_steps_reads_the_newest_weights(sim: Any, workshop: Workshop, tier: str) -> None:
+    model, optimizer = prepared_stack(workshop, tier)
+    plain = stack().to("sim")
+    shown = []
+    for each, stepped in ((model, optimizer), (plain, adamw(plain))):
+        found = []
+        for x, y in on_sim(batches(3)):
+            train(each, stepped, [(x, y)])
+            with torch.no_grad():
+                for _ in range(4):  # each pass takes what the one before gave
+                    x = x + each(x).mean()
+            found.append(x.cpu())
+        shown.append(found)
+    torch.testing.assert_close(shown[0], shown[1], rtol=1e-4, atol=1e-5)
+
+
+@anytime
+@pytest.mark.parametrize("tiers", [("host",) * 3, ("disk",) * 3, ("device",) * 3], ids="-".join)
+def test_a_checkpoint_is_of_its_instant_whatever_follows(
+    sim: Any, workshop: Workshop, tiers: tuple[str, str, str]
+) -> None:
+    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
+    model, optimizer = prepared_stack(workshop, disk=workshop.disk, **kinds)
+    data = on_sim(batches(6))
+    train(model, optimizer, data[:2])
+    then = values(model)
+    saving = outsize.save(workshop.disk.parent / "ckpt", model, optimizer)
+    expected = train(model, optimizer, data[2:]).losses
+    saving.wait()
+    outsize.load(workshop.disk.parent / "ckpt", model, optimizer)
+    assert all(torch.equal(value, then[name]) for name, value in values(model).items())
+    assert train(model, optimizer, data[2:]).losses == expected
+
+
+@anytime
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_is_written_inside_gathered_is_trained_on(sim: Any, workshop: Workshop, tier: str) -> None:
+    model, optimizer = prepared_stack(workshop, tier)
+    plain = stack().to("sim")
+    for each, stepped in ((model, optimizer), (plain, adamw(plain))):
+        for batch in on_sim(batches(3)):
+            train(each, stepped, [batch])
+            with outsize.gathered(each, modify=True) if each is model else nullcontext(), torch.no_grad():
+                for param in each.parameters():
+                    param.mul_(0.9)
+    mine, theirs = values(model), values(plain)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
 # -- the host never waits --------------------------------------------------------------------------------------------
