@@ -291,6 +291,12 @@ class Workshop:
         return [ref() for ref in self._resources if ref() is not None]
 
 
+def forget_last_graph() -> None:
+    """The threads on which torch runs a backward keep its graph until the next one, here after an error."""
+    for place in ["cpu", *(["sim"] if torch.accelerator.is_available() else [])]:
+        torch.ones((), requires_grad=True, device=place).backward()
+
+
 @pytest.fixture
 def workshop(tmp_path: Path, device: str, request: pytest.FixtureRequest) -> Iterator[Workshop]:
     """Prepares models; afterwards every engine must be gone, with its thread and its files."""
@@ -299,10 +305,7 @@ def workshop(tmp_path: Path, device: str, request: pytest.FixtureRequest) -> Ite
     before = threads()
     workshop = Workshop(disk, device)
     yield workshop
-    for place in ["cpu", *(["sim"] if torch.accelerator.is_available() else [])]:
-        torch.ones(
-            (), requires_grad=True, device=place
-        ).backward()  # a thread of torch's keeps its last graph until then
+    forget_last_graph()
     gc.collect()
     if workshop.leftovers():  # a graph that a module had kept went with the module: now its parameters can go
         gc.collect()

@@ -7,6 +7,7 @@ DEVICE_BITS = "compares bits of the device's own update with those of the host's
 DEFAULT_DEVICE = "sets a default device of its own"
 ADDRESSES = "tells buffers apart by their addresses, which a device uses again"
 ON_CPU = "computes on the CPU by name"
+TIMING = "counts on who waits at which moment, and the simulation takes its time"
 NUMPY = "is about NumPy's view of host memory"
 FORKS = "forks the process, and torch's threads do not come along"
 COLLECTIVES = "is about data parallelism of torch's own, which has no collectives for the device"
@@ -63,4 +64,5 @@ LEFT_OUT = {
     RUN + "transforms.py::test_transforms_give_inside_gathered_what_torch_gives[recompute-jvp": FORWARD_AD,
     RUN + "update_in_backward.py::test_gradients_of_a_checkpoint_wait_for_step[device]": DEVICE_BITS,
     RUN + "update_in_backward.py::test_state_that_fits_in_memory_moves_in_no_step": BUDGET,
+    RUN + "update_threads.py::test_an_update_that_is_waited_for_takes_all_cores": TIMING,
 }

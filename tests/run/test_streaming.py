@@ -21,7 +21,7 @@ import outsize
 from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
 from outsize.plan.sizes import parse_bytes
-from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, train, weights
+from tests.conftest import Stack, Workshop, adamw, batches, forget_last_graph, prepared, squared_error, train, weights
 
 PAGE = 4096
 
@@ -417,6 +417,7 @@ def test_dropping_the_model_closes_its_engine_at_any_point(workshop: Workshop) -
             squared_error(pair.model, batches(1)[0])
         assert len(os.listdir(workshop.disk)) == 1
         del pair, loss
+        forget_last_graph()
         gc.collect()
         assert os.listdir(workshop.disk) == [], done
 

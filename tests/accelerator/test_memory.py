@@ -1,0 +1,89 @@
+"""The device budget, on models of five kinds: what outsize takes of the device's memory, counted by the device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.plan.layout import PAGE_ELEMENTS
+from tests.conftest import Stack, Workshop, adamw, prepared
+
+KIB = 1 << 10
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, 32)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.abs() * 50).long().clamp(max=199)[:, :4]
+        return self.layers(self.embed(rows)).mean(1) @ self.embed.weight.t()
+
+
+def in_a_row(*widths: int) -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers alike": lambda: Stack(16, 100, 8),
+    "a large head": lambda: in_a_row(16, 32, 32, 32, 32, 600),
+    "a large layer in the middle": lambda: in_a_row(16, 32, 300, 300, 32, 16),
+    "many small layers": lambda: in_a_row(*[16] * 24),
+    "tied weights": Tied,
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tiers", [("host", "host", "host"), ("disk", "disk", "disk"), ("host", "host", "device")])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_budget_of_the_device_is_kept(sim: Any, workshop: Workshop, kind: str, tiers: tuple[str, str, str]) -> None:
+    """What is taken beyond it is what the same step takes in plain torch beside weights, gradients and states."""
+    torch.manual_seed(0)
+    plain = MODELS[kind]().to("sim")
+    x = torch.randn(8, 16, device="sim")
+    optimizer = adamw(plain)
+    for _ in range(2):
+        step(plain, optimizer, x)
+    gc.collect()
+    sim.reset_peak_memory_stats()
+    loss = plain(x).square().mean()
+    beside = sim.memory_allocated() - sum(4 * param.numel() * 3 for param in plain.parameters())
+    del loss, plain, optimizer
+    gc.collect()
+    before = sim.memory_allocated()
+
+    model = MODELS[kind]()
+    optimizer = adamw(model)
+    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
+    fields = {"device": "sim", "disk": workshop.disk, **kinds}
+    planned = outsize.plan(model, optimizer, host_memory="64MiB", device_memory="4MiB", **fields)
+    sizes = [unit.size for unit in planned.units]
+    budget = max(size.working for size in sizes) + 2 * max(size.params for size in sizes)
+    slack = 16 * KIB
+    if tiers[2] == "device":
+        budget += sum(size.states for size in sizes)
+        slack += len(sizes) * 2 * 4 * PAGE_ELEMENTS  # arrays rest in whole pages
+    workshop.prepare(model, optimizer, device_memory=budget, **fields)
+    sim.reset_peak_memory_stats()
+    for _ in range(3):
+        step(model, optimizer, x)
+    workshop.settle(model)
+    assert sim.max_memory_allocated() - before <= budget + beside + slack
+    assert prepared(model).engine.streamer._excess.most_needed == 0
