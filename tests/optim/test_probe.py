@@ -642,3 +642,59 @@ def test_the_scale_that_a_scaler_leaves_on_the_optimizer_is_no_attribute_of_it(w
             scaler.step(optimizer)
             optimizer.zero_grad()
     pair.check()
+
+
+class FirstGroupsRate(torch.optim.Optimizer):
+    """Steps on all groups with the options of the first."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class CountsGroups(FirstGroupsRate):
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.count += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"] / self.count)
+
+
+@pytest.mark.parametrize("kind", [FirstGroupsRate, CountsGroups])
+def test_a_step_that_depends_on_other_groups_is_refused(workshop: Workshop, kind: Any) -> None:
+    model = Stack()
+    groups = [{"params": [param]} for param in model.parameters()]
+    with pytest.raises(ValueError, match="of one group depends on the other groups"):
+        workshop.prepare(model, kind(groups))
+    workshop.prepare(model, kind(model.parameters()))
+
+
+class CountsSteps(FirstGroupsRate):
+    """In its groups and on itself, once a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"] / self.count)
+
+
+def test_groups_of_several_kinds_with_counts_run(workshop: Workshop) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return CountsSteps([{"params": [param], "lr": 0.1 + 2 * (param.ndim == 1)} for param in model.parameters()])
+
+    workshop.pair(optimizer=make).train(batches(3))

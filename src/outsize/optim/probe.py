@@ -103,6 +103,40 @@ def probe(
     return found
 
 
+def expect_groups_apart(worker: Worker, groups: Sequence[Mapping[str, object]], own: Mapping[str, object]) -> None:
+    """Raise `Unsuited` where the step on a parameter depends on what other groups there are, or on their options."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [_random(generator, _LARGE[0]) for _ in groups]
+    grads = [_random(generator, _LARGE[0]) for _ in groups]
+    hypers = [
+        {**hyper, "lr": 0.01 * (1 + at)} if isinstance(hyper.get("lr"), float) else dict(hyper)
+        for at, hyper in enumerate(groups)
+    ]
+
+    def step(which: Sequence[int]) -> tuple[list[Subject], list[dict[str, object]], dict[str, object]]:
+        subjects = [Subject(starts[at].clone(), grads[at].clone()) for at in which]
+        changes = worker.run_groups(
+            [(hypers[at], [subject]) for at, subject in zip(which, subjects, strict=True)], {}, own
+        )
+        return subjects, *changes
+
+    drawn = torch.get_rng_state(), random.getstate()
+    try:
+        together, changed, changed_own = step(range(len(groups)))
+        for at in range(len(groups)):
+            [one], [alone], alone_own = step([at])
+            if (
+                not same_values(one.param, together[at].param)
+                or differs(one.state, together[at].state)
+                or differs(alone, changed[at])
+                or differs(alone_own, changed_own)
+            ):
+                raise Unsuited("its step on the parameters of one group depends on the other groups")
+    finally:
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+
+
 @final
 @dataclass
 class _Trial:

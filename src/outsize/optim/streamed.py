@@ -14,7 +14,14 @@ from typing import Any, final
 
 import torch
 
-from outsize.optim.probe import NARROW, Found, expect_on_what_it_is_given, hidden_grads, probe
+from outsize.optim.probe import (
+    NARROW,
+    Found,
+    expect_groups_apart,
+    expect_on_what_it_is_given,
+    hidden_grads,
+    probe,
+)
 from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, split_master
 from outsize.optim.worker import Pilot, Subject, Unsuited, Worker, attributes_of, plain_step, taken
 
@@ -76,7 +83,15 @@ class StreamedRule(Rule):
             expect_on_what_it_is_given(optimizer)
             with hidden_grads(optimizer):
                 kinds = {self._key(group): group for group in optimizer.param_groups}
-                found = {key: self._probe(group) for key, group in kinds.items()}
+                found: dict[Hashable, Found] = {}
+                for key, group in kinds.items():
+                    self._changes = set()  # each begins with its options as they are
+                    found[key] = self._probe(group)
+                self._changes = {key for each in found.values() for key in each.changes}
+                if not self._pieces and len(optimizer.param_groups) > 1:
+                    ends = [optimizer.param_groups[at] for at in (0, -1)]
+                    options = [{key: each[key] for key in each.keys() - {"params"}} for each in ends]
+                    expect_groups_apart(self._worker, options, self.own())
             if not any(each.moved for each in found.values()):
                 raise Unsuited("its step() does not change the parameter that it is given")
         except Unsuited as error:
@@ -95,8 +110,8 @@ class StreamedRule(Rule):
         for each in found.values():
             self._note_optional(each)
         self._pilot = Pilot(optimizer, self._at_start) if self._changes else None
-        options = {**vars(optimizer), **optimizer.param_groups[0]}
-        self._start = {key: taken(options[key]) for key in self._changes if key in options}
+        present = {**vars(optimizer), **optimizer.param_groups[0]}
+        self._start = {key: taken(present[key]) for key in self._changes if key in present}
 
     def _note_optional(self, found: Found) -> None:
         """See Note [Arrays that come later]."""

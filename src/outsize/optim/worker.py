@@ -77,36 +77,53 @@ class Worker:
         `attributes`: of the parameters; `own`: of the optimizer. Returns what the step has changed of the group and of
         the optimizer.
         """
+        [changes], of_optimizer = self.run_groups([(hyper, subjects)], attributes, own)
+        return changes, of_optimizer
+
+    def run_groups(
+        self,
+        groups: Sequence[tuple[Mapping[str, object], Sequence[Subject]]],
+        attributes: Mapping[str, object],
+        own: Mapping[str, object],
+    ) -> tuple[list[dict[str, object]], dict[str, object]]:
+        """As `run`, with several groups."""
         worker = self._worker
         vars(worker).clear()
         vars(worker).update(self._of_torch, **{key: taken(value) for key, value in own.items()})
         worker.state = defaultdict(dict)
-        leaves = []
-        for subject in subjects:
-            leaf = subject.param.detach().requires_grad_()
-            leaf.grad = subject.grad
-            leaf.__dict__.update(attributes)
-            if subject.state:
-                worker.state[leaf] = subject.state
-            leaves.append(leaf)
-        group = {**{key: taken(value) for key, value in hyper.items()}, "params": leaves}
-        worker.param_groups = [group]
+        worker.param_groups = []
+        pairs = []
+        for hyper, subjects in groups:
+            leaves = []
+            for subject in subjects:
+                leaf = subject.param.detach().requires_grad_()
+                leaf.grad = subject.grad
+                leaf.__dict__.update(attributes)
+                if subject.state:
+                    worker.state[leaf] = subject.state
+                leaves.append(leaf)
+                pairs.append((subject, leaf))
+            worker.param_groups.append({**{key: taken(value) for key, value in hyper.items()}, "params": leaves})
+        before = [
+            {**hyper, "params": group["params"]} for (hyper, _), group in zip(groups, worker.param_groups, strict=True)
+        ]
+        after = list(worker.param_groups)
         try:
             with torch.no_grad(), _host_by_default():
                 self._step(worker)
-            for subject, leaf in zip(subjects, leaves, strict=True):
+            for subject, leaf in pairs:
                 if leaf.data_ptr() != subject.param.data_ptr():  # it put another tensor in place of the values
                     subject.param.copy_(leaf)
                 subject.state = dict(worker.state.get(leaf, {}))
                 hung = _changes(vars(leaf), attributes)
                 if hung:
                     raise Unsuited(f"its step() sets attributes of its parameters ({', '.join(map(repr, hung))})")
-            known = {id(leaf) for leaf in leaves}
+            known = {id(leaf) for _, leaf in pairs}
             foreign = [key for key in worker.state if id(key) not in known]
             if foreign:
                 name = "a tensor" if isinstance(foreign[0], torch.Tensor) else repr(foreign[0])
                 raise Unsuited(f"its step() keeps state under {name}, which is no parameter")
-            return _changes(group, {**hyper, "params": leaves}), _changes(_own_of(worker), own)
+            return [_changes(*each) for each in zip(after, before, strict=True)], _changes(_own_of(worker), own)
         finally:
             worker.state = defaultdict(dict)
             worker.param_groups = []
