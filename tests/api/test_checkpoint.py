@@ -224,7 +224,7 @@ def test_python_and_numpy_random_numbers_are_restored(tmp_path: Path) -> None:
 EXTRA = {
     "step": 7,
     "tuple": (1, (2.5, None), []),
-    3: {"milestones": Counter({10: 2, 20: 1})},
+    3: {"milestones": Counter({10: 2, 20: 1}), "dtype": torch.bfloat16},
     "$odd": {"$tuple": "a plain dict"},
     "floats": [float("inf"), -float("inf"), 0.1, 1e-320, -0.0],
     "flags": [True, False, None],

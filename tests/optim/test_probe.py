@@ -221,6 +221,14 @@ class Estimating(Plain):
         return grad
 
 
+class Greedy(Plain):
+    """Draws random numbers, and takes memory for each pair of elements."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        assert param.numel() < 1000, "nobody has so much memory"
+        return grad + torch.rand_like(grad)
+
+
 class Wrapped(torch.Tensor):
     pass
 
@@ -239,6 +247,7 @@ class Quantized(Plain):
     [
         (Tied, "depends on the others"),
         (Estimating, "depends on the others"),
+        (Greedy, "draws random numbers"),
         (Quantized, "'code' as a subclass of torch.Tensor.*state_format='compact'"),
     ],
 )

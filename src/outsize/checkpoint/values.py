@@ -52,6 +52,8 @@ def _encode(value: Any, path: str, tensor: TensorToJson, depth: int) -> Any:
         return {"$tuple": [_encode(each, f"{path}[{at}]", tensor, depth + 1) for at, each in enumerate(value)]}
     if type(value) in (dict, OrderedDict, Counter):
         return _encode_dict(value, path, tensor, depth)
+    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
+        return {"$dtype": DTYPE_NAMES[value]}
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES or value.device.type == "meta":
             raise TypeError(f"{path} is a {value.layout} tensor of {value.dtype} on {value.device}; it cannot be saved")
@@ -91,6 +93,10 @@ def decode(value: Any, tensor: TensorFromJson) -> Any:
         return {key: decode(each, tensor) for key, each in value[mark]}
     if mark == "$counter":
         return Counter({key: decode(each, tensor) for key, each in value[mark]})
+    if mark == "$dtype":
+        if value[mark] not in DTYPES:
+            raise ValueError(f"unknown dtype {value[mark]!r}")
+        return DTYPES[value[mark]]
     if mark == "$tensor":
         return tensor(value[mark])
     if any(key.startswith("$") for key in value):

@@ -93,6 +93,8 @@ def probe(
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     try:
         for each in attributes:
+            if not pieces:
+                _look_briefly(_Trial(worker, hyper, each, own, Found()))
             trial = _Trial(worker, hyper, each, own, found)
             trial.run(_SMALL if pieces else (*_LARGE, *[_VECTOR] * vectors), pieces)
         if python_state != random.getstate() or not torch.equal(torch_state, torch.get_rng_state()):
@@ -213,6 +215,16 @@ class _Trial:
         except Exception:  # it wants a matrix
             return False
         return same_values(alone.param.reshape(-1), torch.cat(parts))
+
+
+def _look_briefly(trial: _Trial) -> None:
+    """What shows on small matrices already need not be tried on large ones, for which some want gigabytes."""
+    try:
+        trial.run(_SMALL, pieces=False)
+    except Unsuited:
+        raise
+    except Exception:
+        return  # it wants larger ones
 
 
 def _random(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
