@@ -229,6 +229,20 @@ class Greedy(Plain):
         return grad + torch.rand_like(grad)
 
 
+class Odd(Plain):
+    """Keeps an object that checkpoints do not."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        self.state[param].setdefault("of", Settings([1.0]))
+        return grad
+
+
+def test_what_a_save_will_refuse_is_logged_by_prepare(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    pair = workshop.pair(optimizer=lambda model: Odd(model.parameters()), tier="host")
+    assert "outsize.save will refuse this Odd: the optimizer's state['of'] is a " in caplog.text
+    pair.train(batches(2))
+
+
 class Wrapped(torch.Tensor):
     pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from outsize.api.ranks import check_same, open_ranks
 from outsize.api.resources import Resources
 from outsize.api.shards import LateArrays, open_shard
 from outsize.api.survey import Kept, Survey, element_bytes, survey
+from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
@@ -41,6 +43,8 @@ from outsize.run.state import store_state
 from outsize.run.stepping import Stepper, refuse_own_step
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
+
+logger = logging.getLogger("outsize")
 
 UNBOUNDED = 1 << 62
 """The room of a model of which nothing ever moves."""
@@ -92,6 +96,8 @@ def assemble(
     if optimizer is not None:
         refuse_own_step(optimizer)
     rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
+    if optimizer is not None and rule is not None:
+        _warn_of_what_is_not_saved(optimizer, rule)
     ranks = open_ranks(config, list(model.parameters()))
     try:
         return _assemble(model, optimizer, config, load, rule, ranks)
@@ -132,6 +138,17 @@ def _assemble(
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def _warn_of_what_is_not_saved(optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+    """Not refused: the training is right, and weights can be exported."""
+    try:
+        encode(dict(rule.tried), "the optimizer's state", lambda *_: None)
+        for at, group in enumerate(optimizer.param_groups):
+            hyper = {key: value for key, value in group.items() if key not in NOT_HYPER}
+            encode(hyper, f"optimizer.param_groups[{at}]", inline)
+    except (TypeError, ValueError) as error:
+        logger.warning("outsize.save will refuse this %s: %s", type(optimizer).__name__, str(error))
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -17,9 +17,10 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn
 from outsize.api.ranks import JobPeers, in_all_copies
-from outsize.api.saving import MASTERS, NOT_HYPER, buffers_of, cuts_of, settle, take_state, tied_names, whole
+from outsize.api.saving import MASTERS, buffers_of, cuts_of, settle, take_state, tied_names, whole
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.joint import together
+from outsize.checkpoint.values import NOT_HYPER
 from outsize.formats.pieces import NamedWeight, TensorPiece, buffer_pieces, joined_pieces, parameter_pieces
 from outsize.formats.weights import DTYPE_NAMES, Asked, merged_folder, pass_on_shards, write_shards
 from outsize.move.comm import RanksError

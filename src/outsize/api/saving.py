@@ -32,7 +32,7 @@ from outsize.checkpoint.shelf import (
     remove_all,
     set_all_aside,
 )
-from outsize.checkpoint.values import encode, inline
+from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.checkpoint.writer import AT_ONCE_BYTES, GradAtRest, Room, Snapshot, UnfinishedCheckpoint
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
@@ -46,7 +46,6 @@ from outsize.run.local import is_repeated, local, local_gradient, part_of
 
 MASTERS = Masters(join_master, split_master)
 logger = logging.getLogger("outsize")
-NOT_HYPER = ("params", "param_names")
 
 
 def save(

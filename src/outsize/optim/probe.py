@@ -64,6 +64,8 @@ class Found:
     """Whether any step changed its parameter, or kept anything of it."""
     changes: set[str] = field(default_factory=set)
     """The options, and the attributes of the optimizer, that a step changes."""
+    scalars: dict[str, object] = field(default_factory=dict)
+    """What else there is of a matrix."""
 
     def note(self, subject: Subject) -> None:
         """Look at what there is of a matrix after a step."""
@@ -176,6 +178,7 @@ class _Trial:
         for key, value in first.state.items():
             if _is_array(value, first.param):
                 self.found.arrays.setdefault(key, value.dtype)
+        self.found.scalars |= {key: value for key, value in first.state.items() if not _is_array(value, first.param)}
         if "step" in first.state:
             self.found.counts = ("step",)
         kept = any(value.numel() > 1 and bool(value.any()) for value in _tensors(first.state))

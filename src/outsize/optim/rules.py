@@ -54,6 +54,9 @@ class Rule(ABC):
     whole: bool = False
     """Whether the update needs whole parameters, in their shape."""
 
+    tried: Mapping[str, object] = MappingProxyType({})
+    """What a trial has found in the state of a parameter beside arrays."""
+
     reads_attributes: bool = False
     """Whether the update may look at what the user has hung on a parameter."""
 

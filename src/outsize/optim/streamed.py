@@ -106,6 +106,7 @@ class StreamedRule(Rule):
             self._known[key] = tuple(each.arrays)
             self._always[key] = tuple(each.always or ())
         self.arrays = tuple(self._dtypes)
+        self.tried = {key: value for each in found.values() for key, value in each.scalars.items()}
         self.counts = tuple(dict.fromkeys(count for each in found.values() for count in each.counts))
         for each in found.values():
             self._note_optional(each)
