@@ -15,6 +15,10 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.hpp)
 SIMULATOR := tests/accelerator/build/_sim.so
 SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
+# What make test runs on the simulated accelerator too; `pytest --device sim tests/run` runs all.
+ON_SIMULATOR := $(foreach name,amp delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
+	streaming update_in_backward,tests/run/test_$(name).py)
+
 .PHONY: setup test train format bench clean
 .DEFAULT_GOAL := setup
 
@@ -69,7 +73,7 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/accelerator  # in processes of its own: torch allows one device of ours a process
-	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim tests/run
+	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim $(ON_SIMULATOR)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
 
 train: $(STAMP)
