@@ -431,6 +431,7 @@ def test_a_model_that_keeps_its_output_is_closed_too(workshop: Workshop) -> None
     pair = workshop.pair(Keeps, tier="disk")
     squared_error(pair.model, batches(1)[0]).backward()
     del pair
+    forget_last_graph()
     gc.collect()
     gc.collect()
     assert os.listdir(workshop.disk) == []
