@@ -1,0 +1,144 @@
+"""transformers' `Trainer` on a model whose state is larger than memory.
+
+```python
+from outsize.integrations.transformers import Trainer
+
+trainer = Trainer(model, TrainingArguments("out"), train_dataset=data, host_memory="4GiB", disk="/mnt/nvme")
+trainer.train()
+```
+
+A model that is prepared already goes in with its optimizer: `Trainer(model, args, optimizers=(optimizer, None))`.
+Trainers of other libraries mix it in: `class Mine(outsize.integrations.transformers.Trainer, trl.SFTTrainer): ...`
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import outsize
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"outsize needs transformers 5 or newer, this is {transformers.__version__}: pip install -U transformers"
+    )
+
+STATE = "outsize"
+"""The folder in each `checkpoint-N` of the Trainer that `outsize.save` writes."""
+
+
+class Trainer(transformers.Trainer):
+    """As `transformers.Trainer`; fields of `outsize.Config` are keywords beside its own.
+
+    The optimizer is that of the `TrainingArguments`, unless `optimizers` gives one. `bf16` and `fp16` of the arguments
+    are autocast, as ever; `compute_dtype=torch.bfloat16` keeps the weights in 16 bits with exact fp32 masters instead.
+
+    A checkpoint holds the exported weights, as `from_pretrained` opens them, and the state in its folder `outsize`.
+    Training that is resumed from it is bit for bit that of a run that never stopped. Under torchrun every rank calls
+    `save_model`. Raises `ValueError` for what cannot train such a model, before anything is moved.
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        budgets = {field.name: kwargs.pop(field.name) for field in fields(outsize.Config) if field.name in kwargs}
+        super().__init__(*args, **kwargs)
+        self._saving: Any = None
+        self._refuse_what_cannot_train()
+        if budgets or not _is_prepared(self.model):
+            outsize.prepare(self.model, self.create_optimizer(), **{"device": self.args.device, **budgets})
+        elif self.optimizer is None:
+            raise ValueError(
+                "the model is prepared: pass the optimizer that was prepared with it, optimizers=(optimizer, None)"
+            )
+        # Accelerate casts as the arguments say. What it has prepared so it neither moves nor wraps later.
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
+        self.optimizer._is_accelerate_prepared = True
+
+    def _refuse_what_cannot_train(self) -> None:
+        wrapped = self.accelerator.unwrap_model(self.model) is not self.model
+        for refused, what, remedy in (
+            (self.is_fsdp_enabled, "fsdp is on", "outsize shards by itself: leave fsdp out"),
+            (self.is_deepspeed_enabled, "deepspeed is on", "outsize takes its place: leave deepspeed out"),
+            (self.args.torch_compile, "torch_compile is on", "call .compile() of the model's layers"),
+            (self.args.n_gpu > 1, f"one process sees {self.args.n_gpu} accelerators", "start one each, with torchrun"),
+            (self.model_init is not None, "model_init is given", "pass the model"),
+            (wrapped, f"the model is wrapped in {type(self.model).__name__}", "pass the model itself"),
+            (hasattr(self.model, "peft_config"), "the model has adapters of PEFT", "their saving is not supported yet"),
+        ):  # fmt: skip
+            if refused:
+                raise ValueError(f"{what}, and outsize cannot train so; {remedy}")
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Nothing: `outsize.prepare` places the model."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.train`; with `True` it goes on from the newest checkpoint that is complete. When it
+        returns the last checkpoint is on the drive; raises what went wrong with it."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"there is no complete checkpoint in {self.args.output_dir}")
+        found = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self._saving is not None:
+            self._saving.wait()
+        return found
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        outsize.export(folder, self.model)  # every rank takes part
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        self._saving = outsize.save(Path(output_dir, STATE), self.model, self.optimizer.optimizer, extra)
+        if self.args.save_total_limit == 1:
+            self._saving.wait()  # the checkpoint before it is removed next
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: the weights come with the optimizer's state, once the optimizer is there."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            extra = outsize.load(Path(checkpoint, STATE), self.model, self.optimizer.optimizer)
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        outsize.load(best / STATE if (best / STATE).is_dir() else best, self.model)
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest checkpoint of a Trainer's folder that is complete; a run that is killed may leave others."""
+    found = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob("checkpoint-*[0-9]")}
+    return next((str(found[step]) for step in sorted(found, reverse=True) if _is_complete(found[step])), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """`outsize.save` makes its folder appear complete; the Trainer's own state is written after it."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return (checkpoint / STATE).is_dir()
+
+
+def _is_prepared(model: Any) -> bool:
+    try:
+        outsize.memory(model)
+    except ValueError:
+        return False
+    return True

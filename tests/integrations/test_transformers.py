@@ -1,0 +1,262 @@
+"""transformers' Trainer on a model at rest on disk. The plain Trainer beside it is the oracle."""
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outsize
+from tests.conftest import assert_same_weights, weights
+from tests.ranks.launching import run_on_ranks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+tokenizers = pytest.importorskip("tokenizers")
+
+from outsize.integrations.transformers import STATE, Trainer, last_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+
+ROWS, LENGTH, VOCABULARY = 32, 10, 64
+ON_DISK = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "8MiB", "activations": "keep"}
+
+
+def language_model(seed: int = 0, dropout: float = 0.1) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        attention_dropout=dropout,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def rows(seed: int = 0, count: int = ROWS) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    fields = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return transformers.TrainingArguments(str(folder), **{**fields, **changes})
+
+
+def losses(trainer: Any, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "disk").mkdir()
+    return {**ON_DISK, "disk": tmp_path / "disk"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"max_grad_norm": 0.05},
+        {"max_grad_norm": 0},
+        {"bf16": True},
+        {"optim": "sgd", "lr_scheduler_type": "cosine"},
+        {"activation_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
+        {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+    ],
+    ids=lambda changes: ",".join(changes) or "plain",
+)
+def test_trains_like_the_plain_trainer(changes: dict[str, Any], disk: dict[str, Any], tmp_path: Path) -> None:
+    model = language_model()
+    data = {"train_dataset": rows(), "eval_dataset": rows(1, 8)}
+    plain = transformers.Trainer(copy.deepcopy(model), arguments(tmp_path / "plain", **changes), **data)
+    plain.train()
+    ours = Trainer(model, arguments(tmp_path / "ours", **changes), **data, **disk)
+    ours.train()
+    for name in ("loss", "eval_loss", "grad_norm", "learning_rate"):
+        assert losses(ours, name) == pytest.approx(losses(plain, name), rel=1e-5, abs=1e-9)
+    assert len(losses(ours)) == 6
+    assert_same_weights(model, plain.model)
+    assert ours.predict(rows(2, 5)).predictions == pytest.approx(plain.predict(rows(2, 5)).predictions, abs=1e-4)
+
+
+def test_a_prepared_model_trains_with_its_own_optimizer_and_scheduler(disk: dict[str, Any], tmp_path: Path) -> None:
+    def train(model: Any, kind: Callable[..., Any], prepare: bool) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if prepare:
+            outsize.prepare(model, optimizer, **disk)
+        trainer = kind(model, arguments(tmp_path), train_dataset=rows(), optimizers=(optimizer, scheduler))
+        trainer.train()
+        return trainer
+
+    model = language_model()
+    plain = train(copy.deepcopy(model), transformers.Trainer, prepare=False)
+    ours = train(model, Trainer, prepare=True)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(ours, "learning_rate") == losses(plain, "learning_rate")
+
+
+def test_a_model_built_at_rest_trains_within_the_budget(disk: dict[str, Any], tmp_path: Path) -> None:
+    with outsize.init(**disk):
+        model = language_model()
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), **disk)
+    trainer.train()
+    memory = outsize.memory(model)
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert memory.now["disk/states"] > 0
+    assert sum(size for name, size in memory.peak.items() if not name.startswith("disk")) <= 8 << 20
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 3, "bf16": True}], ids=["plain", "accumulated"]
+)
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_resumed_training_is_bit_for_bit_the_same(
+    tier: str, changes: Any, disk: dict[str, Any], tmp_path: Path
+) -> None:
+    budgets = {**disk, "params": tier, "grads": tier, "states": tier}
+
+    def trainer(seed: int, folder: str) -> Any:
+        args = arguments(tmp_path / folder, max_steps=11, save_strategy="steps", save_steps=5, **changes)
+        return Trainer(language_model(seed), args, train_dataset=rows(), **budgets)
+
+    whole = trainer(0, "run")
+    whole.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-11")  # 5 is in the first epoch, 10 in the second
+    for step in (10, 5):
+        again = trainer(1, "run")
+        again.train(resume_from_checkpoint=True if step == 10 else str(tmp_path / "run" / "checkpoint-5"))
+        assert losses(again) == losses(whole)
+        assert losses(again, "learning_rate") == losses(whole, "learning_rate")
+        assert_same_weights(again.model, whole.model, atol=0)
+
+
+def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    for step in (5, 10, 100, 200, 300):
+        (tmp_path / f"checkpoint-{step}" / STATE).mkdir(parents=True)
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text("{")
+    (tmp_path / "checkpoint-200" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-300" / STATE).rmdir()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert last_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"save_only_model": True}], ids=["state", "model"])
+def test_best_model_is_loaded_and_old_checkpoints_go(changes: Any, disk: dict[str, Any], tmp_path: Path) -> None:
+    fields = {
+        "learning_rate": 0.3,  # so that later is not better
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        **changes,
+    }
+    model = language_model(dropout=0.0)
+    data = {"train_dataset": rows(), "eval_dataset": rows(1, 8)}
+    plain = transformers.Trainer(copy.deepcopy(model), arguments(tmp_path / "plain", **fields), **data)
+    plain.train()
+    ours = Trainer(model, arguments(tmp_path / "ours", **fields), **data, **disk)
+    ours.train()
+    best = ours.state.best_global_step
+    assert best == plain.state.best_global_step < 6
+    assert [path.name for path in (tmp_path / "ours").glob("checkpoint-*")] == [f"checkpoint-{best}"]
+    assert_same_weights(model, plain.model)
+
+
+def test_saved_model_opens_in_transformers(disk: dict[str, Any], tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="b")
+    model = language_model()
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), processing_class=tokenizer, **disk)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, value in weights(model).items():
+        assert torch.equal(opened.get_parameter(name), value), name
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == tokenizer.get_vocab()
+    prompt = torch.tensor([[1, 2, 3]])
+    model.eval()
+    assert torch.equal(model.generate(prompt, max_new_tokens=4), opened.generate(prompt, max_new_tokens=4))
+
+
+def adapted(model: Any) -> Any:
+    model.peft_config = {}
+    return model
+
+
+def prepared(model: Any) -> Any:
+    outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", host_memory="8MiB")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda model: {"model": torch.nn.DataParallel(model)}, "wrapped in DataParallel.*pass the model itself"),
+        (lambda model: {"model": adapted(model)}, "adapters of PEFT"),
+        (lambda model: {"model": prepared(model)}, "pass the optimizer that was prepared"),
+        (lambda model: {"model_init": lambda: model}, "model_init is given.*pass the model"),
+        (lambda model: {"model": model, "torch_compile": True}, "torch_compile is on.*layers"),
+        (lambda model: {"model": model, "_n_gpu": 2}, "one process sees 2 accelerators.*torchrun"),
+        (lambda model: {"model": model, "host_memory": "1 apple"}, "1 apple"),
+    ],
+)
+def test_what_cannot_train_is_refused_with_the_remedy(spoil: Any, message: str, tmp_path: Path) -> None:
+    given = spoil(language_model())
+    args = arguments(tmp_path)
+    for name in ("torch_compile", "_n_gpu"):
+        setattr(args, name, given.pop(name, getattr(args, name)))
+    with pytest.raises(ValueError, match=message):
+        Trainer(args=args, train_dataset=rows(), **given)
+
+
+def rank_of_two(folder: Path, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    rank = torch.distributed.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    fields = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.05}
+    budgets = {**ON_DISK, "disk": folder / "disk"}
+    model = language_model(dropout=0.0)
+    trainer = Trainer(model, arguments(folder / "run", **fields), train_dataset=rows(), **budgets)
+    trainer.train(resume)
+    trainer.save_model(folder / "model")
+    assert trainer.model_wrapped is model
+    return losses(trainer), weights(model)
+
+
+def test_two_ranks_train_and_resume_like_one_plain_trainer(disk: dict[str, Any], tmp_path: Path) -> None:
+    plain = transformers.Trainer(
+        language_model(dropout=0.0), arguments(tmp_path / "plain", max_grad_norm=0.05), train_dataset=rows()
+    )
+    plain.train()
+    (whole, values), (same, _) = run_on_ranks(2, rank_of_two, tmp_path, None)
+    assert whole == same == pytest.approx(losses(plain), rel=1e-5)
+    for name, value in plain.model.named_parameters():
+        torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=1e-5)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(opened.get_parameter(name), value) for name, value in values.items())
+    (resumed, again), _ = run_on_ranks(2, rank_of_two, tmp_path, str(tmp_path / "run" / "checkpoint-3"))
+    assert resumed == whole
+    assert all(torch.equal(again[name], value) for name, value in values.items())
