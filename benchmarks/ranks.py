@@ -1,5 +1,5 @@
 """The figures of several ranks: `python -m benchmarks.ranks [row ...] --disk DIR`. Rows: speed memory disk drives
-weights astray agreement activations.
+weights astray small activations.
 
 Ranks are processes of this machine that speak by gloo; ratios are taken within one run.
 """
@@ -131,16 +131,16 @@ def weights(directory: str) -> list[Row]:
     return rows
 
 
-def agreement(directory: str) -> list[Row]:
-    """What it costs that ranks tell each other what they are about to do."""
+def small(directory: str) -> list[Row]:
+    """Small units, of which all that the ranks do around them shows."""
     rows = []
     for ranks in (2, 4):
-        found = run_on_ranks(ranks, ranks_jobs.agreement, LAYERS, 8, directory, limit=900.0)[0]
-        what = f"telling each other before each collective and step, stage 3, {ranks} ranks, {TOKENS} tokens"
-        share = found["share"]
-        rows.append(Row(f"{what} ({found['seconds']:.2f} s)", f"{share:.2%} of the step", "< 1 %", share < 0.01))
-        detail = f"{found['with'] / found['without']:.3f} x"
-        rows.append(Row("(a step with it over one without, in turns)", detail, "", True))
+        found = run_on_ranks(ranks, ranks_jobs.small_units, 30, directory, limit=900.0)[0]
+        for kind in ("room", "no room"):
+            ratio = found[kind] / found["fsdp2"]
+            times = f"({found[kind] * 1e3:.0f} ms, {found['fsdp2'] * 1e3:.0f} ms)"
+            what = f"24 small units on host, stage 3 over FSDP2, {ranks} ranks, {kind} for gathered units {times}"
+            rows.append(Row(what, f"{ratio:.2f} x", "<= 1.05 x", ratio <= 1.05))
     return rows
 
 
@@ -182,7 +182,7 @@ def astray(directory: str) -> list[Row]:
 
 
 ROWS: dict[str, Callable[[str], list[Row]]] = {"speed": speed, "memory": memory, "disk": disk, "drives": drives}
-ROWS |= {"weights": weights, "astray": astray, "agreement": agreement, "activations": activation_bytes}
+ROWS |= {"weights": weights, "astray": astray, "small": small, "activations": activation_bytes}
 
 
 def main() -> int:

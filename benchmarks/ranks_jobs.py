@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import nn
 import outsize
 from benchmarks.drives import limited
 from benchmarks.models import llama, tokens
-from outsize.api.assemble import prepared_of
 
 Step = Callable[[torch.Tensor], float]
 
@@ -93,42 +92,52 @@ def compare(kinds: tuple[str, str], layers: int, rounds: int, batch: int, disk: 
     return {"seconds": one, "theirs": other, "ratio": statistics.median(ratios), "losses apart": apart}
 
 
-def agreement(layers: int, rounds: int, disk: str) -> dict[str, float]:
-    """Steps in turns of two models, one of which tells the other ranks nothing; `share`: the time in which a thread of
-    the first works at that, of its step."""
+class Small(nn.Module):
+    """A unit of six small parameters: what is measured is what the ranks do around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def small_units(steps: int, disk: str) -> dict[str, float]:
+    """Median seconds of a step of 24 small units: with room for all, with units that go after use, by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     torch.set_num_threads(1)
-    spent = [0.0]
-
-    def timed(action: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            began = time.thread_time()
-            action(*args)
-            spent[0] += time.thread_time() - began
-
-        return run
-
-    steps = {}
-    for told in (True, False):
-        steps[told], model = ours(layers, 3, "device", disk)
-        reduction: Any = cast("Any", prepared_of(next(model.parameters()))).engine.reduction
-        dist.barrier()
-        for owner, name in ((reduction.ranks, "_agree"), (reduction, "check_step")):
-            setattr(owner, name, timed(getattr(owner, name)) if told else lambda *_: None)
-        dist.barrier()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    shares = []
-    for number in range(rounds + 1):
-        for told, step in steps.items():
+    found = {}
+    budgets = {"room": "64MiB", "no room": {2: "7MiB", 4: "5MiB"}[dist.get_world_size()], "fsdp2": ""}
+    for kind, budget in budgets.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Small() for _ in range(24)])
+        if budget:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            places = dict.fromkeys(("params", "grads", "states"), "host")
+            fields: dict[str, Any] = {"units": [Small], "activations": "keep", **places}
+            outsize.prepare(model, optimizer, host_memory=budget, disk=disk, stage=3, device="cpu", **fields)
+        else:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for each in model:
+                fully_shard(each, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        seconds = []
+        for number in range(steps):
+            rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(8 * number + dist.get_rank()))
             dist.barrier()
-            spent[0], began = 0.0, time.perf_counter()
-            step(tokens(number * 8 + dist.get_rank()))
+            began = time.perf_counter()
+            model(rows).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
             dist.barrier()
-            if number:
-                seconds[told].append(time.perf_counter() - began)
-                if told:
-                    shares.append(spent[0] / seconds[told][-1])
-    one, other = statistics.median(seconds[True]), statistics.median(seconds[False])
-    return {"with": one, "without": other, "seconds": one, "share": statistics.median(shares)}
+            seconds.append(time.perf_counter() - began)
+        found[kind] = statistics.median(seconds[5:])
+    return found
 
 
 def peak(kind: str, layers: int, disk: str) -> float:

@@ -77,19 +77,15 @@ class Accelerator:
 def ranks_on(accelerator: Accelerator) -> Any:
     """The first of two ranks, without a job."""
     ranks: Any = Ranks.__new__(Ranks)
-    ranks.rank, ranks.size, ranks.step, ranks.counts = 0, 2, 0, comm.Counts()
-    ranks._agree = lambda lane, purpose: None
-    ranks.waiting = SimpleNamespace(
-        promise=lambda lane, times: None,
-        until_over=lambda work, purpose, asking: None,
-        finish=lambda work, purpose: work.wait(),
-    )
-    ranks._agreeing, ranks._groups = {"gather": SimpleNamespace()}, {"gather": accelerator, "reduce": accelerator}
+    ranks.rank, ranks.size, ranks.counts = 0, 2, comm.Counts()
+    ranks._exchange = lambda turn, behind: None
+    ranks.model = comm.Model(0, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
+    ranks._lanes = {name: comm.Lane(f"0/{name}", SimpleNamespace(), accelerator) for name in comm.LANES}
     return ranks
 
 
 def gather(accelerator: Accelerator, buffer: Any) -> None:
-    segments = [SimpleNamespace(dtype="float32")]
+    segments = [SimpleNamespace(dtype="float32", numel=NBYTES // 4)]
     shard: Any = SimpleNamespace(
         buffer=buffer,
         buffer_segments=lambda: iter([buffer.flat]),

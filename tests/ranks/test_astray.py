@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.move import waiting
+from outsize.move import comm
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -34,6 +33,7 @@ class Run:
     """A training that goes wrong on one rank in its third step."""
 
     def __init__(self, setting: Setting, disk: str) -> None:
+        self.clips = setting.fields.get("update") != "backward"
         self.rank = dist.get_rank()
         self.model, self.optimizer = make(setting)
         self.disk = disk
@@ -44,7 +44,7 @@ class Run:
         x, y = batch(number, self.rank)
         out = (forward or self.model)(x)
         nn.functional.mse_loss(out, y).backward()
-        if clip:
+        if clip and self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -162,6 +162,13 @@ def test_a_rank_that_is_gone_ends_the_others(wrong: Callable[[Run, int], None], 
     check(ends_on_ranks(3, astray, wrong, HOST, str(tmp_path), who), who, gone=True)
 
 
+@pytest.mark.parametrize("wrong", [other_order, skipped_unit], ids=lambda each: each.__name__)
+def test_ranks_that_update_in_the_backward_say_so_too(wrong: Callable[[Run, int], None], tmp_path: Path) -> None:
+    """Units of one size in another order, of which gloo itself would mix the gradients."""
+    setting = Setting(3, "host", fields={"update": "backward"})
+    check(ends_on_ranks(2, astray, wrong, setting, str(tmp_path), 1), 1, gone=False)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("wrong", [skipped_unit, fewer_steps, killed], ids=lambda each: each.__name__)
 def test_whole_parameters_change_nothing_about_that(
@@ -241,15 +248,15 @@ def slow(disk: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
     looked: list[int] = []
-    plain = reduction.ranks.waiting.check  # type: ignore[union-attr]
+    plain = reduction.ranks.model.check  # type: ignore[union-attr]
 
-    def look(purpose: Any) -> None:
+    def look(words: str) -> None:
         looked.append(1)
         if len(looked) == 3:
             store.set("looked", "1")
-        plain(purpose)
+        plain(words)
 
-    reduction.ranks.waiting.check = look  # type: ignore[union-attr, method-assign]
+    reduction.ranks.model.check = look  # type: ignore[union-attr, method-assign, assignment]
     for number in range(3):
         if number == 2 and run.rank == 1:
             store.wait(["looked"])
@@ -275,26 +282,38 @@ class HeldUp:
         return self._work.wait()
 
 
+class HoldsUp:
+    """A group whose gathers are held up."""
+
+    def __init__(self, group: Any, store: Any) -> None:
+        self._group, self._store = group, store
+
+    def _allgather_base(self, *given: Any) -> HeldUp:
+        return HeldUp(self._group._allgather_base(*given), self._store)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
 def slow_in_a_collective(disk: str) -> str:
     """In its third step rank 1 is at a gathering for so long that rank 0 has looked ten times what holds it up."""
     run = Run(HOST, disk)
     store = dist.distributed_c10d._get_default_store()
     reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
     ranks: Any = reduction.ranks  # type: ignore[union-attr]
-    compare, group, looked = ranks.waiting.watch._compare, ranks._groups["gather"], []
+    watch, lane, looked = ranks.model.watch, ranks._lanes["gather"], []
+    compare = watch._compare
 
     def look() -> None:
-        looked.extend([1] if ranks.waiting.stuck() is not None else [])
+        looked.extend([1] if watch._stuck() is not None else [])
         if len(looked) == 10:
             store.set("waited", "1")
         compare()
 
-    ranks.waiting.watch._compare = look if run.rank == 0 else compare
+    watch._compare = look if run.rank == 0 else compare
     for number in range(3):
         if number == 2 and run.rank == 1:
-            ranks._groups["gather"] = SimpleNamespace(
-                _allgather_base=lambda *given: HeldUp(group._allgather_base(*given), store)
-            )
+            lane.agreeing = lane.moving = HoldsUp(lane.moving, store)
         run.step(number)
     return "went right"
 
@@ -324,7 +343,7 @@ def test_one_rank_that_prepares_another_model_ends_with_an_error_on_all(stage: i
 
 def comes_late(disk: str) -> list[str]:
     """The first rank waits for the other in `prepare`, and says so."""
-    waiting.MEETING_WORD_SECONDS = 0.2
+    comm.MEETING_WORD_SECONDS = 0.2
     said: list[str] = []
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -344,7 +363,7 @@ def test_who_waits_in_prepare_says_for_whom(tmp_path: Path) -> None:
 
 
 def never_comes(disk: str) -> None:
-    waiting.MEETING = timedelta(seconds=0.5)
+    comm.MEETING = timedelta(seconds=0.5)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank():
         store.wait(["over"])

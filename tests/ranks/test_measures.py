@@ -29,6 +29,10 @@ def wide_model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
 
 
+def counted(counts: Any) -> dict[str, int]:
+    return counts.elements | {f"{kind} calls": count for kind, count in counts.calls.items()}
+
+
 def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bool, disk: str) -> dict[str, Any]:
     model = wide_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -39,18 +43,26 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
     reduction = prepared.engine.reduction
     counts = []
     for _ in range(4):
-        before = {} if reduction is None else dict(reduction.ranks.counts.elements)
+        before = {} if reduction is None else counted(reduction.ranks.counts)
         model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
         optimizer.step()
         if settled:
             prepared.engine.streamer.settle_all()
-        after = {} if reduction is None else dict(reduction.ranks.counts.elements)
+        after = {} if reduction is None else counted(reduction.ranks.counts)
         counts.append({kind: after[kind] - before.get(kind, 0) for kind in after})
         held = dict(outsize.memory(model).now)
         optimizer.zero_grad()
     numel = sum(layout.numel for layout in prepared.survey.layouts)  # padding included
     calls = {} if reduction is None else dict(reduction.ranks.counts.calls)
-    return {"held": held, "numel": numel, "sent": counts[-1], "calls": calls, "units": len(prepared.engine.units)}
+    agreed = [each.get("agreement calls", 0) for each in counts]
+    return {
+        "agreed": agreed,
+        "held": held,
+        "numel": numel,
+        "sent": counts[-1],
+        "calls": calls,
+        "units": len(prepared.engine.units),
+    }
 
 
 def measure_all(cases: list[tuple[int, str, torch.dtype, str, bool]], disk: str) -> list[dict[str, Any]]:
@@ -106,6 +118,8 @@ def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
             if stage == 3:
                 assert 1.4 * numel < sent["gather"] <= 2 * numel
             assert each["calls"]["reduce"] == 4 * each["units"]  # one collective a unit and step
+            assert each["agreed"][0] > each["units"]
+            assert each["agreed"][-1] == 1, "a step that repeats the one before is agreed on once"
 
 
 def train_preset(name: str, disk: str) -> list[float]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.api.assemble import prepared_of
 from outsize.checkpoint import background, writer
-from outsize.move import waiting, watch
-from outsize.move.purpose import Purpose
-from outsize.move.waiting import RanksError, Waiting
+from outsize.move import comm
+from outsize.move.comm import RanksError
 from tests.ranks.launching import Ended, ends_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -46,77 +45,86 @@ class OnAccelerator:
         return True
 
 
+class NobodyGone:
+    """The watch of a rank whose others count."""
+
+    closed, apart, said, members = False, (), None, (0, 1)
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, message: str) -> None:
+        self.told.append(message)
+
+    def find_gone(self) -> tuple[int, str]:
+        return 1, "is gone (killed, ended or unreachable)"
+
+
 @pytest.fixture
-def with_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Waiting]]:
-    """Makes what waits on the first of two ranks, of which the other has come and says nothing more."""
-    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "_all", set())
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The first of two ranks that share a model, without a job."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
-    made: list[Waiting] = []
-
-    def make_one() -> Waiting:
-        store = dist.HashStore()
-        store.set("come/1", "1")
-        store.set("beat/1", "0")
-        made.append(
-            Waiting([0, 1], 0, (store, store), lambda each: each.words(["a layer"]), lambda: False, said.append)
-        )
-        return made[0]
-
-    said: list[BaseException] = []
-    yield make_one
-    for each in made:
-        each.watch.close()
+    monkeypatch.setattr(comm, "DEVICE_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(comm, "STUCK_SECONDS", -1.0)
+    ranks: Any = comm.Ranks.__new__(comm.Ranks)
+    ranks.members, ranks._gave_up = [0, 1], True
+    ranks._lanes = {name: comm.Lane(f"0/{name}", None, None) for name in comm.LANES}
+    ranks.model = comm.Model(0, NobodyGone(), ["a layer"], groups=[ranks])  # type: ignore[arg-type]
+    monkeypatch.setattr(comm, "_models", {ranks.model})
+    return ranks
 
 
-def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(
-    with_another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "LOOK", waiting.LOOK * 0)  # each time it asks it also looks after the others
-    found, looked = with_another(), []
-    found.check = looked.append
-    work = OnAccelerator(asked=40)
-    found.until_over(work, Purpose("gather", 0), asking=True)
-    found.finish(work, Purpose("gather", 0))
+def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(first_of_two: Any) -> None:
+    looked: list[str] = []
+    first_of_two.model.check = looked.append  # each time it asks it also looks after the others
+    work = first_of_two._last_on_device = OnAccelerator(asked=40)
+    first_of_two.await_device()
     assert not work.ended and len(looked) > 10
 
 
-def test_what_went_wrong_on_an_accelerator_is_said(with_another: Callable[..., Any]) -> None:
-    found, work = with_another(), OnAccelerator(asked=3, fails=True)
-    found.until_over(work, Purpose("gather", 0), asking=True)
+def test_what_went_wrong_on_an_accelerator_is_said(first_of_two: Any) -> None:
+    turn = first_of_two.turn_to_gather(0, 8)
     with pytest.raises(RanksError, match=r"rank 1 of 2 is gone .* while rank 0 was in gather of unit 'a layer'"):
-        found.finish(work, Purpose("gather", 0))
+        comm.Going(first_of_two, OnAccelerator(asked=3, fails=True), turn, on_stream=True).wait()
+    assert "rank 1 of 2 is gone" in first_of_two.model.watch.told[0]
 
 
-def test_what_its_conveyor_will_do_counts_as_done(
-    with_another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "STUCK_SECONDS", -1.0)
-    found = with_another()
-    with found.agreeing("gather", Purpose("gather", 0)):
-        pass
-    with found.agreeing("control", Purpose("step")):
-        assert found.stuck().come["0/gather"] == 1
-        found.promise("gather", 5)
-        stuck = found.stuck()
-    assert (stuck.come["0/gather"], stuck.come["0/control"], stuck.lane, stuck.turn) == (5, 1, "0/control", 1)
-    assert found.stuck() is None
+def stuck_of(ranks: Any) -> Any:
+    return comm._stuck(ranks.model.watch.members)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_who_still_fetches_what_was_agreed_on_is_slow_and_not_stuck(
-    busy: bool, with_another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "STUCK_SECONDS", -1.0)
-    found = with_another()
-    found._busy = lambda: busy
-    with found.agreeing("control", Purpose("want", 0, 3)):
-        stuck = found.stuck()
-    assert (stuck is None) == busy
-    assert busy or stuck.words == "want of unit 'a layer' in step 3 (0 elements) of model 0"
+def test_a_gather_that_its_conveyor_will_start_counts_as_come_to(first_of_two: Any) -> None:
+    for _ in range(5):
+        first_of_two.turn_to_gather(0, 8)
+    control = first_of_two._lanes["control"]
+    with control.waiting(control.next("step"), behind=False):
+        stuck = stuck_of(first_of_two)
+    assert (stuck.lane, stuck.turn, stuck.words) == ("0/control", 0, "step in step 0 (0 elements)")
+    assert len(stuck.come["0/gather"][1]) == 5
+    assert stuck_of(first_of_two) is None
+
+
+def test_a_wait_of_the_conveyor_counts_while_the_loop_waits_for_it(first_of_two: Any) -> None:
+    gather = first_of_two._lanes["gather"]
+    with gather.waiting(first_of_two.turn_to_gather(0, 8), behind=True):
+        assert stuck_of(first_of_two) is None
+        with first_of_two.blocked():
+            assert stuck_of(first_of_two).words == "gather of unit 'a layer' in step 0 (8 elements)"
+
+
+def test_what_all_did_in_the_last_step_is_expected_in_this_one() -> None:
+    lane = comm.Lane("0/gather", None, None)
+    assert [lane.next("gather", unit).expected for unit in (0, 1, 2)] == [False] * 3
+    lane.step(alike=True)
+    assert [lane.next("gather", unit).expected for unit in (0, 1, 2, 3)] == [True, True, True, False]
+    lane.step(alike=True)
+    assert [lane.next("gather", unit).expected for unit in (0, 2, 2)] == [True, False, False], (
+        "nothing after a surprise"
+    )
+    lane.step(alike=False)
+    turn = lane.next("gather", 0)
+    assert not turn.expected and turn.number == 10, "the ranks had others"
 
 
 def gives_up(disk: str) -> float:
@@ -130,7 +138,7 @@ def gives_up(disk: str) -> float:
     if dist.get_rank() == 1:
         store.wait(["closed"])
         return 0.0
-    ranks.waiting.watch.said = (1, "is gone (killed or unreachable)")
+    ranks.model.watch.said = (1, "is gone (killed or unreachable)")
     began = time.monotonic()
     try:
         model(batch(0)[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from outsize.move import watch
-from outsize.move.watch import Standstill, Watch, apart
+from outsize.move.watch import Wait, Watch, apart
 
 
 class Store:
@@ -56,69 +56,67 @@ def store() -> Store:
 
 @pytest.fixture
 def ranks(clock: Clock, store: Store) -> Iterator[list[Watch]]:
-    made = [Watch(store, rank, 3, lambda: None) for rank in range(3)]
+    made = [Watch(store, [0, 1, 2], rank, lambda: None) for rank in range(3)]
     yield made
     for each in made:
         each.close()
 
 
-def beat(each: Watch, count: int) -> None:
-    each._look_safely(f"beat/{each._rank}", str(count))
-
-
 def test_all_that_count_have_nothing_to_say(ranks: list[Watch], clock: Clock) -> None:
-    for count in range(1, 30):
+    for _ in range(1, 30):
         clock.now += 1.0
         for each in ranks:
-            beat(each, count)
+            each.beat()
     assert [each.said for each in ranks] == [None] * 3
 
 
 def test_the_neighbour_of_a_rank_that_stands_still_tells_all(ranks: list[Watch], clock: Clock) -> None:
-    for count in range(1, int(watch.STILL_SECONDS) + 4):
-        assert ranks[0].said is None, count
+    for _ in range(1, int(watch.STILL_SECONDS) + 4):
+        assert ranks[0].said is None
         clock.now += 1.0
         for rank in (0, 2):
-            beat(ranks[rank], count)
+            ranks[rank].beat()
     assert ranks[0].said is not None and ranks[2].said is not None
     assert ranks[2].said[0] == 1 and "is gone" in ranks[2].said[1]
 
 
 def test_a_rank_that_stood_still_itself_accuses_nobody(ranks: list[Watch], clock: Clock) -> None:
-    for count in range(1, 10):  # each time all stand still for longer than a dead one may, and wake one after the other
+    for _ in range(1, 10):  # each time all stand still for longer than a dead one may, and wake one after the other
         clock.now += watch.STILL_SECONDS + 10.0
         for each in ranks:
-            beat(each, count)
+            each.beat()
     assert [each.said for each in ranks] == [None] * 3
 
 
 def test_the_first_word_stays(ranks: list[Watch]) -> None:
     ranks[1].tell("OSError: the disk is full")
     ranks[2].tell("RanksError: rank 1 has failed")
-    beat(ranks[0], 1)
+    ranks[0].beat()
     assert ranks[0].said == (1, "has failed (OSError: the disk is full)")
 
 
 def test_a_rank_that_ends_is_not_gone(ranks: list[Watch], clock: Clock) -> None:
     ranks[1].close()
-    for count in range(1, 10):
+    for _ in range(1, 10):
         clock.now += 1.0
         for rank in (0, 2):
-            beat(ranks[rank], count)
+            ranks[rank].beat()
     assert ranks[0].said == ranks[2].said == (1, "has ended its run")
 
 
 def test_without_a_store_nobody_is_accused(ranks: list[Watch], store: Store) -> None:
     store.broken = True
-    assert not ranks[2]._look_safely("beat/2", "1")
+    assert not ranks[2].beat()
     assert ranks[2].said == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
     ranks[2].tell("whatever")  # there is nobody to tell, and that is no error
     assert ranks[1].find_gone() == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
     store.broken = False
 
 
-def waits(lane: str, turn: int, **come: int) -> Standstill:
-    return Standstill(f"{lane} {turn}", lane, turn, come)
+def waits(lane: str, turn: int, **come: int) -> Wait:
+    """For the `turn`-th collective of a lane, where the n-th one is called n on every rank."""
+    keys = {name: (0, list(range(count + 1))) for name, count in come.items()}
+    return Wait(f"{lane} {turn}", lane, turn, turn, [0, 1, 2], keys)
 
 
 @pytest.mark.parametrize(
@@ -134,24 +132,33 @@ def waits(lane: str, turn: int, **come: int) -> Standstill:
         ([waits("gather", 5, gather=5), waits("control", 1, control=1)], True),  # of a model that the other has not
         ([waits("a", 1, a=1, b=0, c=0), waits("b", 1, a=0, b=1, c=0), waits("c", 1, a=0, b=0, c=1)], True),
         ([waits("a", 1, a=1, b=0), waits("a", 1, a=1, b=0), waits("b", 1, a=1, b=1)], False),
+        (
+            [
+                Wait("", "gather", 7, 3, [0, 1], {"gather": (7, [3])}),
+                Wait("", "gather", 7, 4, [0, 1], {"gather": (7, [4])}),
+            ],
+            True,
+        ),
+        (
+            [
+                Wait("", "gather", 7, 3, [0, 1], {"gather": (7, [3])}),
+                Wait("", "gather", 8, 5, [0, 1], {"gather": (8, [5])}),
+            ],
+            False,
+        ),
     ],
 )
-def test_ranks_are_apart_if_each_waits_for_one_that_waits_elsewhere(every: list[Standstill], never: bool) -> None:
-    assert apart(every) is never
-
-
-def test_what_a_rank_tells_is_what_the_others_hear() -> None:
-    told = waits("gather", 5, gather=5, control=2)
-    assert Standstill.from_text(told.to_text()) == told
+def test_ranks_are_apart_if_each_waits_for_one_that_waits_elsewhere(every: list[Wait], never: bool) -> None:
+    assert apart(dict(enumerate(every))) is never
 
 
 def test_ranks_that_are_apart_for_two_looks_say_what_each_waits_for(clock: Clock, store: Store) -> None:
     lanes = ["gather", "control"]
-    every = [Watch(store, rank, 2, lambda rank=rank: waits(lanes[rank], 1, **{lanes[rank]: 1})) for rank in range(2)]
-    for count in range(1, 4):
+    every = [Watch(store, [0, 1], rank, lambda rank=rank: waits(lanes[rank], 1, **{lanes[rank]: 1})) for rank in (0, 1)]
+    for _ in range(3):
         assert not every[0].apart
         for each in every:
-            beat(each, count)
-    assert every[0].apart == every[1].apart == ["gather 1", "control 1"]
+            each.beat()
+    assert every[0].apart == every[1].apart == {0: "gather 1", 1: "control 1"}
     for each in every:
         each.close()

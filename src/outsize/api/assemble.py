@@ -33,7 +33,6 @@ from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
-from outsize.run.giving import Giver
 from outsize.run.guard import ManagedParameter
 from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, is_repeated, local
@@ -246,8 +245,7 @@ def _build(
     _refuse_unseen(model, units)
     reduction = None
     if ranks is not None:
-        for group in ranks.everyone():
-            group.names = [unit.name or "model" for unit in units]
+        ranks.model.names = [unit.name or "model" for unit in units]
         sync = config.unused == "sync"
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
         adds_up = torch.tensor(
@@ -256,11 +254,9 @@ def _build(
         for group in ranks.everyone():
             group.combine(adds_up, "prepare", "min")
         reduction.adds_up = bool(adds_up)
-    wanting = ranks if config.unused == "sync" and config.stage == 3 and plan.split[1] > 1 else None
+    rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner = Owner()
-    streamer, keepers = _open_streamer(units, resources, updater, plan, owner, reduction, wanting)
-    if wanting is not None and reduction is not None:
-        wanting.giving = Giver(streamer, reduction)
+    streamer, keepers = _open_streamer(units, resources, updater, plan, owner, reduction, rounds)
     scopes, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
@@ -304,7 +300,7 @@ def _open_streamer(
     plan: Survey,
     owner: Owner,
     reduction: Reduction | None,
-    wanting: Ranks | None,
+    rounds: Ranks | None,
 ) -> tuple[Streamer, list[GradKeeper]]:
     keepers: list[GradKeeper] = []
     streamer = Streamer(
@@ -317,7 +313,7 @@ def _open_streamer(
         resources.ledger,
         plan.budgets,
         reduction,
-        wanting,
+        rounds,
         None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes),
     )
     for unit in units:

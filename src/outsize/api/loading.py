@@ -185,8 +185,6 @@ def _gathered_anew(prepared: Prepared) -> Iterator[None]:
     yield
     for unit in split:
         prepared.engine.streamer.regather(unit)
-    if prepared.engine.reduction is not None:
-        prepared.engine.reduction.meet("load")
 
 
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
@@ -355,8 +353,7 @@ def _restore_stepping(
     prepared.stepper.state.keep()
     prepared.stepper.steps = steps
     if prepared.engine.reduction is not None:
-        for ranks in prepared.engine.reduction.ranks.everyone():
-            ranks.step = steps
+        prepared.engine.reduction.ranks.model.step = steps
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
         group.update(values)
 

@@ -97,7 +97,8 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
         _check_tensor_parallel(param, tensor)
     if len(sharing) * len(copies) * len(tensor) == 1 and not split:
         return None
-    return Ranks(sharing, _backend(config), copies if len(copies) > 1 else (), tensor if len(tensor) > 1 else ())
+    several = [ranks if len(ranks) > 1 else [] for ranks in (copies, tensor)]
+    return Ranks(sharing, _backend(config), several[0], several[1], grid.flatten().tolist())
 
 
 def _backend(config: Config) -> str:
@@ -242,7 +243,6 @@ class JobPeers:
         """Whether what follows is written behind the training, on a thread and a lane of its own."""
         self._ranks = ranks
         self._verb = verb
-        self._step = ranks.step  # the loop goes on meanwhile
 
     @property
     def leads(self) -> bool:
@@ -251,10 +251,10 @@ class JobPeers:
 
     def exchange(self, value: object) -> list[Any]:
         lane = "save" if self.behind else "control"
-        every = self._ranks.collect(value, self._verb, lane, self._step)
+        every = self._ranks.collect(value, self._verb, lane)
         if self._ranks.tensor is None:
             return every
-        places = self._ranks.tensor.collect(every, self._verb, lane, self._step)
+        places = self._ranks.tensor.collect(every, self._verb, lane)
         return [each for place in places for each in place]
 
 

@@ -524,17 +524,31 @@ class GatherStep(Step):
     def __init__(self, shard: UnitShard, ranks: Ranks) -> None:
         self._shard = shard
         self._ranks = ranks
-        self._step = ranks.step
-        ranks.waiting.promise("gather", len(shard.whole.segments))
+        self._turns = [ranks.turn_to_gather(shard.layout.index, segment.numel) for segment in shard.whole.segments]
+        self._going: list[Transfer] = []
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         return ()
 
     def finish(self) -> Sequence[Transfer]:
         with self._shard.buffer.filling():  # behind the copies of this rank's part
-            for flat, segment in zip(self._shard.buffer_segments(), self._shard.whole.segments, strict=True):
-                self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), self._shard.layout.index, self._step)
+            segments = zip(self._shard.buffer_segments(), self._shard.whole.segments, self._turns, strict=True)
+            for flat, segment, turn in segments:
+                going = self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), turn)
+                if going.on_stream:
+                    going.wait()
+                else:
+                    self._going.append(going)
         return ()
+
+    def arrive(self) -> None:
+        """Block until the parts are in place; the conveyor has started to bring them and has gone on."""
+        for going in self._going:
+            going.wait()
+
+    @property
+    def arrived(self) -> bool:
+        return all(going.done() for going in self._going)
 
 
 def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:

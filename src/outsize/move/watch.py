@@ -1,4 +1,4 @@
-"""Who of the ranks is still there: each counts in the store that all share, and looks whether the others count."""
+"""Whether the other ranks are still there: each counts in the store of the job, and says what it waits for."""
 
 from __future__ import annotations
 
@@ -15,81 +15,86 @@ BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0
 """Once a connection broke, a rank whose count stands still for half as long is the one that is gone."""
 
-ENDED = "has ended its run"
 STILL_SECONDS = 60.0
-"""A rank whose count stands still for so long is gone though no connection broke: stopped, or cut off. Less would be
-taken for it by one that reads gigabytes of pickles, in which no other thread of Python runs."""
+"""A rank whose count stands still for so long is gone though no connection broke: stopped, or cut off. A rank that
+reads gigabytes of pickles counts nothing meanwhile, so this may not be short."""
+
+ENDED = "has ended its run"
 
 
 @dataclass(frozen=True)
-class Standstill:
-    """What a rank waits for: the others, to agree with it for the `turn`-th time on `lane`."""
+class Wait:
+    """What a rank waits for: that all `members` come to the `turn`-th collective of `lane`, which is `key`."""
 
     words: str
     """For errors."""
     lane: str
     turn: int
-    come: Mapping[str, int]
-    """By lane, how often this rank has come to agree."""
+    key: int
+    members: Sequence[int]
+    come: Mapping[str, tuple[int, Sequence[int]]]
+    """By lane: how many collectives this rank had come to in earlier steps, and the keys of those in this step."""
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
+    def has_come(self, other: Wait) -> bool:
+        """Whether this rank has come to what the other one waits for."""
+        before, keys = self.come.get(other.lane, (0, ()))
+        at = other.turn - before
+        return at < 0 or (at < len(keys) and keys[at] == other.key)
 
-    @classmethod
-    def from_text(cls, text: str) -> Standstill:
-        return cls(**json.loads(text))
 
+def apart(every: Mapping[int, Wait]) -> bool:
+    """Whether each rank waits for one that waits itself, for something else: then nobody will ever go on.
 
-def apart(every: Sequence[Standstill]) -> bool:
-    """Whether each rank waits for one that will not come, since it waits itself, elsewhere.
-
-    A rank to which all others have come already is merely slow, however far they have gone meanwhile.
+    A rank to which all others have come is merely slow, however far they have gone since.
     """
-    return all(any(other.come.get(each.lane, 0) < each.turn for other in every) for each in every)
+    return all(
+        any(rank in every and not every[rank].has_come(each) for rank in each.members) for each in every.values()
+    )
 
 
 @final
 class Watch:
-    """Counts in the store that all ranks share, and looks whether the others count."""
+    """A thread that counts in the store, looks whether others count, and compares what ranks wait for."""
 
-    def __init__(self, store: Any, rank: int, size: int, stuck: Callable[[], Standstill | None]) -> None:
-        """`stuck`: what this rank has been waiting for, for some time; None while it goes on."""
-        self._stuck, self._told_stuck = stuck, ""
-        self._all_stuck: list[str] = []
-        self.apart: list[str] = []  # what each rank waits for, where all wait and not for the same
-        self._store = store
+    # Note [Nobody hangs]
+    # A rank waits for a collective by asking again and again. Meanwhile this thread looks after the other ranks:
+    # - each counts in the store twice a second, and looks whether the next one counts;
+    # - a rank that fails, ends or stands still is named in the store, which ends the waiting of all others;
+    # - where a rank has waited for some time it writes what it waits for. If all have, and each waits for one that is
+    #   waiting elsewhere, the ranks have parted, and all end. A rank that is slow is waited for.
+
+    def __init__(self, store: Any, members: Sequence[int], rank: int, stuck: Callable[[], Wait | None]) -> None:
+        """`members`: the ranks of the job that share the model, this one, `rank`, among them; `stuck`: what this rank
+        has been waiting for, for some time."""
+        self.apart: dict[int, str] = {}
+        """What each rank waits for, where that will never come."""
+        self.said: tuple[int | None, str] | None = None
+        """(rank, what became of it) of the first one that cannot go on; None in place of a rank: it was the store."""
+        self.since = 0.0
+        self.to_abort: list[Any] = []
+        """Groups of an accelerator. The host may wait inside their work when a rank is gone."""
+        self._store, self._stuck = store, stuck
+        self.members, self._rank = list(members), rank
         self._pid = os.getpid()
-        self._rank, self._size = rank, size
-        self._beat = 0
+        self._beat, self._told, self._told_stuck = 0, False, ""
+        self._all_stuck: list[bytes] = []
+        self._neighbour = self.members[(self.members.index(rank) + 1) % len(members)]
         self._seen = (b"", 0.0)  # the neighbour's last count, and since when
         self._looked = 0.0  # when this rank looked last
-        self._said: tuple[int | None, str] | None = None
-        self.since = 0.0
-        self._told = False
         self._closing = threading.Event()
         self._store.set(f"beat/{rank}", "0")
         self._thread = threading.Thread(target=self._run, name="outsize-ranks", daemon=True)
         self._thread.start()
 
     @property
-    def said(self) -> tuple[int | None, str] | None:
-        """(place in the group, what became of it) of the first rank that cannot go on; None: it was no rank."""
-        return self._said
-
-    @said.setter
-    def said(self, value: tuple[int | None, str]) -> None:
-        if self._said is None:
-            self._said, self.since = value, time.monotonic()
+    def closed(self) -> bool:
+        """Whether nobody looks any more."""
+        return self._closing.is_set()
 
     @property
     def over(self) -> bool:
         """Whether a rank has come to the good end of its run with this model, this one or another."""
-        return self.closed or (self._said is not None and self._said[1] == ENDED)
-
-    @property
-    def closed(self) -> bool:
-        """Whether nobody looks any more."""
-        return self._closing.is_set()
+        return self.closed or (self.said is not None and self.said[1] == ENDED)
 
     def tell(self, message: str) -> None:
         """Leave word for the others, once."""
@@ -98,94 +103,99 @@ class Watch:
             with suppress(RuntimeError):  # the store is gone, and with it the rank that kept it
                 self._leave_word(self._rank, f"has failed ({message[:2000]})")
 
+    def find_gone(self) -> tuple[int | None, str] | None:
+        """Who went first, once a connection broke. Looks until it is sure, and no longer than `SILENT_SECONDS`: a rank
+        that broke off may count a little longer."""
+        seen: dict[int, tuple[bytes, float]] = {}
+        until = time.monotonic() + SILENT_SECONDS
+        while self.said is None and time.monotonic() < until and self.look():
+            now = time.monotonic()
+            with suppress(RuntimeError):  # the store goes: the next look hears of it
+                for rank in self.members:
+                    beat = self._get(f"beat/{rank}")
+                    if rank not in seen or seen[rank][0] != beat:
+                        seen[rank] = (beat, now)
+                    elif rank != self._rank and now - seen[rank][1] > SILENT_SECONDS / 2:
+                        self._hear(rank, "is gone (killed, ended or unreachable)")
+            if self._closing.wait(BEAT_SECONDS):
+                break
+        return self.said
+
+    def close(self) -> None:
+        """Look no more, and tell the others that this rank has come to its end; safe to repeat."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        self._closing.set()
+        with suppress(RuntimeError):
+            self._store.set("ended", f"{self._rank} {ENDED}")
+
+    def beat(self) -> bool:
+        """Count, and look around; False where there is nobody to ask any more."""
+        self._beat += 1
+        return self.look(f"beat/{self._rank}", str(self._beat))
+
+    def look(self, *count: str) -> bool:
+        """At what was left for all, at the neighbour, and with a `count` at what the others wait for."""
+        try:
+            if count:
+                self._store.set(*count)
+                self._compare()
+            for key in ("word", "ended"):
+                if content := self._get(key):
+                    rank, what = content.decode(errors="replace").split(" ", 1)
+                    if int(rank) != self._rank:
+                        self._hear(int(rank), what)
+            self._look_at_neighbour()
+        except Exception:  # the store went with the rank that kept it
+            self._hear(None, "the store of this job, which rank 0 or the launcher keeps, is gone")
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._closing.wait(BEAT_SECONDS) and self.beat():
+            pass
+
+    def _hear(self, rank: int | None, what: str) -> None:
+        if self.said is None:
+            self.since = time.monotonic()
+            self.said = rank, what
+            self._abort()
+
+    def _abort(self) -> None:
+        for group in self.to_abort:
+            with suppress(Exception):  # not every backend can
+                group.abort()
+
     def _leave_word(self, rank: int, what: str) -> None:
         """The first word stays, as far as ranks do not speak at the same moment."""
         if not self._store.check(["word"]):
             self._store.set("word", f"{rank} {what}")
 
-    def find_gone(self) -> tuple[int | None, str] | None:
-        """What there is to say of the rank that went first, once a connection broke. Looks until it is sure, and no
-        longer than `SILENT_SECONDS`: a rank that broke off may count a little longer."""
-        seen: dict[int, tuple[int, float]] = {}
-        until = time.monotonic() + SILENT_SECONDS
-        while time.monotonic() < until:
-            if self.said is not None or not self._look_safely():
-                break
-            now = time.monotonic()
-            for rank, beat in self._beats().items():
-                if rank not in seen or seen[rank][0] != beat:
-                    seen[rank] = (beat, now)
-                elif rank != self._rank and now - seen[rank][1] > SILENT_SECONDS / 2:
-                    self.said = (rank, "is gone (killed, ended or unreachable)")
-            if self._closing.wait(BEAT_SECONDS):
-                break
-        return self.said
-
-    def _run(self) -> None:
-        while not self._closing.wait(BEAT_SECONDS):
-            self._beat += 1
-            if not self._look_safely(f"beat/{self._rank}", str(self._beat)):
-                return
-
-    def _look_safely(self, *beat: str) -> bool:
-        """Set `beat` and look around; False where there is nobody to ask any more."""
-        try:
-            if beat:
-                self._store.set(*beat)
-                self._compare()
-            self._look()
-        except Exception:  # the store went with the rank that kept it
-            self.said = (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
-            return False
-        return True
-
-    def _look(self) -> None:
-        """At the neighbour's count, and at what was left for all: as many requests however many ranks there are."""
-        for key in ("word", "ended"):
-            if self._store.check([key]):
-                rank, what = self._store.get(key).decode(errors="replace").split(" ", 1)
-                if int(rank) != self._rank:
-                    self.said = (int(rank), what)
-        neighbour = (self._rank + 1) % self._size
-        key, now = f"beat/{neighbour}", time.monotonic()
-        beat = self._store.get(key) if self._store.check([key]) else b""
+    def _look_at_neighbour(self) -> None:
+        now, beat = time.monotonic(), self._get(f"beat/{self._neighbour}")
         slept, self._looked = now - self._looked > SILENT_SECONDS, now
-        if beat != self._seen[0] or slept:  # who has not looked has seen nothing
+        if beat != self._seen[0] or slept:  # a rank that has not looked has seen nothing
             self._seen = (beat, now)
         elif beat and now - self._seen[1] > STILL_SECONDS and not self._store.check(["ended"]):
-            self._leave_word(neighbour, "is gone (killed or unreachable)")
+            self._leave_word(self._neighbour, "is gone (killed or unreachable)")
 
     def _compare(self) -> None:
-        """Look whether every rank waits, and what for, where this one does."""
+        """Say what this rank waits for; if every rank does, and did when it looked last, see whether they parted."""
         own = self._stuck()
-        stuck = "" if own is None else own.to_text()
+        stuck = "-" if own is None else json.dumps(asdict(own))
         if stuck != self._told_stuck:
             self._told_stuck = stuck
-            self._store.set(f"stuck/{self._rank}", stuck or "-")  # a store keeps no empty values
-        keys = [f"stuck/{rank}" for rank in range(self._size)]
-        if not stuck or not self._store.check(keys):
-            self._all_stuck = []
+            self._store.set(f"stuck/{self._rank}", stuck)
+        keys = [f"stuck/{rank}" for rank in self.members]
+        before, self._all_stuck = self._all_stuck, []
+        if own is None or not self._store.check(keys):
             return
-        every = [self._store.get(key).decode() for key in keys]
-        if "-" in every:
-            every = []
-        if every and every == self._all_stuck:
-            found = [Standstill.from_text(each) for each in every]
-            if apart(found):
-                self.apart = [each.words for each in found]
-        self._all_stuck = every
+        self._all_stuck = [self._store.get(key) for key in keys]
+        if b"-" not in self._all_stuck and self._all_stuck == before:
+            every = {rank: Wait(**json.loads(each)) for rank, each in zip(self.members, before, strict=True)}
+            if apart(every):
+                self.apart = {rank: each.words for rank, each in every.items()}
+                self._abort()
 
-    def _beats(self) -> dict[int, int]:
-        keys = [f"beat/{rank}" for rank in range(self._size)]
-        try:
-            values = [self._store.get(key) for key in keys if self._store.check([key])]
-        except RuntimeError:
-            return {}
-        return {rank: int(value) for rank, value in enumerate(values)} if len(values) == self._size else {}
-
-    def close(self) -> None:
-        if self._closing.is_set() or os.getpid() != self._pid:
-            return
-        self._closing.set()
-        with suppress(RuntimeError):
-            self._store.set("ended", f"{self._rank} {ENDED}")
+    def _get(self, key: str) -> bytes:
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""

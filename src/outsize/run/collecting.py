@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Protocol, final
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, final
 
 import torch
 
-from outsize.move.comm import Ranks, Reducing
+from outsize.move.comm import Going, Ranks, Reducing
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.plan.layout import UnitLayout
 from outsize.run.buffers import Buffers, unused
@@ -16,21 +17,8 @@ from outsize.run.local import expect_dense
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
 
-
-class Rest(Protocol):
-    """Where what was reduced comes to rest: the keeper of the unit's gradients."""
-
-    def unfilled(self, name: str) -> RestingGrad:
-        """What will be the gradient at rest."""
-        ...
-
-    def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
-        """Lay this rank's part to rest as `grad`, added to what rests there already as `previous`."""
-        ...
-
-    def all_at_rest(self) -> None:
-        """What was reduced is laid to rest."""
-        ...
+if TYPE_CHECKING:
+    from outsize.run.keeper import GradKeeper
 
 
 def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
@@ -63,6 +51,7 @@ class WholeGradients:
             first += nbytes
         self.names: set[str] = set()
         self._going: dict[int, Reducing] = {}  # by segment
+        self._asked: tuple[Going, Ranks, list[str], torch.Tensor] | None = None
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """A contribution of this rank."""
@@ -87,16 +76,34 @@ class WholeGradients:
         """The user has thrown the gradient away."""
         self.names.discard(name)
 
-    def start(self, ranks: Ranks) -> None:
-        """Start to reduce; nothing is added any more."""
+    def start(self, ranks: Ranks, trainable: Sequence[str] = ()) -> None:
+        """Start to reduce; nothing is added any more. `trainable`: these parameters, whatever this rank has of them."""
         reduce = ranks.reduce_scatter if self._shard.ranks > 1 else ranks.all_reduce
-        for index in sorted({self._shard.whole_slots[name].segment for name in self.names}):
+        for index in sorted({self._shard.whole_slots[name].segment for name in trainable or self.names}):
             self._zero_the_rest(index)
-            self._going[index] = reduce(self._flat[index], self._shard.layout.index)
+            self._going[index] = reduce(self._flat[index], self._shard.layout.index, fixed=bool(trainable))
+        if trainable:
+            names = list(trainable)
+            present = torch.tensor([name in self.names for name in names], dtype=torch.int32, device="cpu")
+            self._asked = ranks.most(present, self._shard.layout.index), ranks, names, present
+
+    def over_within(self, limit: timedelta) -> bool:
+        """Wait for some time; whether it is reduced."""
+        return all(going.going.wait_at_most(limit) for going in self._going.values())
+
+    def _ask(self) -> None:
+        """Of which parameters any rank has a gradient."""
+        if self._asked is not None:
+            going, ranks, names, present = self._asked
+            going.wait()
+            if ranks.copies is not None:
+                ranks.copies.most(present, self._shard.layout.index).wait()
+            self.names = {name for name, there in zip(names, present.tolist(), strict=True) if there}
 
     def result(self) -> Mapping[str, torch.Tensor]:
         """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
         shard = self._shard
+        self._ask()
         found: dict[str, torch.Tensor] = {}
         spent: list[torch.Tensor] = []
         for index, going in self._going.items():
@@ -156,7 +163,7 @@ class Collector:
     # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
     # when somebody asks. A gradient that the user throws away takes what was collected for it along.
 
-    def __init__(self, unit: Unit, reduction: Reduction, rest: Rest, resting_bytes: int, sum_bytes: int) -> None:
+    def __init__(self, unit: Unit, reduction: Reduction, rest: GradKeeper, resting_bytes: int, sum_bytes: int) -> None:
         """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
         `sum_bytes`: the same where they are added to others."""
         self._unit = unit
@@ -204,8 +211,13 @@ class Collector:
         home = self._home if self._home is not None and unused(self._home) else None
         return WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype, home)
 
-    def reduce(self) -> None:
-        """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there."""
+    def reduce(self, all_of_it: bool = False) -> None:
+        """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there.
+
+        `all_of_it`: every rank does, whatever it has collected."""
+        trainable = [name for name, param in self._unit.parameters.items() if all_of_it and self._trains(name, param)]
+        if self._whole is None and trainable:
+            self._whole = self._begin()
         if self._whole is None:
             return
         whole, self._whole = self._whole, None
@@ -214,22 +226,28 @@ class Collector:
         for name, grad in expected.items():
             if self._unit.parameters[name].grad is not grad:
                 whole.forget(name)
-        if not whole.names:  # all were thrown away, as on every rank
+        if not whole.names and not trainable:  # all were thrown away, as on every rank
             whole.close()
             return
         for name in whole.names:
             expected[name].reductions += 1
         try:
-            whole.start(self._reduction.ranks)
+            whole.start(self._reduction.ranks, trainable)
         except BaseException:
             whole.keep()  # a collective may still write to it
             self._withdraw(expected, fresh)
             raise
-        self._reduction.launched(lambda: self._lay_to_rest(whole, expected, fresh))
+        self._reduction.launched(whole, lambda: self._lay_to_rest(whole, expected, fresh))
 
-    def _lay_to_rest(self, whole: WholeGradients, expected: Mapping[str, RestingGrad], fresh: Collection[str]) -> None:
+    def _trains(self, name: str, param: torch.Tensor) -> bool:
+        """Alike on every rank."""
+        whole = self._unit.shard.whole
+        return param.requires_grad or whole.segments[self._unit.shard.whole_slots[name].segment].trainable
+
+    def _lay_to_rest(self, whole: WholeGradients, expected: dict[str, RestingGrad], fresh: set[str]) -> None:
         try:
             reduced = whole.result()
+            self._expect_others(set(reduced) - set(expected), expected, fresh)
         except BaseException:
             whole.keep()  # a collective may still write to it
             self._withdraw(expected, fresh)
@@ -241,8 +259,8 @@ class Collector:
             adds = any(name not in fresh for name in reduced)
             self._reduction.make_room_to_rest(self._sum_bytes if adds else self._resting_bytes)
             for name, own in reduced.items():
-                grad = expected[name]
-                if self._unit.parameters[name].grad is not grad:
+                grad = expected.get(name)
+                if grad is None or self._unit.parameters[name].grad is not grad:
                     continue  # thrown away meanwhile
                 own = own.clone() if on_device and self._reduction.split else own
                 self._rest.rest_reduced(name, own, None if name in fresh else grad, grad)
@@ -257,6 +275,15 @@ class Collector:
             else:
                 whole.close()
         self._rest.all_at_rest()
+
+    def _expect_others(self, names: Collection[str], expected: dict[str, RestingGrad], fresh: set[str]) -> None:
+        """Of these parameters other ranks alone have a gradient."""
+        for name in names if not self._reduction.dropping else ():
+            param = self._unit.parameters[name]
+            if not isinstance(param.grad, RestingGrad):
+                param.grad = self._rest.unfilled(name)
+                fresh.add(name)
+            expected[name] = param.grad
 
     def abandon(self) -> None:
         """An interrupted backward: what it has collected is worth nothing, for other ranks may have more or less."""

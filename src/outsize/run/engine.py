@@ -271,7 +271,7 @@ class Engine:
             with self._on_copies(module) if transformed else nullcontext():
                 yield
             if id(module) == self._root and self.reduction is not None and not in_backward():
-                self.reduction.meet("forward")
+                self.streamer.end_pass("forward")
         finally:
             if frame in self._frames:
                 self._frames.remove(frame)
@@ -299,6 +299,7 @@ class Engine:
 
     def _begin_pass(self) -> None:
         self.end_interrupted_backward()
+        self.streamer.end_round()
         self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def _hold(self, unit: Unit) -> None:
@@ -369,6 +370,8 @@ class Engine:
             else:
                 keeper.finish()  # a hook of the user's may have added to a gradient that was complete
         if self.reduction is not None:
+            self.reduction.no_more_comes(interrupted=not complete)
+            self.streamer.end_pass("backward")
             self.reduction.end_of_backward() if complete else self.reduction.interrupted()
 
     # -- around the loop ---------------------------------------------------------------------------------------------
@@ -400,7 +403,7 @@ class Engine:
         self.owner.take(GATHERED)
         try:
             for unit in units:
-                self.streamer.bring(unit)
+                self.streamer.show(unit)
                 unit.shard.buffer.use()
                 unit.holds += 1
                 unit.shown += 1

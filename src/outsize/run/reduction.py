@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, final
+from datetime import timedelta
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from outsize.move.comm import Ranks
-from outsize.move.generations import crc32c
 from outsize.move.memory import Ledger
 from outsize.move.shard import UnitShard
 from outsize.run.activations import in_backward
 from outsize.run.buffers import Buffers
-from outsize.run.grads import RestingGrad
 
+if TYPE_CHECKING:
+    from outsize.run.collecting import Collector, WholeGradients
 
-class Collecting(Protocol):
-    """What is collected of one unit's gradients."""
-
-    def reduce(self) -> None:
-        """Start to reduce what was collected."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget what was collected."""
-        ...
-
-    def collected(self) -> list[bool]:
-        """Of each parameter of the unit whether something was collected for it."""
-        ...
-
-    def collect_absent(self, present: list[bool]) -> None:
-        """Collect nothing, zeros, for those of which another rank has something."""
-        ...
-
-    def at_rest(self) -> Iterator[RestingGrad]:
-        """The gradients at rest, in the order of the unit."""
-        ...
+PATIENCE = timedelta(seconds=1)
 
 
 @final
@@ -50,11 +31,10 @@ class Reduction:
     # squares of all gradients at rest, once; until a gradient changes, the sums serve every further question.
 
     # Note [Units that some ranks do not use]
-    # Where ranks use different units by design (a mixture of experts), unused="sync", the order in which units are
-    # complete differs. When the backward is over the ranks tell each other which gradients there are, and reduce these
-    # unit by unit; who has none gives zeros. Updates that end with a collective run in `step()`, in the order of the
-    # units. At stage 3 ranks agree on each unit that is gathered, and a unit is reduced in the backward once all of it
-    # is there on all ranks: see Note [Wanted units] in move/purpose.py.
+    # Where ranks use different units by design (a mixture of experts, unused="sync"), every unit is reduced, in the
+    # order of the model from its end. A unit is when this rank has all its gradients, or those of a unit before it in
+    # the model, or when the backward is over. A rank without a gradient gives zeros; the ranks tell each other which
+    # parameters have one. A gradient that comes after its unit's turn is reduced when the backward is over.
 
     def __init__(
         self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, sync: bool = False
@@ -66,12 +46,14 @@ class Reduction:
         self.dtype = dtype
         self.reducing = True
         self.adds_up = True  # whether the budget holds the whole gradients of the model
-        self.collectors: list[Collecting] = []
+        self.collectors: list[Collector] = []
         self.make_room_to_rest: Callable[[int], None] = lambda nbytes: None
         """Called before the gradients of a unit are laid to rest, with what they take there."""
         self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
-        self._going: Callable[[], None] | None = None  # lays the reduction that is on its way to rest
+        self._passed = 0  # units, from the end of the model, that this backward has reduced
+        self.dropping = False  # whether what other ranks have is worth nothing: the backward was interrupted
+        self._going: deque[tuple[WholeGradients, Callable[[], None]]] = deque()  # what lays the reduced to rest
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,52 +66,64 @@ class Reduction:
         if self.sync and before:  # whoever clips next asks each gradient that there is, on every rank
             self._agree_on_presence()
 
-    def launched(self, lay_down: Callable[[], None]) -> None:
+    # Note [A rank that waits comes to nothing else]
+    # Under `sync` a rank may be further in its backward than the others, and one of those may need a round of gathers
+    # (Note [Units in the order of the model] in run/streamer.py), to which this rank comes at the latest when its own
+    # backward is over. So inside a backward it waits for a reduction for a limited time, and then goes on, with more
+    # memory in use.
+
+    def launched(self, whole: WholeGradients, lay_down: Callable[[], None]) -> None:
         """A reduction has started; `lay_down` waits for it. It runs behind the backward of the next unit."""
         self.flush()
-        self._going = lay_down
+        self._going.append((whole, lay_down))
 
     def flush(self) -> None:
-        """Wait for the reduction that is on its way."""
-        going, self._going = self._going, None
-        if going is not None:
-            going()
+        """Wait for the reductions that are on their way."""
+        while self._going:
+            whole, lay_down = self._going[0]
+            if self.sync and in_backward() and not whole.over_within(PATIENCE):
+                return
+            self._going.popleft()
+            lay_down()
 
     def collected(self) -> None:
         """A unit has something to reduce."""
         self._due = self._due or not self.sync or not in_backward()  # whose end says so under `sync`, on every rank
 
+    def no_more_comes(self, interrupted: bool) -> None:
+        """A backward is over on this rank: what is left to reduce starts."""
+        if self.sync and self.reducing:
+            if interrupted:
+                for collector in self.collectors:
+                    collector.abandon()
+            self._reduce_down_to(0)
+
     def end_of_backward(self) -> None:
         """A backward is over on every rank."""
-        self.flush()
-        self.meet("backward")
         if self.sync:
             self._due = True
+            self._passed = 0
             if self.reducing:
                 self.complete()
-
-    def meet(self, kind: str) -> None:
-        """Wait for the other ranks where they may want a unit that this one does not use."""
-        if self.ranks.giving is not None:
-            self.ranks.meet(kind)
+        self.flush()
 
     def interrupted(self) -> None:
         """A backward has come to an early end, on every rank, and not at the same place."""
+        if self.sync:
+            self.dropping = True
+            self._passed = 0
         self.flush()
-        if not self.sync:
-            return
-        if self.ranks.giving is not None:
-            self.ranks.giving.ready.clear()
-        for collector in self.collectors:
-            collector.abandon()
+        self.dropping = False
 
     def unit_complete(self, unit: int) -> None:
-        """This rank has all gradients of the unit; see Note [Units that some ranks do not use].
+        """This rank has all gradients of the unit; see Note [Units that some ranks do not use]."""
+        if self.sync and self.reducing:
+            self._reduce_down_to(unit)
 
-        With copies of the model nothing is reduced before the end: the ranks of another copy have another order."""
-        if self.ranks.giving is not None and self.reducing and self.ranks.copies is None:
-            self.ranks.giving.ready.add(unit)
-            self.ranks.offer()
+    def _reduce_down_to(self, unit: int) -> None:
+        while self._passed < len(self.collectors) - unit:
+            self._passed += 1
+            self.collectors[-self._passed].reduce(all_of_it=True)
 
     def changed(self) -> None:
         """A gradient at rest is another one now."""
@@ -139,13 +133,12 @@ class Reduction:
         """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
         if self._due:
             self._due = False
-            if self.ranks.giving is not None:
-                self.ranks.giving.ready.clear()
             if self.sync:
                 self._agree_on_presence()
             for collector in self.collectors:
                 collector.reduce()
         self.flush()
+        self.ranks.await_device()
         if not self._stale:
             return
         self._stale = False
@@ -174,11 +167,8 @@ class Reduction:
 
     def check_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""
-        digest = crc32c(repr(sorted(told.items())).encode())
         for group in self.ranks.everyone():
-            most = group.combine(torch.tensor([digest, -digest], device="cpu"), "step", "max")
-            if int(most[0]) != -int(most[1]):
-                group.disagree(told)
+            group.agree_on_step(told)
 
     def _sum(self, values: torch.Tensor, repeated: torch.Tensor) -> torch.Tensor:
         """Sums over all parts of the parameters; those that are `repeated` lie whole on every tensor-parallel rank."""

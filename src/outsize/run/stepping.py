@@ -289,8 +289,6 @@ class Stepper:
             if change_groups is not None:
                 change_groups()
         self._engine.streamer.schedule.step()
-        if self._engine.reduction is not None and self._engine.reduction.sync and not self._engine.streamer.wants:
-            self._engine.streamer.settle_all()  # on all ranks in one order, whatever each uses next
         self._engine.streamer.prefetch()
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
@@ -318,8 +316,7 @@ class Stepper:
                 self._engine.streamer.owe(unit, pending)
         self.steps += 1
         if self._engine.reduction is not None:
-            for group in self._engine.reduction.ranks.everyone():
-                group.step = self.steps
+            self._engine.reduction.ranks.model.step = self.steps
 
     def _unscale(self, pendings: dict[Unit, Pending], factor: float) -> None:
         """Take the loss scale out of the gradients, where the user sees them too."""

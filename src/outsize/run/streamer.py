@@ -13,7 +13,6 @@ import torch
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.memory import Ledger
-from outsize.move.purpose import WANT, WANT_BACK, Turn
 from outsize.move.shard import Pending, Updater
 from outsize.move.transfer import again
 from outsize.plan.placement import Budgets
@@ -57,10 +56,12 @@ class Streamer:
     # before its next use in any case makes room for them. A unit that would last is worth a read: then the backward
     # waits until the gradients that are on their way have come to rest.
 
-    # Note [Different on every rank]
-    # Where ranks use different units by design (`wanting`), each decides for itself what it keeps. A unit that is to
-    # be gathered is wanted first, and then gathered by all; who has it takes part with what it has. What is fetched
-    # ahead is what all ranks expect to want, and have not got.
+    # Note [Units in the order of the model]
+    # Where ranks use different units by design (`rounds`), each decides for itself what it keeps. A rank that needs a
+    # unit which it has not says so, and all begin a round: every unit is gathered, in the order of the model, in a
+    # backward from its end. Each rank starts these gathers when it needs a unit, or ahead while there is room. A rank
+    # that has a unit takes part with what it has. A unit behind those of this round comes in another round. At the end
+    # of a forward and of a backward a rank finishes its round, and takes part in others until nobody needs one.
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Streamer:
         ledger: Ledger,
         budgets: Budgets,
         reduction: Reduction | None = None,
-        wanting: Ranks | None = None,
+        rounds: Ranks | None = None,
         flight_room: int | None = None,
     ) -> None:
         """`flight_room`: bytes of host memory, beside an accelerator's, for gradients on their way to disk."""
@@ -90,7 +91,8 @@ class Streamer:
         self._planned_states = self._state_bytes()
         self._reduction = reduction  # None with one rank
         self._passing: deque[int] = deque(maxlen=PASSING_UNITS)  # bytes: see Note [The same on every rank]
-        self._wanting = wanting  # see Note [Different on every rank]
+        self._rounds = rounds  # see Note [Units in the order of the model]
+        self._left: deque[Unit] = deque()  # what this round has still to gather
         self._lock = threading.RLock()
         self.last: Unit | None = None
         self.in_node: set[Unit] = set()  # what the running node of a backward uses
@@ -106,11 +108,6 @@ class Streamer:
     def _state_bytes(self) -> int:
         return sum(self._ledger.now.get(account, 0) for account in self._states)
 
-    @property
-    def wants(self) -> bool:
-        """Whether the ranks agree on each unit that is gathered."""
-        return self._wanting is not None
-
     def acquire(self, unit: Unit) -> None:
         """Block until the unit's current values are gathered, its owed update included; then look ahead."""
         if unit is self.last and unit.current:
@@ -119,6 +116,9 @@ class Streamer:
             self._check_running()
             self.schedule.use(unit.index)
             self.last = unit
+            while self._rounds is not None and unit.split and not self._has(unit):
+                if self._left or self._another_round("backward" if in_backward() else "forward", needed=True):
+                    self._take_part(self._left.popleft())
             self._bring(unit)
             self.prefetch()
 
@@ -128,6 +128,41 @@ class Streamer:
             self._check_running()
             self._bring(unit)
 
+    def show(self, unit: Unit) -> None:
+        """As `bring`, called by every rank for the same units."""
+        with self._lock:
+            self._check_running()
+            if self._rounds is not None and unit.split:
+                self._take_part(unit)
+            self._bring(unit)
+
+    def end_round(self) -> None:
+        """Finish the round, if there is one."""
+        with self._lock:
+            while self._left:
+                self._take_part(self._left.popleft())
+
+    def end_pass(self, kind: str) -> None:
+        """A forward or a backward is over. See Note [Units in the order of the model]."""
+        if self._rounds is not None:
+            self.end_round()
+            while self._another_round(kind, needed=False):
+                self.end_round()
+
+    def _another_round(self, kind: str, needed: bool) -> bool:
+        """Whether any rank needs another round, which then begins on all."""
+        assert self._rounds is not None
+        if not any(self._rounds.meet(kind, int(needed))):
+            return False
+        split = [unit for unit in self._units if unit.split]
+        self._left.extend(reversed(split) if kind == "backward" else split)
+        return True
+
+    def _has(self, unit: Unit) -> bool:
+        if unit.state is Residency.FETCHING:
+            self._arrive(unit)
+        return unit.current
+
     def finished(self, unit: Unit) -> None:
         """The unit's gradients are complete: it is not needed before the next forward."""
         unit.shard.buffer.leave()
@@ -136,9 +171,11 @@ class Streamer:
 
     def prefetch(self) -> None:
         """Start to fetch the units that the learnt order expects next, as far as room allows."""
-        if self._wanting is not None:
-            return
         with self._lock:
+            while self._left and (self._left[0].state is not Residency.AT_REST or self._room_for(self._left[0])):
+                self._take_part(self._left.popleft())
+            if self._rounds is not None:
+                return
             for index in self.schedule.upcoming(PREFETCH_UNITS):
                 unit = self._units[index]
                 if unit.state is Residency.FETCHING or unit.current:
@@ -182,7 +219,7 @@ class Streamer:
         """Run every update that is owed, several units on their way at once."""
         with self._lock:
             self._check_running()
-            owing = [unit for unit in self._units if unit.pending and self._wanting is None]
+            owing = [unit for unit in self._units if unit.pending]
             for position, unit in enumerate(owing):
                 for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
                     if ahead.pending and ahead.state is not Residency.FETCHING:
@@ -251,44 +288,22 @@ class Streamer:
     def regather(self, unit: Unit) -> None:
         """What rests here of a unit was replaced on every rank: make a gathered copy that stays agree with it."""
         with self._lock:
-            if unit.state is Residency.FETCHING and self.wants:
-                self._arrive(unit)
+            if self._rounds is not None:  # only what every rank has is gathered anew
+                self.last = None
+                self.in_node.clear()
+                if self._has(unit) and self._evictable(unit):
+                    return self._release(unit)
             if unit.state is Residency.RESIDENT:
-                while self._wanting is not None and (turn := self._wanting.want(unit.index)).unit != unit.index:
-                    self.give(turn)
                 unit.regather(self._conveyor)
                 self._arrive(unit)
 
     def _bring(self, unit: Unit) -> None:
         if unit.state is Residency.FETCHING:
             self._arrive(unit)
-        while self._wanting is not None and unit.split and not unit.current:
-            kind = WANT_BACK if in_backward() else WANT
-            self.give(self._wanting.want(unit.index, kind, self._expected(unit)))
-            if unit.state is Residency.FETCHING:
-                self._arrive(unit)
         if unit.current:
             return
         self._fetch(unit)
         self._arrive(unit)
-
-    def give(self, turn: Turn) -> None:
-        """Take part in what all ranks gather now. See Note [Different on every rank]."""
-        with self._lock:
-            unit = self._units[turn.unit]
-            self._take_part(unit)
-            self._arrive(unit)
-            unit.holds += 1
-            try:
-                for index in turn.ahead:
-                    self._take_part(self._units[index])
-            finally:
-                unit.holds -= 1
-
-    @property
-    def fetching(self) -> bool:
-        """Whether a unit is on its way."""
-        return any(unit.state is Residency.FETCHING and not unit.fetched for unit in self._units)
 
     def _take_part(self, unit: Unit) -> None:
         if unit.state is Residency.FETCHING:
@@ -297,26 +312,6 @@ class Streamer:
             unit.regather(self._conveyor)
         else:
             self._fetch(unit)
-
-    def _expected(self, wanted: Unit) -> list[int]:
-        """The units that the learnt order expects after this one, as far as there will be room for them."""
-        passing = 0 if in_backward() or self._reduction is None else self._reduction.buffers.free + sum(self._passing)
-        free = self._capacity - self._in_use + passing - (wanted.nbytes if wanted.state is Residency.AT_REST else 0)
-        idle = [unit for unit in self._units if self._evictable(unit) and unit is not wanted]
-        idle.sort(key=lambda unit: self.schedule.next_use(unit.index))
-        found = []
-        for index in self.schedule.upcoming(PREFETCH_UNITS):
-            unit = self._units[index]
-            if unit is wanted or not unit.split or unit.state is Residency.FETCHING or unit.current:
-                continue
-            when = self.schedule.next_use(index)
-            free -= unit.nbytes if unit.state is Residency.AT_REST else 0
-            while free < 0 and idle and self.schedule.next_use(idle[-1].index) > when:
-                free += idle.pop().nbytes
-            if free < 0:
-                break
-            found.append(index)
-        return found
 
     def _fetch(self, unit: Unit) -> None:
         if unit.state is Residency.AT_REST:
@@ -337,8 +332,7 @@ class Streamer:
     def _arrive(self, unit: Unit) -> None:
         began = time.perf_counter()
         try:
-            with unit.waiting():
-                unit.arrive()
+            unit.arrive()
         except BaseException as error:
             self.stop(error)
             raise

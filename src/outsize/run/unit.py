@@ -46,6 +46,7 @@ class Unit:
         self.shown = 0
         self.writable = 0
         self._job: Job | None = None
+        self._gather: GatherStep | None = None  # at the end of the job
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +102,8 @@ class Unit:
         else:
             steps = read_steps(self.shard, slab_bytes)
         if self._ranks is not None:
-            steps = chain(steps, [GatherStep(self.shard, self._ranks)])
+            self._gather = GatherStep(self.shard, self._ranks)
+            steps = chain(steps, [self._gather])
         self._job = conveyor.submit(Job(steps, after=self._unwritten()))
         self.state = Residency.FETCHING
 
@@ -118,24 +120,29 @@ class Unit:
         """Start to bring the parts of the other ranks in anew; RESIDENT -> FETCHING."""
         self._expect(Residency.RESIDENT)
         assert self._ranks is not None
-        self._job = conveyor.submit(Job(iter([GatherStep(self.shard, self._ranks)]), after=self._unwritten()))
+        self._gather = GatherStep(self.shard, self._ranks)
+        self._job = conveyor.submit(Job(iter([self._gather]), after=self._unwritten()))
         self.state = Residency.FETCHING
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a wait of the user's loop for this unit."""
-        return nullcontext() if self._ranks is None else self._ranks.waiting.blocked()
+        return nullcontext() if self._ranks is None else self._ranks.blocked()
 
     def arrive(self) -> None:
         """Block until the values are in place; FETCHING -> RESIDENT."""
         self._expect(Residency.FETCHING)
         if self._job is not None:
-            self._job.wait()
+            with self.waiting():
+                self._job.wait()
+        if self._gather is not None:
+            self._gather.arrive()
+            self._gather = None
         self.state = Residency.RESIDENT
 
     @property
     def fetched(self) -> bool:
         """Whether `arrive` would return at once."""
-        return self._job is None or self._job.done()
+        return (self._job is None or self._job.done()) and (self._gather is None or self._gather.arrived)
 
     def submit(self, conveyor: Conveyor, steps: Iterator[Step]) -> Job:
         """Run other steps of this unit (gradients to disk, modified values back) in order with its fetches."""
