@@ -336,13 +336,77 @@ def one_forward_too_many(disk: str) -> str:
 
 def test_ranks_with_another_number_of_forwards_are_told(tmp_path: Path) -> None:
     for said in run_on_ranks(2, one_forward_too_many, str(tmp_path)):
-        assert "different ways" in said and "forward in step 1" in said and "backward in step 1" in said, said
+        assert "different ways" in said and "rank 1: forward in step 1" in said, said
+        assert "rank 0: reduce of unit 'head' in step 1" in said, "in the backward"
 
 
 def two_layers_of_experts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(Experts(), nn.Linear(8, 48), Experts())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class Routes(nn.Module):
+    """Each rank runs the experts in an order of its own, the first one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(48, 48)
+        self.experts = nn.ModuleList([nn.Linear(48, 48) for _ in range(4)])
+        self.head = nn.Linear(48, 8)
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        x = self.inp(x)
+        for index in ((0, 3, 1, 0), (2, 1, 0, 2), (3, 3))[part]:
+            x = torch.tanh(self.experts[index](x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
+    """With nothing kept beyond its use, on ranks of which each is at its own pace."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Routes()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, unused="sync", units=["Linear"], **fields)
+    prepared = prepared_of(next(model.parameters()))
+    assert prepared is not None
+    streamer = prepared.engine.streamer
+
+    def forget(*_: Any) -> None:
+        streamer.drop_idle()
+        streamer.last = None
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, __, y: forget() or (y.register_hook(forget) and None))
+    for step in range(3):
+        x, y = batch(step, rank, rows=2)
+        nn.functional.mse_loss(model(x, rank), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with outsize.gathered(model):
+        return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stage": 3, "params": "host"}, {"stage": 3, "params": "disk", "grads": "disk"}, {"stage": 0}], ids=str
+)
+def test_each_rank_may_run_experts_in_an_order_of_its_own(fields: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Routes()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        for part in range(3):
+            x, y = batch(step, part, rows=2)
+            (nn.functional.mse_loss(model(x, part), y) / 3).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_on_ranks(3, run_experts_in_any_order, fields, str(tmp_path)):
+        for mine, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
 def interrupt_a_backward(disk: str, stage: int) -> list[Tensor]:

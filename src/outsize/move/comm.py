@@ -59,6 +59,8 @@ PATIENCE = timedelta(days=7)
 LOOK = timedelta(seconds=0.25)
 """How often a rank that waits looks whether the others are still there."""
 
+LOOK_WHETHER_WANTED = timedelta(seconds=0.02)
+
 STUCK_SECONDS = 1.5
 """After so long a wait a rank says what it waits for."""
 
@@ -222,12 +224,9 @@ class Going(Transfer):
     def done(self) -> bool:
         return self.on_stream or bool(self._work.is_completed())
 
-    def wait_at_most(self, limit: timedelta) -> bool:
-        """Wait for some time; whether it is over."""
-        if not self.done():
-            with suppress(RuntimeError):
-                self._work.wait(limit)
-        return self.done()
+    def over_unless_wanted(self) -> bool:
+        """Wait, unless a rank waits for this one to meet it; whether it is over."""
+        return self._ranks._await(self._work, self._turn, self.on_stream, unless_wanted=True)
 
 
 @final
@@ -268,7 +267,7 @@ class Ranks:
         self._last_on_device: Any = None
         self._gave_up = False
         number = next(_made) if model is None else model.number
-        store = _own_store(number, self.members)
+        self._store = store = _own_store(number, self.members)
         self.model = self._meet(number, everyone or members) if model is None else model
         self.model.groups.append(self)
         self._place = f"{number}/{members[0]}-{members[-1]}/"
@@ -414,7 +413,15 @@ class Ranks:
 
     def meet(self, kind: str, number: int = 0) -> list[int]:
         """Wait until all ranks are here; the `number` of each."""
-        return [row[2] for row in self._exchange(self._lanes[CONTROL].next(kind), number)]
+        turn = self._lanes[CONTROL].next(kind)
+        if number:
+            self._store.set("wanted", str(turn.number))
+        return [row[2] for row in self._exchange(turn, number)]
+
+    def wanted(self) -> bool:
+        """Whether a rank that has a number waits for this one to meet it."""
+        control = self._lanes[CONTROL]
+        return self._store.check(["wanted"]) and int(self._store.get("wanted")) >= control.before + len(control.come)
 
     def agree_on_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step, which `told` describes. See Note [One order of
@@ -459,15 +466,20 @@ class Ranks:
         self._await(group.alltoall_base(every.view(-1), own.repeat(self.size), [], []), turn, behind=behind)
         return every
 
-    def _await(self, work: Any, turn: Turn, on_stream: bool = False, behind: bool = False) -> None:
-        """Block until a collective is over, or make the current stream wait for it."""
+    def _await(
+        self, work: Any, turn: Turn, on_stream: bool = False, behind: bool = False, unless_wanted: bool = False
+    ) -> bool:
+        """Block until a collective is over, or make the current stream wait for it; False where it was not waited for
+        because a rank waits for this one to meet it."""
         try:
             with self._lanes[turn.lane].waiting(turn, behind):
                 while not on_stream and not work.is_completed():
                     with suppress(RuntimeError):  # the time is over, or it went wrong
-                        work.wait(LOOK)
+                        work.wait(LOOK_WHETHER_WANTED if unless_wanted else LOOK)
                     if not work.is_completed():
                         self.model.check(self.model.words(turn))
+                        if unless_wanted and self.wanted():
+                            return False
                 if on_stream:
                     self.model.check(self.model.words(turn))
                 try:
@@ -477,6 +489,7 @@ class Ranks:
         except BaseException:
             self._leave_open()
             raise
+        return True
 
     def _leave_open(self) -> None:
         """Closing a group waits for its collectives, of which one may never end: it stays until the process ends."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -87,9 +86,9 @@ class WholeGradients:
             present = torch.tensor([name in self.names for name in names], dtype=torch.int32, device="cpu")
             self._asked = ranks.most(present, self._shard.layout.index), ranks, names, present
 
-    def over_within(self, limit: timedelta) -> bool:
-        """Wait for some time; whether it is reduced."""
-        return all(going.going.wait_at_most(limit) for going in self._going.values())
+    def over_unless_wanted(self) -> bool:
+        """Wait, unless a rank waits for this one to meet it; whether it is reduced."""
+        return all(going.going.over_unless_wanted() for going in self._going.values())
 
     def _ask(self) -> None:
         """Of which parameters any rank has a gradient."""
@@ -282,6 +281,9 @@ class Collector:
             param = self._unit.parameters[name]
             if not isinstance(param.grad, RestingGrad):
                 param.grad = self._rest.unfilled(name)
+                fresh.add(name)
+            elif name in self._fresh:  # this rank's own has come since: it will be added to these
+                self._fresh.remove(name)
                 fresh.add(name)
             expected[name] = param.grad
 

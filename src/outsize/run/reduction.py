@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -18,8 +17,6 @@ from outsize.run.buffers import Buffers
 
 if TYPE_CHECKING:
     from outsize.run.collecting import Collector, WholeGradients
-
-PATIENCE = timedelta(seconds=1)
 
 
 @final
@@ -69,8 +66,7 @@ class Reduction:
     # Note [A rank that waits comes to nothing else]
     # Under `sync` a rank may be further in its backward than the others, and one of those may need a round of gathers
     # (Note [Units in the order of the model] in run/streamer.py), to which this rank comes at the latest when its own
-    # backward is over. So inside a backward it waits for a reduction for a limited time, and then goes on, with more
-    # memory in use.
+    # backward is over. Then it goes on without waiting for its reductions, with more memory in use.
 
     def launched(self, whole: WholeGradients, lay_down: Callable[[], None]) -> None:
         """A reduction has started; `lay_down` waits for it. It runs behind the backward of the next unit."""
@@ -81,7 +77,7 @@ class Reduction:
         """Wait for the reductions that are on their way."""
         while self._going:
             whole, lay_down = self._going[0]
-            if self.sync and in_backward() and not whole.over_within(PATIENCE):
+            if self.sync and in_backward() and not whole.over_unless_wanted():
                 return
             self._going.popleft()
             lay_down()
@@ -92,10 +88,9 @@ class Reduction:
 
     def no_more_comes(self, interrupted: bool) -> None:
         """A backward is over on this rank: what is left to reduce starts."""
+        for collector in self.collectors if self.sync and interrupted else ():
+            collector.abandon()
         if self.sync and self.reducing:
-            if interrupted:
-                for collector in self.collectors:
-                    collector.abandon()
             self._reduce_down_to(0)
 
     def end_of_backward(self) -> None:
@@ -133,6 +128,7 @@ class Reduction:
         """Reduce what no backward has reduced yet, and make every norm that of the whole gradient."""
         if self._due:
             self._due = False
+            self.flush()  # what is left is added to what was reduced
             if self.sync:
                 self._agree_on_presence()
             for collector in self.collectors:
