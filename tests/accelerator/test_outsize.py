@@ -225,6 +225,52 @@ def test_a_checkpoint_is_of_its_instant_whatever_follows(
     assert train(model, optimizer, data[2:]).losses == expected
 
 
+def dropping() -> nn.Module:
+    model = stack()
+    for block in model.blocks:
+        block.up = nn.Sequential(block.up, nn.Dropout(0.3))
+    return model
+
+
+class Scaled:
+    """A run with dropout on the device under autocast in fp16, with loss scaling; it saves its scaler, too."""
+
+    def __init__(self, workshop: Workshop, tier: str, seed: int) -> None:
+        self.model = dropping()
+        self.optimizer = adamw(self.model)
+        workshop.prepare(self.model, self.optimizer, tier, device="sim")
+        squeeze(self.model)
+        self.scaler = torch.amp.GradScaler("sim", init_scale=2.0**18, growth_interval=2)
+        torch.manual_seed(seed)
+
+    def train(self, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+        losses = []
+        for x, y in on_sim(data):
+            with torch.autocast("sim", torch.float16):
+                loss = (self.model(x).float() - y).square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return [*losses, self.scaler.get_scale()]
+
+
+@anytime
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_resumed_run_draws_the_random_numbers_of_the_device_again(sim: Any, workshop: Workshop, tier: str) -> None:
+    folder = workshop.disk.parent / "ckpt"
+    first, second = Scaled(workshop, tier, seed=1), Scaled(workshop, tier, seed=2)
+    first.train(batches(6)[:3])
+    outsize.save(folder, first.model, first.optimizer, {"scaler": first.scaler.state_dict()}).wait()
+    expected = first.train(batches(6)[3:])
+    second.train(batches(6)[:1])
+    second.scaler.load_state_dict(outsize.load(folder, second.model, second.optimizer)["scaler"])
+    assert second.train(batches(6)[3:]) == expected
+    mine, theirs = values(second.model), values(first.model)
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
 @anytime
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_is_written_inside_gathered_is_trained_on(sim: Any, workshop: Workshop, tier: str) -> None:

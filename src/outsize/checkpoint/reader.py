@@ -21,8 +21,7 @@ from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest, ParameterRecord
 from outsize.checkpoint.own import EXTRA_FILE, MODEL_FILE
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
-from outsize.checkpoint.rng import KINDS as RNG_KINDS
-from outsize.checkpoint.rng import check_rng
+from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in, was_removed
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
@@ -194,7 +193,7 @@ class Checkpoint:
         self.extra_states = {name: decode(state, tensors.__getitem__) for name, state in states.items()}
         self._unread_rng = MAX_RNG_BYTES
         self.rng: dict[str, Any] = {
-            kind: decode(own["rng"][kind], self._rng_tensor) for kind in RNG_KINDS if kind in own["rng"]
+            kind: decode(own["rng"][kind], self._rng_tensor) for kind in own["rng"] if is_known(kind)
         }
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()

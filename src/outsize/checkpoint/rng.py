@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 HOST_KINDS = ("torch", "python", "numpy")
-KINDS = (*HOST_KINDS, "cuda", "xpu", torch._C._get_privateuse1_backend_name())
-"""Whose states are stored; those of the accelerators under the type of the device."""
+"""Whose states are stored, beside that of the accelerator, which stands under the type of the device."""
+
+
+def is_known(kind: str) -> bool:
+    """Whether this process can have such a generator."""
+    try:
+        return kind in HOST_KINDS or torch.device(kind).type == kind
+    except RuntimeError:
+        return False
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
