@@ -8,10 +8,9 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/bernoulli.h>
-#include <ATen/ops/convolution.h>
-#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
@@ -540,6 +539,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     if (is_sim(self) && is_sim(target)) {
         StandIns stand_ins;
         at::Tensor from = stand_ins.host(self, false), to = stand_ins.host(target, true);
+        from._set_conj(self.is_conj());
+        from._set_neg(self.is_neg());
+        to._set_conj(target.is_conj());
+        to._set_neg(target.is_neg());
         machine().run(current_stream, place_of("aten::copy_"), stand_ins.accesses, 0, double(2 * target.nbytes()), [&] {
             in_kernel = true;
             to.copy_(from);
@@ -547,7 +550,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
         });
         return target;
     }
-    at::Tensor source = self.to(target.scalar_type()).expand(target.sizes()).contiguous().resolve_conj();
+    at::Tensor source = self.to(target.scalar_type()).expand(target.sizes()).contiguous().resolve_conj().resolve_neg();
     if (!target.is_contiguous()) {
         at::Tensor dense = at::empty(target.sizes(), target.options().pinned_memory(false));
         copy_from(source, dense, false);
@@ -589,7 +592,81 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
     return {input.mul(mask).mul_(p < 1 ? 1 / (1 - p) : 0.0), mask};
 }
 
+// torch has names of their own for a convolution on a device from outside torch; the host knows it by the usual ones.
+void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+    fallback(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+    const auto arguments = stack->size() - 10;  // grad_output, input, weight, stride, ..., output_mask
+    c10::IValue bias_sizes;
+    if (stack->back().toBoolList().get(2)) bias_sizes = std::vector<int64_t>{(*stack)[arguments].toTensor().size(1)};
+    stack->insert(stack->begin() + static_cast<int64_t>(arguments) + 3, bias_sizes);
+    fallback(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
+}
+
+// Cells of recurrent layers, which torch has fused on every device but the host. The workspace is the backward's.
+at::Tensor with_bias(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+    return bias && bias->defined() ? gates + *bias : gates;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input, const at::Tensor& hidden,
+                                                         const at::Tensor& cx, const std::optional<at::Tensor>& bias,
+                                                         const std::optional<at::Tensor>& hidden_bias) {
+    auto gates = (with_bias(input, bias) + with_bias(hidden, hidden_bias)).chunk(4, 1);
+    auto in = gates[0].sigmoid(), forget = gates[1].sigmoid(), cell = gates[2].tanh(), out = gates[3].sigmoid();
+    at::Tensor cy = forget * cx + in * cell;
+    return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::optional<at::Tensor>& grad_hy,
+                                                                  const std::optional<at::Tensor>& grad_cy,
+                                                                  const at::Tensor& cx, const at::Tensor& cy,
+                                                                  const at::Tensor& workspace, bool has_bias) {
+    auto gates = workspace.chunk(4, 1);
+    auto &in = gates[0], &forget = gates[1], &cell = gates[2], &out = gates[3];
+    at::Tensor of_output = grad_hy && grad_hy->defined() ? *grad_hy : at::zeros_like(cy), shown = cy.tanh();
+    at::Tensor of_cell = of_output * out * (1 - shown * shown);
+    if (grad_cy && grad_cy->defined()) of_cell = of_cell + *grad_cy;
+    at::Tensor of_gates = at::cat({of_cell * cell * in * (1 - in), of_cell * cx * forget * (1 - forget),
+                                   of_cell * in * (1 - cell * cell), of_output * shown * out * (1 - out)},
+                                  1);
+    return {of_gates, of_cell * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& hx,
+                                            const std::optional<at::Tensor>& bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
+    auto from_input = with_bias(input, bias).chunk(3, 1), from_hidden = with_bias(hidden, hidden_bias).chunk(3, 1);
+    at::Tensor reset = (from_input[0] + from_hidden[0]).sigmoid(), update = (from_input[1] + from_hidden[1]).sigmoid();
+    at::Tensor fresh = (from_input[2] + reset * from_hidden[2]).tanh();
+    return {(hx - fresh) * update + fresh, at::cat({reset, update, fresh, hx, from_hidden[2]}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(const at::Tensor& grad_hy,
+                                                                                         const at::Tensor& workspace,
+                                                                                         bool has_bias) {
+    auto kept = workspace.chunk(5, 1);
+    auto &reset = kept[0], &update = kept[1], &fresh = kept[2], &hx = kept[3], &hidden = kept[4];
+    at::Tensor of_update = grad_hy * (hx - fresh) * (1 - update) * update;
+    at::Tensor of_fresh = grad_hy * (1 - update) * (1 - fresh * fresh);
+    at::Tensor of_reset = of_fresh * hidden * (1 - reset) * reset;
+    at::Tensor of_input = at::cat({of_reset, of_update, of_fresh}, 1);
+    at::Tensor of_hidden = at::cat({of_reset, of_update, of_fresh * reset}, 1);
+    if (!has_bias) return {of_input, of_hidden, grad_hy * update, {}, {}};
+    return {of_input, of_hidden, grad_hy * update, of_input.sum(0), of_hidden.sum(0)};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+// The kernel of the host counts floating-point values alone, those of other devices whole numbers, too.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& first, const at::Scalar& last) {
+    return at::histc(self.cpu().to(at::kFloat), bins, first, last).to(self.options());
+}
+
+// A copy takes such views as they are: torch would copy them first.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("empty.memory_format", &empty);
@@ -608,7 +685,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_local_scalar_dense", &local_scalar_dense);
     m.impl("record_stream", &record_stream);
     m.impl("native_dropout", &native_dropout);
-    m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+    m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+    m.impl("histc", &histc);
+    m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+    m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
+    m.impl("_thnn_fused_gru_cell", &gru_cell);
+    m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
 }
 
 }  // namespace

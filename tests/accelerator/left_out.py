@@ -12,7 +12,9 @@ NUMPY = "is about NumPy's view of host memory"
 FORKS = "forks the process, and torch's threads do not come along"
 COLLECTIVES = "is about data parallelism of torch's own, which has no collectives for the device"
 
-RUN = "tests/run/test_"
+HOST_MEMORY = "is about arrays in host memory"
+
+RUN, API = "tests/run/test_", "tests/api/test_"
 
 LEFT_OUT = {
     RUN + "beside_the_gate.py::test_a_default_device_is_of_no_concern": DEFAULT_DEVICE,
@@ -30,19 +32,8 @@ LEFT_OUT = {
     + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[squeezed-sh": ON_CPU,
     RUN + "errors.py::test_moves_of_a_prepared_model_are_refused_with_the_remedy[share_memory": ON_CPU,
     RUN + "errors.py::test_moves_that_change_nothing_are_let_through": ON_CPU,
-    RUN + "errors.py::test_recurrent_weights_stay_where_they_are_when_they_are_to_be_flattened": NO_KERNEL,
     RUN + "errors.py::test_wrapping_a_prepared_model_for_data_parallelism_is_refused": COLLECTIVES,
     RUN + "gradients.py::test_gradients_of_a_sparse_embedding_are_refused_by_name": NO_KERNEL,
-    RUN + "modules.py::test_evaluation_between_steps_sees_the_weights_after_the_last_step[Conv": NO_KERNEL,
-    RUN + "modules.py::test_evaluation_between_steps_sees_the_weights_after_the_last_step[Recurrent": NO_KERNEL,
-    RUN + "modules.py::test_it_trains_as_in_torch[device-Conv": NO_KERNEL,
-    RUN + "modules.py::test_it_trains_as_in_torch[disk-Conv": NO_KERNEL,
-    RUN + "modules.py::test_it_trains_as_in_torch[squeezed-Conv": NO_KERNEL,
-    RUN + "modules.py::test_it_trains_as_in_torch[device-Recurrent": NO_KERNEL,
-    RUN + "modules.py::test_it_trains_as_in_torch[disk-Recurrent": NO_KERNEL,
-    RUN + "modules.py::test_it_trains_as_in_torch[squeezed-Recurrent": NO_KERNEL,
-    RUN + "modules.py::test_recomputed_it_trains_as_in_torch[Conv": NO_KERNEL,
-    RUN + "modules.py::test_recomputed_it_trains_as_in_torch[Recurrent": NO_KERNEL,
     RUN + "param_groups.py::test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go": BUDGET,
     RUN + "parity.py::test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit[device]": DEVICE_BITS,
     RUN + "recompute_impure.py::test_a_large_buffer_is_not_copied_again_after_a_forward_without_change": ADDRESSES,
@@ -65,4 +56,19 @@ LEFT_OUT = {
     RUN + "update_in_backward.py::test_gradients_of_a_checkpoint_wait_for_step[device]": DEVICE_BITS,
     RUN + "update_in_backward.py::test_state_that_fits_in_memory_moves_in_no_step": BUDGET,
     RUN + "update_threads.py::test_an_update_that_is_waited_for_takes_all_cores": TIMING,
+    API + "checkpoint.py::test_gradients_clipped_by_value_or_zeroed_in_place_resume_exactly": DEVICE_BITS,
+    API + "dcp.py::test_writing_holds_one_tensor_whatever_the_size_of_the_model": HOST_MEMORY,
+    API + "dcp_pieces.py::test_any_piece_of_a_tensor_that_was_cut_anyhow_is_as_torch_loads_it": HOST_MEMORY,
+    API + "import.py::test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memory": HOST_MEMORY,
+    API + "loading.py::test_joined_and_narrowed_arrays_read_as_torch_does": HOST_MEMORY,
+    "tests/optim/test_rules.py::test_states_that_come_from_a_checkpoint_go_where_the_parameter_is": DEFAULT_DEVICE,
+}
+LEFT_OUT |= {
+    f"{API}checkpoint.py::{test}[{size}-{which}{tiers}": DEVICE_BITS
+    for test, which in (
+        ("test_a_resumed_run_continues_bit_for_bit_on_any_tier", ""),
+        ("test_a_save_in_mid_accumulation_resumes_exactly", "dtype0-"),
+    )
+    for size in ("small", "large")
+    for tiers in ("device-host", "device-disk", "host-device", "disk-device")
 }

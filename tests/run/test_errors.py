@@ -760,8 +760,8 @@ def test_a_gradient_at_rest_that_is_read_names_the_remedy(workshop: Workshop, re
         read(model.head.weight.grad)
 
 
-def test_a_compiled_step_is_the_step(workshop: Workshop) -> None:
-    pair = workshop.pair()
+def test_a_compiled_step_is_the_step(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
     for model, optimizer, step in (
         (pair.plain, pair.plain_optimizer, pair.plain_optimizer.step),
         (pair.model, pair.optimizer, torch.compile(pair.optimizer.step, backend="eager")),
