@@ -246,7 +246,7 @@ def _build(
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]
-        sync = config.unused == "sync"
+        sync = ranks.says_wanted = config.unused == "sync"
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
         adds_up = torch.tensor(
             [accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)], dtype=torch.int32, device="cpu"

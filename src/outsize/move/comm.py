@@ -264,6 +264,7 @@ class Ranks:
         self.size = len(members)
         self.rank = self.members.index(dist.get_rank())
         self.counts = Counts()
+        self.says_wanted = False  # whether ranks come to what others need at other times, by design
         self._last_on_device: Any = None
         self._gave_up = False
         number = next(_made) if model is None else model.number
@@ -415,13 +416,16 @@ class Ranks:
         """Wait until all ranks are here; the `number` of each."""
         turn = self._lanes[CONTROL].next(kind)
         if number:
-            self._store.set("wanted", str(turn.number))
+            self._store.set(f"wanted/{CONTROL}", str(turn.number))
         return [row[2] for row in self._exchange(turn, number)]
 
     def wanted(self) -> bool:
-        """Whether a rank that has a number waits for this one to meet it."""
-        control = self._lanes[CONTROL]
-        return self._store.check(["wanted"]) and int(self._store.get("wanted")) >= control.before + len(control.come)
+        """Whether a rank waits for this one, to meet it with a number or to gather, as far as ranks say so."""
+        for name in (CONTROL, GATHER):
+            lane, key = self._lanes[name], f"wanted/{name}"
+            if self._store.check([key]) and int(self._store.get(key)) >= lane.before + len(lane.come):
+                return True
+        return False
 
     def agree_on_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step, which `told` describes. See Note [One order of
@@ -475,11 +479,13 @@ class Ranks:
             with self._lanes[turn.lane].waiting(turn, behind):
                 while not on_stream and not work.is_completed():
                     with suppress(RuntimeError):  # the time is over, or it went wrong
-                        work.wait(LOOK_WHETHER_WANTED if unless_wanted else LOOK)
+                        work.wait(LOOK_WHETHER_WANTED if self.says_wanted else LOOK)
                     if not work.is_completed():
                         self.model.check(self.model.words(turn))
                         if unless_wanted and self.wanted():
                             return False
+                        if self.says_wanted and turn.kind == GATHER:
+                            self._store.set(f"wanted/{GATHER}", str(turn.number))
                 if on_stream:
                     self.model.check(self.model.words(turn))
                 try:

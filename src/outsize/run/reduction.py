@@ -64,9 +64,10 @@ class Reduction:
             self._agree_on_presence()
 
     # Note [A rank that waits comes to nothing else]
-    # Under `sync` a rank may be further in its backward than the others, and one of those may need a round of gathers
-    # (Note [Units in the order of the model] in run/streamer.py), to which this rank comes at the latest when its own
-    # backward is over. Then it goes on without waiting for its reductions, with more memory in use.
+    # Under `sync` a rank may be further in its backward than the others, and one of those may need a gather of this
+    # round to which this rank has not come, or another round (Note [Units in the order of the model] in
+    # run/streamer.py), before it comes to the reduction that this rank waits for. It says so in the store, and this
+    # rank goes on without waiting, with more memory in use.
 
     def launched(self, whole: WholeGradients, lay_down: Callable[[], None]) -> None:
         """A reduction has started; `lay_down` waits for it. It runs behind the backward of the next unit."""
