@@ -29,7 +29,7 @@ from outsize.move.transfer import ARRIVED
 from outsize.optim.update import ChunkUpdater
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, stack, values
-from tests.conftest import adamw, batches, prepared, squared_error, squeeze, train
+from tests.conftest import Stack, adamw, batches, prepared, squared_error, squeeze, train
 
 ROOT = Path(__file__).parents[2]
 Weights = dict[str, Tensor]
@@ -64,6 +64,17 @@ def accumulation(folder: Path) -> Weights:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
+    return values(model)
+
+
+def gradients_larger_than_the_ring(folder: Path) -> Weights:
+    torch.manual_seed(0)
+    model = Stack(hidden=4096, depth=2)
+    optimizer = adamw(model)
+    outsize.prepare(
+        model, optimizer, device="sim", host_memory="3MiB", disk=folder, params="disk", grads="disk", states="disk"
+    )
+    train(model, optimizer, on_sim(batches(2)), clip=0.5)
     return values(model)
 
 
@@ -148,6 +159,7 @@ RUNS: dict[str, Run] = {
     "states on the device": training("host", "host", "device"),
     "device": training("device", "device", "device"),
     "accumulation": accumulation,
+    "gradients larger than the ring": gradients_larger_than_the_ring,
     "modification": modification,
     "fetched before the step": fetched_before_the_step,
     "state by hand": state_by_hand,
@@ -186,8 +198,8 @@ def fetch_without_waiting(memory: Any, first: int, out: Tensor) -> Any:
     return memory._lanes.bring_home(memory.bytes[first : first + out.numel()], out)
 
 
-def send_and_forget(outbox: Any, source: Tensor, target: Tensor, ops: Any) -> Any:
-    job = _send(outbox, source, target, ops)
+def send_and_forget(outbox: Any, source: Tensor, target: Tensor, ops: Any, norm: Any = None) -> Any:
+    job = _send(outbox, source, target, ops, norm)
     for piece in outbox._pieces:
         piece.source = None
     return job

@@ -447,6 +447,7 @@ def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
                     if prepared.stepper.awaits_step(unit):
                         grad.expect_unspent("saved before optimizer.step()")
                     continue
+                grad.home.complete()  # a norm may be on its way
                 norms = {order: norm.item() for order, norm in grad.norms.items()}
                 found[name] = GradAtRest(grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:

@@ -46,6 +46,7 @@ class GradShard:
         self._wide = array_layout(layout, _WIDE)
         self._ledger = ledger
         self._flat = HostBuffer(self._wide.nbytes)
+        self._norms = None if outbox is None else HostBuffer(8 * len(layout.slots), pinned=True)  # of sums, by slot
         self._account = "host/grads" if store is None else "host/grads in flight"
         self._counted = 0
         self._hold_disk()
@@ -148,8 +149,21 @@ class GradShard:
             self._count(self.nbytes if self.in_memory else 0)
             self._hold_disk()
 
+    def norm_of_sum(self, slot: Slot) -> torch.Tensor:
+        """The norm of a gradient to which something was added, fp32 or fp64, 0-d in pinned memory. Blocks until the sum
+        is there."""
+        self.await_landed()
+        return self._norm(slot)
+
+    def _norm(self, slot: Slot) -> torch.Tensor:
+        assert self._norms is not None, "norms of sums come with gradients from an accelerator"
+        dtype = torch.float64 if self.dtype(slot) is torch.float64 else torch.float32
+        first = 8 * self.layout.slots.index(slot)
+        return self._norms.bytes[first : first + dtype.itemsize].view(dtype)[0]
+
     def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> None:
-        """Store a contribution; `previous` holds the operations on what rests there already."""
+        """Store a contribution; `previous` holds the operations on what rests there already. Of a contribution from an
+        accelerator that is added to others, `norm_of_sum` has the norm of the sum."""
         self.use(slot)
         source = grad.reshape(-1)
         second = previous is not None and wide_dtype(grad.dtype) is not grad.dtype
@@ -161,7 +175,7 @@ class GradShard:
         if self._outbox is not None and source.device.type != "cpu":
             if not source.numel():  # nothing is sent, and nothing would ever arrive
                 return
-            self._landing = self._outbox.send(source, target, previous)
+            self._landing = self._outbox.send(source, target, previous, None if previous is None else self._norm(slot))
             return
         self.await_landed()
         if previous is None:
@@ -186,6 +200,9 @@ class GradShard:
 
     def close(self) -> None:
         self.drop()
+        if self._norms is not None:
+            self._norms.close()
+            self._norms = None
 
     def _widen(self) -> None:
         """Turn the contents into fp32: exact, and the same bytes serve every later contribution."""

@@ -12,7 +12,7 @@ import torch
 
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.device import Lanes
-from outsize.move.grad_ops import GradOps, accumulate_
+from outsize.move.grad_ops import GradOps, accumulate_, vector_norm
 from outsize.move.memory import HostBuffer, Ledger, copy
 from outsize.move.transfer import Transfer
 
@@ -26,12 +26,14 @@ from outsize.move.transfer import Transfer
 @dataclass
 class Leaving:
     """A piece of a gradient on its way: `source`, which must live until it was copied, `memory` in the ring, and where
-    it rests. `ops`: what was done to `target`, to which it is added; None where it replaces what was there."""
+    it rests. `ops`: what was done to `target`, to which it is added; None where it replaces what was there. `total`:
+    the whole sum and where its norm goes, with its last piece."""
 
     source: torch.Tensor | None
     memory: torch.Tensor
     target: torch.Tensor
     ops: GradOps | None
+    total: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @final
@@ -52,6 +54,9 @@ class LandStep(Step):
                 copy(piece.target, piece.memory)
             else:
                 accumulate_(piece.target, piece.ops, piece.memory)
+            if piece.total is not None:
+                total, norm = piece.total
+                norm.copy_(vector_norm(total, 2.0))
         return ()
 
 
@@ -72,16 +77,19 @@ class Outbox:
         self._open = Job(self._steps)
         ledger.add("host/gradients leaving", nbytes)
 
-    def send(self, source: torch.Tensor, target: torch.Tensor, ops: GradOps | None) -> Job:
+    def send(
+        self, source: torch.Tensor, target: torch.Tensor, ops: GradOps | None, norm: torch.Tensor | None = None
+    ) -> Job:
         """Start to bring `source` (1-D) to `target` (1-D, in host memory); over when the job is, once `dispatch` was
-        called. `ops`: see `Leaving`."""
+        called. `ops`: see `Leaving`. `norm`: takes the norm of what `target` holds then, 0-d."""
         self._lanes.follow(self._lanes.outgoing)
         most = max(self.nbytes // source.itemsize, 1)
         for start in range(0, source.numel(), most):
             part = source[start : start + most]
             memory = self._take(part.numel() * part.itemsize).view(part.dtype)
             self._lanes.send(part, memory)
-            self._pieces.append(Leaving(part, memory, target[start : start + most], ops))
+            total = None if norm is None or start + most < source.numel() else (target, norm)
+            self._pieces.append(Leaving(part, memory, target[start : start + most], ops, total))
         return self._open
 
     def dispatch(self) -> None:

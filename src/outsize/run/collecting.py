@@ -19,6 +19,10 @@ from outsize.run.unit import Unit
 if TYPE_CHECKING:
     from outsize.run.keeper import GradKeeper
 
+    def await_norms(self) -> None:
+        """Give the gradients at rest their norms where these are still to come."""
+        ...
+
 
 def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
     """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
@@ -321,7 +325,8 @@ class Collector:
                 self._expected[name] = param.grad
 
     def at_rest(self) -> Iterator[RestingGrad]:
-        """The gradients at rest, in the order of the unit."""
+        """The gradients at rest, in the order of the unit. Blocks until their norms are there."""
+        self._rest.await_norms()
         for param in self._unit.parameters.values():
             if isinstance(param.grad, RestingGrad):
                 yield param.grad

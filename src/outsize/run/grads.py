@@ -151,10 +151,11 @@ class RestingGrad(torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(f"the gradient of {self.label!r} is at rest and cannot be pickled; use outsize.save")
 
-    def become(self, norm: torch.Tensor, loose: torch.Tensor | None, shard: GradShard | None) -> None:
-        """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered."""
+    def become(self, norm: torch.Tensor | None, loose: torch.Tensor | None, shard: GradShard | None) -> None:
+        """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered. A norm of
+        None is filled in before anybody asks for it."""
         self.ops = GradOps()
-        self.norms = {2.0: self.norms[2.0].copy_(norm)}
+        self.norms = {2.0: self.norms[2.0] if norm is None else self.norms[2.0].copy_(norm)}
         self.own_norm = None
         self.loose = loose
         self.shard = shard
@@ -314,11 +315,15 @@ def _foreach_clamp(lower: bool) -> Callable[[list[Any], Any], None]:
 
 def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """What `torch.amp.GradScaler` does before a step: note what is not finite, divide by the loss scale."""
+    norms = torch.stack([norm.to(found_inf.device, torch.float32) for norm in _norms(grads)])
+    if not torch.isfinite(norms).all():  # of elements that are not, or of large ones whose squares overflow
+        doubtful = [grad for grad, sure in zip(grads, torch.isfinite(norms).tolist(), strict=True) if not sure]
+        finite = all(
+            grad.home.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
+            for grad in doubtful
+        )
+        found_inf.logical_or_(torch.tensor(not finite, device=found_inf.device))
     for grad in grads:
-        norm = grad.norm_of(2.0) if isinstance(grad, RestingGrad) else vector_norm(grad, 2.0)
-        if not torch.isfinite(norm):  # of elements that are not, or of large ones whose squares overflow
-            finite = grad.home.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
-            found_inf.logical_or_(torch.tensor(not finite, device=found_inf.device))
         grad.mul_(inverse_scale)
 
 

@@ -62,6 +62,7 @@ class GradKeeper:
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, spare] by parameter
+        self._sums: dict[str, RestingGrad] = {}  # whose norms come with the last contribution that is on its way
         self.shown: dict[str, RestingGrad] = {}  # in whose place `param.grad` is a copy of the values for now
 
     # Note [Gradients of two steps]
@@ -215,8 +216,7 @@ class GradKeeper:
             self.collector.collect(grad.label, more, grad)
             return
         self._bring_here(grad)
-        norm, loose = self._lay_down(grad.label, more, grad)
-        grad.become(norm, loose, self._shard)
+        self._become(grad, *self._lay_down(grad.label, more, grad))
         if not in_backward():  # the user's own contribution: no end of a backward follows
             self.finish()
 
@@ -320,6 +320,7 @@ class GradKeeper:
 
     def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
         norm, loose = self._lay_down(name, grad, None)
+        assert norm is not None, "only that of a sum comes later"
         resting = self._next(name)
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
             resting = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
@@ -338,7 +339,11 @@ class GradKeeper:
         resting.reverse()
         return resting[0]
 
-    def _become(self, grad: RestingGrad, norm: torch.Tensor, loose: torch.Tensor | None) -> None:
+    def _become(self, grad: RestingGrad, norm: torch.Tensor | None, loose: torch.Tensor | None) -> None:
+        if norm is None:
+            self._sums[grad.label] = grad
+        else:
+            self._sums.pop(grad.label, None)
         grad.become(norm, loose, self._shard)
         if self._reduction is not None:
             self._reduction.changed()
@@ -369,8 +374,17 @@ class GradKeeper:
             self.finish()
 
     def complete(self) -> None:
-        if self._reduction is not None:
+        if self._reduction is None:
+            self.await_norms()
+        else:
             self._reduction.complete()
+
+    def await_norms(self) -> None:
+        """Give the sums of gradients from an accelerator their norms. Blocks until the sums are there."""
+        while self._sums:
+            name, grad = self._sums.popitem()
+            assert grad.shard is not None
+            grad.norms[2.0].copy_(grad.shard.norm_of_sum(self._slots[name]), non_blocking=True)
 
     def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
         own = self.exact(grad)  # a copy: an update that is owed still reads the bytes
@@ -384,8 +398,9 @@ class GradKeeper:
 
     def _lay_down(
         self, name: str, grad: torch.Tensor, previous: RestingGrad | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store a contribution; returns the norm of the sum, and the sum itself where it stays on the device."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Store a contribution; returns the norm of the sum, or None where it comes later, and the sum itself where it
+        stays on the device."""
         expect_dense(name, grad)
         self._settle(self._unit)  # see Note [An owed update owns its gradients]
         grad = grad.detach()
@@ -397,8 +412,10 @@ class GradKeeper:
         self._open(self._slots[name], widens=ops is not None or grad.dtype.itemsize > slot_dtype.itemsize)
         self._shard.put(self._slots[name], grad, ops)
         self._dirty = True
-        content = grad if ops is None else self._shard.of(self._slots[name])
-        return vector_norm(content, 2.0), None  # on the device, where it is fast, unless it is a sum
+        if ops is None:
+            return vector_norm(grad, 2.0), None  # on the device, where it is fast
+        on_its_way = grad.device.type != "cpu" and grad.numel() > 0
+        return None if on_its_way else vector_norm(self._shard.of(self._slots[name]), 2.0), None
 
     def _add_loose(self, previous: RestingGrad, grad: torch.Tensor) -> torch.Tensor:
         assert previous.loose is not None

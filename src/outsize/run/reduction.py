@@ -142,14 +142,18 @@ class Reduction:
         if not self.split and self.ranks.tensor is None:
             return
         grads = [grad for collector in self.collectors for grad in collector.at_rest()]
-        for grad in grads:
-            if grad.own_norm is None:
-                grad.own_norm = grad.norms[2.0].detach().to("cpu", torch.float64, copy=True)
+        unknown = [grad for grad in grads if grad.own_norm is None]
+        if unknown:  # read from the device at once
+            norms = torch.stack([grad.norms[2.0].detach().double() for grad in unknown]).cpu()
+            for grad, norm in zip(unknown, norms, strict=True):
+                grad.own_norm = norm
         squares = torch.stack(
             [grad.own_norm.square() for grad in grads if grad.own_norm is not None] or [torch.zeros((), device="cpu")]
         )
         repeated = torch.tensor([grad.repeated for grad in grads] or [True], device="cpu")
         total = self._sum(squares, repeated).sqrt_()
+        if grads:
+            total = total.to(grads[0].norms[2.0].device)
         for grad, norm in zip(grads, total, strict=False):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
 
