@@ -192,35 +192,28 @@ OUTSIZE_FOLDED inline __m512i past(__m512i value) {
 
 OUTSIZE_FOLDED inline __m512i line_at(const Byte* address) { return _mm512_loadu_si512(address); }
 
-// Four lines at once: 32 bytes a cycle where the crc32 instruction takes 8.
-OUTSIZE_FOLDED void folded_one(const Byte* page, std::size_t page_bytes, std::uint32_t* sum) {
-    constexpr std::size_t kStep = 4 * kLine;
-    Register crc[] = {~0u};
-    if (page_bytes < kStep) return finish(page, page_bytes, 0, crc, sum);
-    __m512i lines[4];
-    for (std::size_t k = 0; k < 4; ++k) lines[k] = line_at(page + k * kLine);
-    lines[0] = _mm512_xor_si512(lines[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));  // the register's start
-    std::size_t at = kStep;
-    for (; at + kStep <= page_bytes; at += kStep)
-        for (std::size_t k = 0; k < 4; ++k) {
-            fetch(page + at + k * kLine + kFetchAhead);
-            lines[k] = _mm512_xor_si512(past<kStep>(lines[k]), line_at(page + at + k * kLine));
+// kCount pages side by side, 64 bytes of each at a time.
+template <std::size_t kCount>
+OUTSIZE_FOLDED void folded_sums(const Byte* pages, std::size_t page_bytes, std::uint32_t* sums) {
+    if (page_bytes < kLine) return instruction_sums<kCount>(pages, page_bytes, sums);
+    const __m512i start = _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1));  // of a register
+    __m512i lines[kCount];
+    for (std::size_t k = 0; k < kCount; ++k) lines[k] = _mm512_xor_si512(line_at(pages + k * page_bytes), start);
+    std::size_t at = kLine;
+    for (; at + kLine <= page_bytes; at += kLine)
+        for (std::size_t k = 0; k < kCount; ++k) {
+            fetch(pages + k * page_bytes + at + kFetchAhead);
+            lines[k] = _mm512_xor_si512(past<kLine>(lines[k]), line_at(pages + k * page_bytes + at));
         }
-    __m512i last = lines[0];
-    for (std::size_t k = 1; k < 4; ++k) last = _mm512_xor_si512(past<kLine>(last), lines[k]);
-    std::uint64_t words[kLine / 8];
-    _mm512_storeu_si512(words, last);
-    crc[0] = 0;
-    for (const std::uint64_t word : words) crc[0] = step(crc[0], word);
-    finish(page, page_bytes, at, crc, sum);
-}
-
-OUTSIZE_FOLDED void folded_streams(const Byte* pages, std::size_t page_bytes, std::uint32_t* sums) {
-    for (std::size_t k = 0; k < kStreams; ++k) folded_one(pages + k * page_bytes, page_bytes, sums + k);
+    Register crc[kCount]{};
+    for (std::size_t word = 0; word < kLine; word += 8)
+        for (std::size_t k = 0; k < kCount; ++k)
+            crc[k] = step(crc[k], word_at(reinterpret_cast<const Byte*>(&lines[k]) + word));
+    finish(pages, page_bytes, at, crc, sums);
 }
 
 bool can_fold() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"); }
-constexpr Method kFolded{folded_one, folded_streams};
+constexpr Method kFolded{folded_sums<1>, folded_sums<kStreams>};
 
 #else
 

@@ -152,8 +152,8 @@ class RestingGrad(torch.Tensor):
         raise RuntimeError(f"the gradient of {self.label!r} is at rest and cannot be pickled; use outsize.save")
 
     def become(self, norm: torch.Tensor | None, loose: torch.Tensor | None, shard: GradShard | None) -> None:
-        """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered. A norm of
-        None is filled in before anybody asks for it."""
+        """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered. It is
+        None where it is filled in before anybody asks for it."""
         self.ops = GradOps()
         self.norms = {2.0: self.norms[2.0] if norm is None else self.norms[2.0].copy_(norm)}
         self.own_norm = None
