@@ -217,7 +217,9 @@ def verify(directory: str, layers: str, rounds: str) -> dict[str, Any]:
             if turn:
                 seconds[kind].append(taken)
                 sums[kind].append(watch.seconds - before)
-    result = {kind: statistics.median(values) for kind, values in seconds.items()}
+    result: dict[str, Any] = {kind: statistics.median(values) for kind, values in seconds.items()}
+    ratios = [with_it / without for with_it, without in zip(seconds["verify"], seconds["plain"], strict=True)]
+    result["ratio"] = statistics.quantiles(ratios, n=4)
     return {**result, **{f"{kind} sums": statistics.median(values) for kind, values in sums.items()}}
 
 
