@@ -374,10 +374,9 @@ class GradKeeper:
             self.finish()
 
     def complete(self) -> None:
-        if self._reduction is None:
-            self.await_norms()
-        else:
+        if self._reduction is not None:
             self._reduction.complete()
+        self.await_norms()
 
     def await_norms(self) -> None:
         """Give the sums of gradients from an accelerator their norms. Blocks until the sums are there."""
