@@ -19,10 +19,6 @@ from outsize.run.unit import Unit
 if TYPE_CHECKING:
     from outsize.run.keeper import GradKeeper
 
-    def await_norms(self) -> None:
-        """Give the gradients at rest their norms where these are still to come."""
-        ...
-
 
 def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
     """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
