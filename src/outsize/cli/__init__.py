@@ -6,12 +6,20 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
-from outsize.cli import checkpoints, planning, probe, train
+from outsize.cli import checkpoints, options, planning, probe
 from outsize.cli.wording import in_options
 
-_EXTRA = {"transformers", "tokenizers", "safetensors", "rich", "matplotlib"}  # what the extra `train` brings
-_ROOMS = {"train": train, "plan": planning, "probe": probe, "checkpoint": checkpoints}
+_EXTRA = {
+    "accelerate",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "rich",
+    "matplotlib",
+}  # what the extra `train` brings
+_ROOMS = {"train": options, "plan": planning, "probe": probe, "checkpoint": checkpoints}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is no reason to fail; stderr is so already
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser().parse_args(words)
-    args.words = words[1:]
     try:
+        args = build_parser().parse_args(words)
+        args.words = words[1:]
         code: int = _ROOMS[args.command].run(args)
         return code
     except KeyboardInterrupt:
@@ -33,14 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"outsize {args.command} needs {package}: pip install {package}")
     except (ValueError, TypeError, OSError) as error:
-        logging.getLogger("outsize").debug("outsize %s failed", args.command, exc_info=True)
+        logging.getLogger("outsize").debug("outsize %s failed", words, exc_info=True)
         return _fail(str(error) or type(error).__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="outsize", description="Train PyTorch models whose training state is larger than memory."
-    )
+    parser = _Parser(prog="outsize", description="Train PyTorch models whose training state is larger than memory.")
     parser.add_argument("--version", action="version", version=f"outsize {version('outsize')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, room in _ROOMS.items():
@@ -52,6 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
         )
         room.add_arguments(command)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
 
 
 class _Help(argparse.HelpFormatter):

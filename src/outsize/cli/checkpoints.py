@@ -21,11 +21,12 @@ from outsize.checkpoint.shelf import (
     was_removed,
     without_foreign,
 )
-from outsize.cli.job import DTYPES
+from outsize.cli.options import DTYPES
 from outsize.formats.stored import stored_weights
 from outsize.formats.weights import merged_folder, write_shards
 from outsize.plan.sizes import format_bytes, parse_bytes
 
+STATE = "outsize"  # the folder of `outsize.save` in a checkpoint of the Trainer
 SUMMARY = "list, verify, export and prune checkpoints"
 DESCRIPTION = "Work on the folders that outsize.save and `outsize train` write. No model is needed."
 
@@ -61,7 +62,10 @@ def _found(path: Path, incomplete: Sequence[Path] = ()) -> list[Path]:
     """
     if (path / MANIFEST_NAME).is_file():
         return [path]
-    found = [*(each.path for each in checkpoints_in(path)), *damaged_in(path)]
+    folders = [path, *sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime, reverse=True)]
+    found = [
+        each for folder in folders for each in (*(one.path for one in checkpoints_in(folder)), *damaged_in(folder))
+    ]
     if not found and not incomplete:
         raise FileNotFoundError(f"{path}: there is no checkpoint")
     return found
@@ -92,7 +96,7 @@ def _row(path: Path, manifest: Manifest) -> tuple[str, str, str, str, str, str]:
     numel = sum(record.weight.numel for record in manifest.parameters.values())
     size = sum(record.nbytes for record in manifest.files.values())
     return (
-        path.name,
+        path.name if path.name != STATE else path.parent.name,
         manifest.saved_at[:19].replace("T", " "),
         str(optimizer.steps) if optimizer is not None else "-",
         f"{numel:,}",
@@ -132,7 +136,7 @@ def _verify_one(manifest: Manifest, data: DataReader) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    manifest, data = open_manifest(args.path)
+    manifest, data = open_manifest(_found(args.path)[0])
     try:
         dtype = DTYPES[args.dtype] if args.dtype is not None else None
         weights = stored_weights(manifest, data, MASTERS, dtype)

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from outsize.cli.corpus import VOCABULARY
-
+VOCABULARY = 8192
 # hidden, intermediate, layers, heads, key-value heads, vocabulary
 _SHAPES = {
     "default": (768, 3072, 12, 12, 12, VOCABULARY),
@@ -20,7 +18,6 @@ _SHAPES = {
     "405b": (16384, 53248, 126, 128, 8, 128256),
 }
 SHAPES = tuple(name for name in _SHAPES if name != "default")
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def llama(shape: str = "default") -> Any:
@@ -42,11 +39,11 @@ def llama(shape: str = "default") -> Any:
     )
 
 
-def configuration(path: Path | None) -> Any:
+def configuration(path: str | None) -> Any:
     """The Hugging Face configuration in a file or folder on this machine; the default Llama without a path."""
     if path is None:
         return llama()
-    file = path / "config.json" if path.is_dir() else path
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise FileNotFoundError(
             f"--model {path}: no configuration there; give a config.json or a folder that holds one"
@@ -56,70 +53,21 @@ def configuration(path: Path | None) -> Any:
     return AutoConfig.from_pretrained(str(file))
 
 
-def has_weights(path: Path | None) -> bool:
-    return path is not None and path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHT_FILES)
+def holds(path: str | None, *patterns: str) -> bool:
+    """Whether the user's model is a folder with such a file."""
+    return path is not None and any(any(Path(path).glob(pattern)) for pattern in patterns)
 
 
-def given_tokenizer(path: Path | None) -> Path | None:
-    """The tokenizer.json beside the user's model, if there is one."""
-    file = path / "tokenizer.json" if path is not None and path.is_dir() else None
-    return file if file is not None and file.is_file() else None
-
-
-def model_class(config: Any) -> Any:
-    """The class that trains this configuration; imports the model's code."""
+def build(config: Any, path: str | None = None) -> Any:
+    """The model in fp32, from the weights in the user's folder if there are any, else freshly initialised."""
     from transformers import AutoModelForCausalLM
 
-    known = AutoModelForCausalLM._model_mapping
-    if type(config) not in known:
-        raise ValueError(f"model type {config.model_type!r} is not a causal language model of transformers")
-    found = known[type(config)]
-    return found[0] if isinstance(found, (list, tuple)) else found
+    if path is not None and holds(path, "*.safetensors", "pytorch_model*.bin"):
+        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def build(config: Any, weights: Path | None = None) -> nn.Module:
-    """The model in fp32, freshly initialised or from the weights in a folder, on the device of the context."""
-    from transformers import AutoModelForCausalLM
-
-    if weights is not None:
-        model = AutoModelForCausalLM.from_pretrained(str(weights), config=config, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.config.use_cache = False  # a cache filled in the forward pass would be filled again in a recomputation
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def on_meta(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+def on_meta(config: Any) -> Any:
     """The model without memory behind its parameters: shapes only."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices, none for vectors (norms, biases)."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def export_companions(model: nn.Module, tokenizer: Path, source: Path | None, out: Path) -> None:
-    """Configuration and tokenizer beside the exported weights, so that the Auto classes open the folder."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    from outsize.cli.corpus import END_OF_TEXT
-
-    config: Any = model.config
-    config.use_cache, config.architectures = True, [type(model).__name__]
-    config.save_pretrained(str(out))
-    config.use_cache = False
-    if source is not None:
-        AutoTokenizer.from_pretrained(str(source)).save_pretrained(str(out))
-    else:
-        PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END_OF_TEXT).save_pretrained(str(out))
+        return build(config)
