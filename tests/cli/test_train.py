@@ -44,7 +44,11 @@ def test_run_shows_and_leaves_everything(words: list[str], tmp_path: Path, capsy
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
     losses = history(run)
     assert losses[-1] < losses[0] and len(losses) == 5
-    assert min(history(run, "bytes_written")) > 0 and len(history(run, "eval_loss")) >= 3
+    assert sum(history(run, "bytes_written")) > 0 and len(history(run, "eval_loss")) >= 3
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("every checksum is right") == 2
+    assert main(["checkpoint", "export", str(run / "checkpoint-5"), str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported" / "model.safetensors").exists()
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
