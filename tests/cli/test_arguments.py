@@ -103,7 +103,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         (["train", "--text", "no/such/text"], "no/such/text: no such file or folder"),
         (["plan", "--model", "no/such/model"], "--model no/such/model"),
         (["probe", "--disk", "no/such/folder"], "no/such/folder"),
-        (["probe", "--megabytes", "1"], "--megabytes is 1"),
+        (["probe", "--megabytes", "1"], "--megabytes: it is 1"),
     ],
 )
 def test_mistake_gives_one_line_and_code_2(

@@ -9,10 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from outsize.cli.options import at_least
 
 SUMMARY = "measure the disk folder, memory and compute"
 DESCRIPTION = "Measure the bandwidth of a disk folder and of memory, and fp32 matrix products; takes a few seconds."
@@ -22,52 +23,33 @@ THREADS = 4  # requests in flight: one alone does not fill a fast drive
 # the forward pass, weight, gradient and two moments. Written: gradient, weight and two moments.
 STEP_READ_BYTES = 4 * (1 + 4)
 STEP_WRITTEN_BYTES = 4 * (1 + 3)
-PARAMETERS = 1e9
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes a second; floating-point operations a second."""
-
-    disk_read: float
-    disk_write: float
-    direct: bool
-    memory: float
-    flops: float
+GIGA = 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", type=Path, default=Path("."), metavar="DIR", help="folder on the drive to measure")
-    parser.add_argument("--megabytes", type=int, default=1024, help="how much to write and read back")
+    parser.add_argument("--megabytes", type=at_least(8), default=1024, help="how much to write and read back")
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.disk.is_dir():
         raise FileNotFoundError(f"--disk {args.disk}: no such folder")
-    if args.megabytes < 8:
-        raise ValueError(f"--megabytes is {args.megabytes}; it must be 8 or more")
-    print(describe(measure(args.disk, args.megabytes << 20)))
-    return 0
-
-
-def measure(folder: Path, nbytes: int) -> Rates:
-    write, read, direct = _disk(folder, max(1, nbytes // BLOCK_BYTES))
-    return Rates(read, write, direct, _memory_bandwidth(), _matrix_flops())
-
-
-def describe(rates: Rates) -> str:
-    floor = PARAMETERS * (STEP_READ_BYTES / rates.disk_read + STEP_WRITTEN_BYTES / rates.disk_write)
-    way = "direct" if rates.direct else "through the page cache: the file system has no direct I/O, figures may flatter"
-    return "\n".join(
-        (
-            f"disk read    {rates.disk_read / 1e9:8.2f} GB/s  ({way})",
-            f"disk write   {rates.disk_write / 1e9:8.2f} GB/s",
-            f"memory       {rates.memory / 1e9:8.2f} GB/s  (copy, read + write)",
-            f"fp32 product {rates.flops / 1e9:8.0f} GFLOP/s",
-            f"A step moves {STEP_READ_BYTES} B read and {STEP_WRITTEN_BYTES} B written a parameter with everything on "
-            f"disk in fp32: about {floor:.1f} s for 1 B parameters.",
-        )
+    write, read, direct = _disk(args.disk, max(1, (args.megabytes << 20) // BLOCK_BYTES))
+    source, matrix = torch.ones(64 << 20, dtype=torch.uint8), torch.ones(1024, 1024)
+    target = torch.empty_like(source)
+    memory = 2 * source.numel() / _best_seconds(lambda: target.copy_(source))
+    flops = 2 * len(matrix) ** 3 / _best_seconds(lambda: matrix @ matrix)
+    way = "direct" if direct else "through the page cache: the file system has no direct I/O, figures may flatter"
+    seconds = GIGA * (STEP_READ_BYTES / read + STEP_WRITTEN_BYTES / write)
+    print(f"disk read    {read / GIGA:8.2f} GB/s  ({way})")
+    print(f"disk write   {write / GIGA:8.2f} GB/s")
+    print(f"memory       {memory / GIGA:8.2f} GB/s  (copy, read + write)")
+    print(f"fp32 product {flops / GIGA:8.0f} GFLOP/s")
+    print(
+        f"A step moves {STEP_READ_BYTES} B read and {STEP_WRITTEN_BYTES} B written a parameter with everything on disk "
+        f"in fp32: about {seconds:.1f} s for 1 B parameters."
     )
+    return 0
 
 
 def _disk(folder: Path, blocks: int) -> tuple[float, float, bool]:
@@ -76,27 +58,26 @@ def _disk(folder: Path, blocks: int) -> tuple[float, float, bool]:
     os.close(handle)
     try:
         descriptor, direct = _open_direct(name)
-        try:
-            buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(THREADS)]
-            for buffer in buffers:
-                buffer.write(os.urandom(1 << 16) * (BLOCK_BYTES >> 16))
-            written = _run_blocks(blocks, lambda i, buffer: os.pwrite(descriptor, buffer, i * BLOCK_BYTES), buffers)
-            start = time.perf_counter()
-            os.fsync(descriptor)
-            written += time.perf_counter() - start
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            read = _run_blocks(blocks, lambda i, buffer: os.preadv(descriptor, [buffer], i * BLOCK_BYTES), buffers)
-        finally:
-            os.close(descriptor)
     finally:
         os.unlink(name)
+    try:
+        buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(THREADS)]
+        for buffer in buffers:
+            buffer.write(os.urandom(1 << 16) * (BLOCK_BYTES >> 16))
+        written = _run_blocks(blocks, lambda i, buffer: os.pwrite(descriptor, buffer, i * BLOCK_BYTES), buffers)
+        start = time.perf_counter()
+        os.fsync(descriptor)
+        written += time.perf_counter() - start
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        read = _run_blocks(blocks, lambda i, buffer: os.preadv(descriptor, [buffer], i * BLOCK_BYTES), buffers)
+    finally:
+        os.close(descriptor)
     return blocks * BLOCK_BYTES / written, blocks * BLOCK_BYTES / read, direct
 
 
 def _open_direct(name: str) -> tuple[int, bool]:
     try:
-        return os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0)), hasattr(os, "O_DIRECT")
+        return os.open(name, os.O_RDWR | os.O_DIRECT), True
     except OSError:  # tmpfs and some overlays refuse it
         return os.open(name, os.O_RDWR), False
 
@@ -116,23 +97,11 @@ def _run_blocks(blocks: int, move: Callable[[int, mmap.mmap], int], buffers: lis
     return time.perf_counter() - start
 
 
-def _memory_bandwidth() -> float:
-    source = torch.ones(64 << 20, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _best_seconds(lambda: target.copy_(source))
-
-
-def _matrix_flops() -> float:
-    side = 1024
-    left, right = torch.ones(side, side), torch.ones(side, side)
-    return 2 * side**3 / _best_seconds(lambda: left @ right)
-
-
 def _best_seconds(work: Callable[[], object], times: int = 5) -> float:
-    work()
+    """The first time is not counted."""
     seconds = []
-    for _ in range(times):
+    for _ in range(times + 1):
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(seconds[1:])
