@@ -121,17 +121,17 @@ def test_second_interruption_ends_the_run_at_once(
 
 
 def test_killed_run_goes_on_from_its_newest_complete_checkpoint(words: list[str], tmp_path: Path) -> None:
-    assert main([*words, "--save-every", "1", "--steps", "40"]) == 0
+    assert main([*words, "--save-every", "1", "--steps", "12"]) == 0
     whole = history(tmp_path / "run")
     killed = tmp_path / "killed"
-    again = [*words[: -len(FEW)], "--run", str(killed), *FEW, "--save-every", "1", "--steps", "40"]
+    again = [*words[: -len(FEW)], "--run", str(killed), *FEW, "--save-every", "1", "--steps", "12"]
     process = subprocess.Popen([str(Path(sys.executable).with_name("outsize")), *again], stdout=subprocess.DEVNULL)
     until = time.monotonic() + 60
-    while not (killed / "checkpoint-7").exists() and time.monotonic() < until:
+    while not (killed / "checkpoint-4").exists() and time.monotonic() < until:
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert not (killed / "checkpoint-40").exists()
+    assert not (killed / "checkpoint-12").exists()
     assert main(["train", "--resume", str(killed)]) == 0
     assert history(killed) == whole
 
