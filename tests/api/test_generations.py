@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(tmp_
     run.prepared.resources.close()
     assert (tmp_path / "step-1").exists()
     del saved
+
+
+def test_the_end_of_a_run_waits_for_every_removal(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    for name in ("step-1", "step-2", "step-3"):
+        run.save(tmp_path / name, keep=1)
+    waiting = [each for each in threading.enumerate() if each.name == "outsize-keep"]
+    assert len(waiting) == 2
+    run.prepared.resources.close()
+    assert not any(each.is_alive() for each in waiting)
 
 
 def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:

@@ -126,13 +126,14 @@ class Saver:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._saving: Saving | None = None
-        self._removing: tuple[threading.Thread, Sequence[Generation]] | None = None
+        self._removing: list[tuple[threading.Thread, Sequence[Generation]]] = []
 
     def settle(self) -> None:
         """Block until no checkpoint is on its way. Raises what went wrong with the last one, once."""
-        if self._removing is not None and all(generation.left.done() for generation in self._removing[1]):
-            self._removing[0].join()
-            self._removing = None
+        for each in list(self._removing):
+            if all(generation.left.done() for generation in each[1]):
+                each[0].join()
+                self._removing.remove(each)
         saving = self._saving
         if saving is None:
             return
@@ -145,9 +146,10 @@ class Saver:
 
     def close(self) -> None:
         """The run has ended: nobody waits for it any more."""
-        if self._removing is not None and self._removing[0] is not threading.current_thread():
-            self._removing[0].join()
-        self._removing = None
+        for thread, _ in self._removing:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._removing.clear()
 
     def remove_when_read(
         self,
@@ -181,7 +183,7 @@ class Saver:
                 return
 
         thread = threading.Thread(target=work, name="outsize-keep", daemon=True)
-        self._removing = thread, held
+        self._removing.append((thread, held))
         thread.start()
 
     def begin(self, path: Path) -> Saving:
