@@ -15,9 +15,10 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.hpp)
 SIMULATOR := tests/accelerator/build/_sim.so
 SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
-# What make test runs on the simulated accelerator too; `pytest --device sim tests/run` runs all.
+# What make test runs on the simulated accelerator too; tests/accelerator/README.md has the command that runs all.
 ON_SIMULATOR := $(foreach name,amp delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
-	streaming update_in_backward,tests/run/test_$(name).py)
+	streaming update_in_backward,tests/run/test_$(name).py) \
+	tests/programs/test_programs.py tests/models/test_torch_models.py tests/api/test_checkpoint.py tests/api/test_release.py
 
 .PHONY: setup test train format bench clean
 .DEFAULT_GOAL := setup

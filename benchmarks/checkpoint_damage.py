@@ -45,7 +45,9 @@ class Run:
         self.model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         places = dict.fromkeys(("params", "grads", "states"), "disk")
-        outsize.prepare(self.model, self.optimizer, host_memory="64MiB", disk=disk, device="cpu", **places)
+        outsize.prepare(
+            self.model, self.optimizer, host_memory="64MiB", disk=disk, device=torch.get_default_device(), **places
+        )
         self.prepared = prepared_of(next(self.model.parameters()))
         self.losses: list[float] = []
 

@@ -69,7 +69,12 @@ class TinyRun:
         torch.manual_seed(seed)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        chosen: dict[str, Any] = {"host_memory": "64MiB", "device": "cpu", "disk": disk, "activations": "keep"}
+        chosen: dict[str, Any] = {
+            "host_memory": "64MiB",
+            "device": torch.get_default_device(),
+            "disk": disk,
+            "activations": "keep",
+        }
         outsize.prepare(self.model, self.optimizer, **{**chosen, **places, **fields})
         self.steps = 0
 

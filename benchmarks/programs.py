@@ -1,7 +1,7 @@
 """Random programs, beside plain torch, for as long as you like: `python -m benchmarks.programs SECONDS`.
 
 Prints each program that fails, shortened. `--first SEED` begins elsewhere, `--ranks 2` runs on so many ranks;
-`--seed SEED` runs and shortens one program.
+`--seed SEED` runs and shortens one program; `--device sim` computes on the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import warnings
 
 import torch
 
+from tests.accelerator import sim as simulator
 from tests.programs.checking import Failure, check
 from tests.programs.programs import Program, program_of
 from tests.programs.ranks import first_failure
@@ -27,7 +28,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this program alone")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--shorten", type=float, default=120.0, metavar="SECONDS", help="for each failing program")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "sim"))
     options = parser.parse_args()
+    if options.device == "sim":
+        with simulator.switched_on("random"), torch.device("sim"):
+            return hunt(options)
+    return hunt(options)
+
+
+def hunt(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("outsize").setLevel(logging.ERROR)

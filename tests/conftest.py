@@ -291,6 +291,12 @@ class Workshop:
         return [ref() for ref in self._resources if ref() is not None]
 
 
+def random_state() -> Tensor:
+    """Of the generator that the device draws from."""
+    device = torch.get_default_device()
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+
+
 def forget_last_graph() -> None:
     """The threads on which torch runs a backward keep its graph until the next one, here after an error."""
     for place in ["cpu", *(["sim"] if torch.accelerator.is_available() else [])]:

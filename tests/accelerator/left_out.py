@@ -12,6 +12,8 @@ NUMPY = "is about NumPy's view of host memory"
 FORKS = "forks the process, and torch's threads do not come along"
 COLLECTIVES = "is about data parallelism of torch's own, which has no collectives for the device"
 
+CONJUGATES = "torch lets no conjugate view on such a device take the memory of a plain tensor"
+ACCELERATE = "accelerate does not know the device, and its Trainer moves the model to the CPU"
 HOST_MEMORY = "is about arrays in host memory"
 
 RUN, API = "tests/run/test_", "tests/api/test_"
@@ -60,7 +62,10 @@ LEFT_OUT = {
     API + "dcp.py::test_writing_holds_one_tensor_whatever_the_size_of_the_model": HOST_MEMORY,
     API + "dcp_pieces.py::test_any_piece_of_a_tensor_that_was_cut_anyhow_is_as_torch_loads_it": HOST_MEMORY,
     API + "import.py::test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memory": HOST_MEMORY,
+    API + "loading.py::test_conjugate_and_negative_views_come_back_as_they_were": CONJUGATES,
     API + "loading.py::test_joined_and_narrowed_arrays_read_as_torch_does": HOST_MEMORY,
+    "tests/models/test_around_the_loop.py::test_bf16_model_trains_like_one_with_masters_kept_by_hand": DEVICE_BITS,
+    "tests/models/test_around_the_loop.py::test_trains_under_the_trainer": ACCELERATE,
     "tests/optim/test_rules.py::test_states_that_come_from_a_checkpoint_go_where_the_parameter_is": DEFAULT_DEVICE,
 }
 LEFT_OUT |= {

@@ -10,6 +10,7 @@ from torch import nn
 
 import outsize
 from outsize import load, save
+from tests.conftest import random_state
 
 KINDS = ("device", "host", "disk")
 OPTIMIZERS = {
@@ -58,7 +59,14 @@ class Net(nn.Module):
 def tiers(params: str, grads: str, states: str, tmp: Path) -> dict[str, Any]:
     disk = tmp / "disk"
     disk.mkdir(exist_ok=True)
-    return {"params": params, "grads": grads, "states": states, "disk": disk, "host_memory": "64MiB", "device": "cpu"}
+    return {
+        "params": params,
+        "grads": grads,
+        "states": states,
+        "disk": disk,
+        "host_memory": "64MiB",
+        "device": torch.get_default_device(),
+    }
 
 
 class Run:
@@ -102,7 +110,7 @@ class Run:
 
     def result(self) -> dict[str, torch.Tensor]:
         """Everything that a later step depends on."""
-        found: dict[str, torch.Tensor] = {"losses": torch.tensor(self.losses), "rng": torch.get_rng_state()}
+        found: dict[str, torch.Tensor] = {"losses": torch.tensor(self.losses), "rng": random_state()}
         with outsize.gathered(self.model):
             found |= {name: value.detach().clone() for name, value in self.model.named_parameters()}
         found |= {name: value.clone() for name, value in self.model.named_buffers()}

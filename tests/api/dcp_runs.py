@@ -112,7 +112,7 @@ def plain_run(
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
     (tmp / "disk").mkdir(exist_ok=True)
     kinds = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    outsize.prepare(model, optimizer, device="cpu", **{"host_memory": "64MiB", **kinds, **fields})
+    outsize.prepare(model, optimizer, device=torch.get_default_device(), **{"host_memory": "64MiB", **kinds, **fields})
 
 
 def other_run(

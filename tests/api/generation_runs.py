@@ -34,7 +34,7 @@ class Run:
         if model is None:
             self.model[1].weight.requires_grad_(False)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        given = {**DISK, "disk": tmp / "disk", "host_memory": "64MiB", "device": "cpu"}
+        given = {**DISK, "disk": tmp / "disk", "host_memory": "64MiB", "device": torch.get_default_device()}
         outsize.prepare(self.model, self.optimizer, **{**given, **fields})
         self.count = 0
 

@@ -172,7 +172,7 @@ def masters(run: Run) -> dict[str, torch.Tensor]:
             unit.await_written()
             if array := unit.shard.array("master", slot):
                 rest = unit.shard.read_array(array, slot.offset, slot.end)
-                value = ((value.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+                value = ((value.view(torch.int16).int() << 16) + rest.to(value.device).int()).view(torch.float32)
             found[name] = value.float()
     return found
 
@@ -243,7 +243,7 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     assert repr(extra) == repr(EXTRA)
     for one, other in zip([tensors["a"], *tensors["b"]], [back["a"], *back["b"]], strict=True):
         assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+        assert torch.equal(one.cpu(), other)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_small_tensors_survive_in_the_manifest() -> None:
     for tensor in (torch.tensor(0.1), torch.tensor([1, 2]), torch.tensor([[float("nan")]]).bfloat16(), torch.ones(0)):
         back = decode(json.loads(json.dumps(encode(tensor, "x", inline))), from_inline)
         assert back.dtype == tensor.dtype
-        assert torch.equal(back.nan_to_num(7), tensor.nan_to_num(7))
+        assert torch.equal(back.nan_to_num(7), tensor.cpu().nan_to_num(7))
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_memory_of_save_load_and_export_is_a_slab_whatever_the_model(tmp_path: P
     (tmp_path / "disk").mkdir()
     fields = {"params": "disk", "grads": "disk", "states": "disk", "disk": tmp_path / "disk", "host_memory": "32MiB"}
     optimizer = torch.optim.AdamW(model.parameters())
-    outsize.prepare(model, optimizer, device="cpu", **fields)
+    outsize.prepare(model, optimizer, device=torch.get_default_device(), **fields)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     save(tmp_path / "warm", model, optimizer)

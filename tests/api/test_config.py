@@ -34,7 +34,7 @@ def test_a_run_on_a_relative_directory_goes_on_in_another_working_directory(
     model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", disk="disk", **tiers)
+    outsize.prepare(model, optimizer, device=torch.get_default_device(), host_memory="64MiB", disk="disk", **tiers)
     monkeypatch.chdir("other")
     for step in range(2):
         model(torch.ones(1, 30)).sum().backward()

@@ -314,7 +314,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
             unit.await_written()
             if array := unit.shard.array("master", slot):
                 rest = unit.shard.read_array(array, slot.offset, slot.end)
-                value = MASTERS.join(value.reshape(-1), rest).view(slot.shape)
+                value = MASTERS.join(value.reshape(-1), rest.to(value.device)).view(slot.shape)
             found[name] = value.float()
     return found
 

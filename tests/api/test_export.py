@@ -48,13 +48,15 @@ def prepared(model: nn.Module, tmp: Path, tier: str = "disk", **fields: Any) -> 
     (tmp / "disk").mkdir(exist_ok=True)
     tiers = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outsize.prepare(model, optimizer, **{"device": "cpu", "host_memory": "64MiB", **tiers, **fields})
+    outsize.prepare(
+        model, optimizer, **{"device": torch.get_default_device(), "host_memory": "64MiB", **tiers, **fields}
+    )
     return optimizer
 
 
 def opened(folder: Path) -> dict[str, torch.Tensor]:
     return {
-        name: value
+        name: value.to(torch.get_default_device())
         for file in sorted(folder.glob("*.safetensors"))
         for name, value in safetensors.load_file(file).items()
     }
@@ -96,6 +98,7 @@ def test_bf16_weights_stay_bf16_and_masters_are_exported_as_fp32(tmp_path: Path)
     tokens = torch.randint(0, 96, (2, 8))
     assert other.dtype is torch.bfloat16
     other.to(torch.bfloat16)  # the rotary buffers, which prepare casts
+    other.to(torch.get_default_device())
     with torch.no_grad():
         assert torch.equal(other(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 

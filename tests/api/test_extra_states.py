@@ -46,7 +46,9 @@ def prepared(tmp: Path, *layers: nn.Module, seed: int = 0) -> tuple[nn.Module, t
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     (tmp / "disk").mkdir(exist_ok=True)
     tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    outsize.prepare(model, optimizer, device="cpu", disk=tmp / "disk", host_memory="64MiB", **tiers)
+    outsize.prepare(
+        model, optimizer, device=torch.get_default_device(), disk=tmp / "disk", host_memory="64MiB", **tiers
+    )
     return model, optimizer
 
 
@@ -65,7 +67,7 @@ def test_extra_states_are_restored_and_the_run_goes_on_bit_for_bit(tmp_path: Pat
     expected = [train(model, optimizer) for _ in range(2)]
     other, others = prepared(tmp_path, Scaled(), Scaled(), seed=1)
     extra = outsize.load(tmp_path / "ckpt", other, others)
-    assert torch.equal(extra["history"], torch.ones(2))
+    assert torch.equal(extra["history"], torch.ones(2, device="cpu"))
     assert [train(other, others) for _ in range(2)] == expected
 
 

@@ -68,7 +68,7 @@ def test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memo
     before = measure()
     monkeypatch.setattr(paging, "_resident_file_bytes", measured)
     monkeypatch.setattr(paging, "MAPPED_BYTES", MAPPED)
-    with init(host_memory=BUDGET, disk=tmp_path, device="cpu") as context:
+    with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path, device="cpu") as context:
         model = kind.from_pretrained(pretrained, dtype=dtype)
     largest = 2000 * 512 * 4
     assert context.peak_bytes <= BUDGET + largest
@@ -82,8 +82,12 @@ def test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memo
 
 def mapped(path: Path, numel: int) -> torch.Tensor:
     """A private mapping of a file of ones, as loaders make it."""
-    torch.ones(numel).numpy().tofile(path)
-    return torch.empty(0).set_(torch.UntypedStorage.from_file(str(path), False, numel * 4)).view(torch.float32)
+    torch.ones(numel, device="cpu").numpy().tofile(path)
+    return (
+        torch.empty(0, device="cpu")
+        .set_(torch.UntypedStorage.from_file(str(path), False, numel * 4))
+        .view(torch.float32)
+    )
 
 
 def test_pages_of_mapped_files_go_unless_they_are_modified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +112,7 @@ def test_a_system_without_proc_keeps_the_pages(tmp_path: Path, monkeypatch: pyte
         raise FileNotFoundError
 
     monkeypatch.setattr(paging.Path, "read_text", missing)
-    with init(host_memory="64MiB", device="cpu"):
+    with torch.device("cpu"), init(host_memory="64MiB", device="cpu"):
         model = nn.Linear(512, 512)
     assert type(model.weight) is nn.Parameter
 
@@ -136,7 +140,7 @@ def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
     (tmp / "disk").mkdir(exist_ok=True)
     tiers = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **tiers, **fields)
+    outsize.prepare(model, optimizer, device=torch.get_default_device(), host_memory="64MiB", **tiers, **fields)
     return model
 
 
@@ -144,6 +148,11 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     with outsize.gathered(model):
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
     return params | {name: value.clone() for name, value in model.named_buffers()}
+
+
+def opened(folder: Path) -> dict[str, torch.Tensor]:
+    file = safetensors.load_file(folder / "model.safetensors")
+    return {name: value.to(torch.get_default_device()) for name, value in file.items()}
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -171,7 +180,7 @@ def test_fp32_weights_become_the_masters_of_16_bit_ones(dtype: torch.dtype, tier
     target = prepared(Small(2), tmp_path, tier, compute_dtype=dtype)
     outsize.load(tmp_path, target)
     export(tmp_path / "again", target, dtype=torch.float32)
-    found = safetensors.load_file(tmp_path / "again" / "model.safetensors")
+    found = opened(tmp_path / "again")
     params = [name for name, _ in plain.named_parameters()]
     assert all(torch.equal(found[name], expected[name]) for name in params)
 
@@ -184,14 +193,16 @@ def test_floating_point_weights_are_cast(stored: torch.dtype, live: torch.dtype,
     safetensors.save_file({"weight": weight}, tmp_path / "model.safetensors")
     (tmp_path / "disk").mkdir()
     model = nn.Linear(70, 9, bias=False).requires_grad_(False)  # no master
-    outsize.prepare(model, None, device="cpu", host_memory="64MiB", compute_dtype=live, disk=tmp_path / "disk")
+    outsize.prepare(
+        model, None, device=torch.get_default_device(), host_memory="64MiB", compute_dtype=live, disk=tmp_path / "disk"
+    )
     outsize.load(tmp_path, model)
     assert torch.equal(values(model)["weight"], weight.to(live))
 
 
 def test_weights_that_transformers_saved_give_its_logits(pretrained: Path, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(pretrained)
-    with init(host_memory=BUDGET, disk=tmp_path, device="cpu"):
+    with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path, device="cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     prepared(model, tmp_path)
     outsize.load(pretrained, model)
@@ -228,7 +239,7 @@ def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: tor
     outsize.load(tmp_path, target)
     target._keys_to_ignore_on_save = ()
     export(tmp_path / "after", target, dtype=torch.float32)
-    before, after = (safetensors.load_file(tmp_path / when / "model.safetensors") for when in ("before", "after"))
+    before, after = (opened(tmp_path / when) for when in ("before", "after"))
     assert equal(after, {**tensors, **{name: before[name] for name in missing}})
 
 
@@ -261,7 +272,7 @@ def test_weights_that_transformers_saved_under_other_names_are_refused_with_the_
     with pytest.raises(ValueError, match=remedy):
         outsize.load(tmp_path / "saved", target, strict=strict)
     assert equal(values(target), before)
-    with init(host_memory=BUDGET, disk=tmp_path / "disk", device="cpu"):
+    with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path / "disk", device="cpu"):
         remedied = type(source).from_pretrained(tmp_path / "saved")
     assert equal(values(prepared(remedied, tmp_path)), values(prepared(source, tmp_path)))
 

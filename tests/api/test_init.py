@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,13 @@ transformers = pytest.importorskip("transformers")
 
 BUDGET = 3 << 20
 LARGEST = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(device: str) -> Iterator[None]:
+    """Where `init` builds, whatever the device is."""
+    with torch.device("cpu"):
+        yield
 
 
 class Custom(nn.Module):
@@ -440,11 +447,11 @@ def test_what_is_dropped_leaves_the_disk(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def train(model: nn.Module, disk: Path, budget: int) -> list[torch.Tensor]:
+def train(model: nn.Module, disk: Path, budget: int, device: str) -> list[torch.Tensor]:
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = outsize.prepare(model, optimizer, host_memory=budget, disk=disk, states="disk", device="cpu")
-    tokens = torch.randint(0, 1000, (2, 16))
+    model, optimizer = outsize.prepare(model, optimizer, host_memory=budget, disk=disk, states="disk", device=device)
+    tokens = torch.randint(0, 1000, (2, 16), device=device)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     with outsize.gathered(model):
@@ -452,14 +459,14 @@ def train(model: nn.Module, disk: Path, budget: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_prepare_afterwards_trains_as_without_init(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
-    expected = train(plain(make)[0], tmp_path, 64 << 20)
+def test_prepare_afterwards_trains_as_without_init(tmp_path: Path, make: Callable[[], nn.Module], device: str) -> None:
+    expected = train(plain(make)[0], tmp_path, 64 << 20, device)
     gc.collect()
     built, other = tmp_path / "built", tmp_path / "other"
     built.mkdir()
     other.mkdir()
     model, _, _ = build(make, built)
-    found = train(model, other, 64 << 20)
+    found = train(model, other, 64 << 20, device)
     assert files(built) == []
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

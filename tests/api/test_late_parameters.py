@@ -35,7 +35,7 @@ def prepared(tier: str, tmp: Path) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters())
     (tmp / "disk").mkdir(exist_ok=True)
     places = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **places)
+    outsize.prepare(model, optimizer, device=torch.get_default_device(), host_memory="64MiB", **places)
     return model, optimizer
 
 

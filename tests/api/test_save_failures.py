@@ -36,7 +36,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         given = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk", "host_memory": "64MiB"}
-        outsize.prepare(self.model, self.optimizer, device="cpu", **{**given, **fields})
+        outsize.prepare(self.model, self.optimizer, device=torch.get_default_device(), **{**given, **fields})
         self.count = 0
 
     @property

@@ -183,8 +183,10 @@ class Large(Plain):
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
         state, square = self.state[param], grad.square()
         if param.ndim == 2 and min(param.shape) > 16:
-            rows = state.setdefault("rows", torch.zeros(len(param))).lerp_(square.mean(1), 0.5)
-            columns = state.setdefault("columns", torch.zeros(param.shape[1])).lerp_(square.mean(0), 0.5)
+            rows = state.setdefault("rows", torch.zeros(len(param), device=param.device)).lerp_(square.mean(1), 0.5)
+            columns = state.setdefault("columns", torch.zeros(param.shape[1], device=param.device)).lerp_(
+                square.mean(0), 0.5
+            )
             second = rows[:, None] * columns / rows.mean()
         else:
             second = state.setdefault("second", torch.zeros_like(param)).lerp_(square, 0.5)
@@ -610,7 +612,7 @@ class MarkedTrusting(Trusting):
 
 def test_an_attribute_of_the_optimizer_is_seen_as_it_is_at_the_step(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), lambda model: Trusting(model.parameters()), tier)
-    trusts: list[Any] = [1.0, 0.5, [0.1], torch.tensor(0.3)]
+    trusts: list[Any] = [1.0, 0.5, [0.1], torch.tensor(0.3, device="cpu")]
     for trust in trusts:
         for _, optimizer in pair.both:
             optimizer.trust = trust  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ class Outcome:
 
 
 def check(program: Program, folder: Path | None = None, rank: int = 0) -> Failure | None:
-    """Run a program in plain torch, where it has the same arithmetic, in outsize on the device, and in the places that
+    """Run a program in plain torch, where it has the same arithmetic, in outsize in memory, and in the places that
     it names. `folder` is shared by the ranks."""
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
@@ -58,7 +58,8 @@ def check(program: Program, folder: Path | None = None, rank: int = 0) -> Failur
     try:
         if spec.follows_torch:
             worlds["torch"] = PlainWorld(spec, folder, rank, range(spec.ranks))
-        worlds["device"] = PreparedWorld(spec, folder / "on-device", rank, [spec.place_on_device])
+        if (in_memory := spec.place_in_memory) is not None:
+            worlds["memory"] = PreparedWorld(spec, folder / "in-memory", rank, [in_memory])
         worlds["places"] = PreparedWorld(spec, folder / "in-places", rank, spec.places, spec.room)
     except (ValueError, TypeError, RuntimeError) as error:
         return Failure("prepare", "the beginning", f"{type(error).__name__}: {error}")
@@ -99,7 +100,7 @@ def _difference_of_outcomes(outcomes: Mapping[str, Outcome]) -> tuple[str, str] 
     """(kind, words) of what is not alike; plain torch's values are alike within `TOLERANCE`."""
     if len({outcome.error for outcome in outcomes.values()}) > 1:
         return "errors", "; ".join(f"{name}: {each.error} {each.said}" for name, each in outcomes.items())
-    for name, tolerance in (("device", 0.0), ("torch", TOLERANCE)):
+    for name, tolerance in (("memory", 0.0), ("torch", TOLERANCE)):
         if name in outcomes:
             difference = _difference(outcomes["places"].shown, outcomes[name].shown, tolerance)
             if difference:

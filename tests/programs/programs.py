@@ -11,9 +11,8 @@ import torch
 
 from tests.programs.models import LAYERS, NetSpec
 from tests.programs.operations import OPERATIONS
-from tests.programs.spec import Spec
+from tests.programs.spec import KINDS, Spec
 
-KINDS = ("params", "grads", "states")
 TIERS = ("auto", "device", "host", "disk", "disk")
 
 OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (

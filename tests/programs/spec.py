@@ -11,8 +11,7 @@ import torch
 import outsize.optim
 from tests.programs.models import NetSpec
 
-DEVICE = {"params": "device", "grads": "device", "states": "device", "activations": "keep"}
-"""Everything where it is computed: what all other places are compared with."""
+KINDS = ("params", "grads", "states")
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,17 @@ class Spec:
         return [dict(self.fields), {**self.fields, **self.elsewhere}]
 
     @property
-    def place_on_device(self) -> dict[str, Any]:
-        """The same arithmetic with everything on the device; on several ranks units are slices, which norms add up."""
+    def place_in_memory(self) -> dict[str, Any] | None:
+        """The same arithmetic with everything in memory: what all other places are compared with. On several ranks
+        units are slices, which norms add up. None where an accelerator steps units by formulas of its own."""
+        on_cpu = torch.get_default_device().type == "cpu"
+        if not on_cpu and any(
+            all(place.get(kind, "auto") in ("auto", "device") for kind in KINDS) for place in self.places
+        ):
+            return None
         dropped = ("verify", "units") if self.ranks == 1 else ("verify",)
-        return {name: value for name, value in self.fields.items() if name not in dropped} | DEVICE
+        kept = {name: value for name, value in self.fields.items() if name not in dropped}
+        return {**kept, **dict.fromkeys(KINDS, "device" if on_cpu else "host"), "activations": "keep"}
 
     @property
     def follows_torch(self) -> bool:

@@ -25,7 +25,9 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def around(call: Call) -> Program:
-    program = next(found for found in map(program_of, range(100)) if found.spec.follows_torch)
+    program = next(
+        found for found in map(program_of, range(100)) if found.spec.follows_torch and found.spec.place_in_memory
+    )
     return replace(program, calls=(*program.calls[:4], call, *program.calls[4:6]))
 
 
@@ -33,7 +35,7 @@ def around(call: Call) -> Program:
     ("where", "how", "kind"),
     [
         ("torch", "show", "other than torch"),
-        ("on-device", "show", "other than device"),
+        ("in-memory", "show", "other than memory"),
         ("in-places", "raise", "errors"),
     ],
 )

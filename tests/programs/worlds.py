@@ -25,6 +25,7 @@ import outsize
 from outsize.api.public import require
 from outsize.checkpoint import writer
 from outsize.move.memory import Ledger
+from tests.conftest import forget_last_graph, random_state
 from tests.programs.models import Net, batch
 from tests.programs.spec import Spec
 
@@ -81,7 +82,7 @@ class World(ABC):
             torch.manual_seed(seed + part)
             value = work(part)
             if part == self.own:
-                shown = {"value": value, "random numbers": torch.get_rng_state()}
+                shown = {"value": value, "random numbers": random_state()}
             self._exchange_buffers(part, self.own)
         return shown
 
@@ -229,20 +230,23 @@ class PreparedWorld(World):
         super().__init__(spec, folder, own, [own])
 
     def settle_in(self) -> None:
-        fields = {"device": "cpu", "disk": self._disk, **next(self._places)}
+        device = torch.get_default_device()
+        on_cpu = device.type == "cpu"  # where one budget bounds both memories
+        self._bounded, self._tiers = ("host_memory", ("device", "host")) if on_cpu else ("device_memory", ("device",))
+        fields = {"device": device, "host_memory": 64 << 20, "disk": self._disk, **next(self._places)}
         self._budget = 64 << 20 if self._room is None else self._tight_budget(self._room, fields)
-        outsize.prepare(self.model, self.optimizer, **fields, host_memory=self._budget)
+        outsize.prepare(self.model, self.optimizer, **{**fields, self._bounded: self._budget})
         ledger, units = require(self.model).resources.ledger, outsize.plan(self.model).units
-        self._budget += sum(ledger.now.get(f"{tier}/states", 0) for tier in ("device", "host"))
-        self._budget -= sum(unit.size.states for unit in units if unit.tiers.states != "disk")  # they take whole pages
-        self._memory = MemoryWatch(ledger)
+        self._budget += sum(ledger.now.get(f"{tier}/states", 0) for tier in self._tiers)
+        self._budget -= sum(unit.size.states for unit in units if unit.tiers.states in self._tiers)  # whole pages
+        self._memory = MemoryWatch(ledger, self._tiers)
 
     def _tight_budget(self, room: float, fields: Mapping[str, Any]) -> int:
         """`room` times the smallest budget that the plan accepts, to 4 KiB; more where that is cut into larger units,
         which do not fit."""
 
         def accepts(pages: int) -> bool:
-            all_fields = {"ranks": self.spec.ranks, "host_memory": pages << 12, **fields}
+            all_fields = {"ranks": self.spec.ranks, **fields, self._bounded: pages << 12}
             try:
                 outsize.plan(self.model, self.optimizer, **all_fields)
                 with _unfrozen(self.model):  # what the program may unfreeze has room
@@ -254,7 +258,7 @@ class PreparedWorld(World):
         least = bisect_left(range(4096), True, lo=1, key=accepts)
         found = next(pages for pages in range(int(least * room), 4096) if accepts(pages)) << 12
         frozen = any(not param.requires_grad for param in self.model.parameters())
-        units = outsize.plan(self.model, self.optimizer, host_memory=found, **fields).units
+        units = outsize.plan(self.model, self.optimizer, **{**fields, self._bounded: found}).units
         return found + frozen * len(units) * PADDING  # arrays for what is unfrozen take whole pages
 
     def step(self) -> None:
@@ -300,24 +304,25 @@ class PreparedWorld(World):
         if self.saves:
             self._saving.wait()  # which holds the files
         del self.model, self.optimizer, self.scheduler
-        torch.ones((), requires_grad=True).backward()  # after an exception torch keeps the last graph until the next
+        forget_last_graph()
         gc.collect()
         return os.listdir(self._disk)
 
 
 @final
 class MemoryWatch:
-    """The most bytes that were in use on device and host together."""
+    """The most bytes that were in use on these tiers together."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, tiers: tuple[str, ...]) -> None:
         self._ledger = ledger
+        self._tiers = tiers
         self._peak = 0
         self._add = ledger.add
         ledger.add = self._watched  # type: ignore[method-assign]
 
     def _watched(self, account: str, nbytes: int) -> None:
         self._add(account, nbytes)
-        in_use = [value for key, value in list(self._ledger.now.items()) if not key.startswith("disk/")]
+        in_use = [value for key, value in list(self._ledger.now.items()) if key.startswith(self._tiers)]
         self._peak = max(self._peak, sum(in_use))
 
     def take_peak(self) -> int:
@@ -328,4 +333,4 @@ class MemoryWatch:
 
 def copies(values: Iterable[tuple[str, Tensor | None]]) -> Shown:
     """What is seen now, in fp32, whatever becomes of it."""
-    return {name: None if value is None else value.detach().clone().float() for name, value in values}
+    return {name: None if value is None else value.detach().clone().float().cpu() for name, value in values}
