@@ -17,8 +17,7 @@ SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
 # What make test runs on the simulated accelerator too; tests/accelerator/README.md has the command that runs all.
 ON_SIMULATOR := $(foreach name,amp delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
-	streaming update_in_backward,tests/run/test_$(name).py) \
-	tests/programs/test_programs.py tests/models/test_torch_models.py tests/api/test_checkpoint.py tests/api/test_release.py
+	streaming update_in_backward,tests/run/test_$(name).py) tests/api/test_release.py
 
 .PHONY: setup test train format bench clean
 .DEFAULT_GOAL := setup
@@ -74,8 +73,8 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/accelerator  # in processes of its own: torch allows one device of ours a process
-	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim $(ON_SIMULATOR)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
+	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim $(ON_SIMULATOR)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
 
 train: $(STAMP)
 	$(BIN)/outsize train
