@@ -10,6 +10,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,12 @@ def closing(folder: Path) -> Weights:
 
 
 RUNS: dict[str, Run] = {
+    "accumulation": accumulation,
     "host": training("host", "host", "host"),
     "disk": training("disk", "disk", "disk"),
     "states on the host": training("device", "device", "host"),
     "states on the device": training("host", "host", "device"),
     "device": training("device", "device", "device"),
-    "accumulation": accumulation,
     "gradients larger than the ring": gradients_larger_than_the_ring,
     "modification": modification,
     "fetched before the step": fetched_before_the_step,
@@ -205,6 +206,23 @@ def send_and_forget(outbox: Any, source: Tensor, target: Tensor, ops: Any, norm:
     return job
 
 
+_read = threading.Event()
+
+
+def read_at_once(shard: Any) -> None:
+    _read.set()
+
+
+def land_late(step: Any, slabs: Any) -> Any:
+    """A conveyor that is slow: it lands once somebody has read, or after a while."""
+    _read.wait(0.05)
+    _read.clear()
+    return _begin(step, slabs)
+
+
+_begin = LandStep.begin
+
+
 def fill_and_forget(memory: Any, first: int, source: Tensor) -> Any:
     _fill(memory, first, source)
     return ARRIVED
@@ -244,7 +262,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "gradients are laid to rest before they have arrived": (LandStep, "begin", lambda step, slabs: ()),
     "a gradient's memory goes before it was copied": (Outbox, "send", send_and_forget),
     "the ring is used again before it is empty": (Outbox, "_overlaps", lambda outbox, first, end: False),
-    "gradients are read before they have landed": (GradShard, "await_landed", nothing),
+    "gradients are read before they have landed": (GradShard, "await_landed", read_at_once),
     "states on the device do not know who uses them": (DeviceStore, "use", nothing),
     "an engine is closed while copies run": (Lanes, "synchronize", nothing),
 }
@@ -266,11 +284,17 @@ def finding(run: Run, policy: str, folder: Path, expected: Weights | None) -> st
     return found
 
 
+SLOW: dict[str, tuple[Any, str, Any]] = {"gradients are read before they have landed": (LandStep, "begin", land_late)}
+"""What makes a fault show, however fast the threads are. It is no fault itself."""
+
+
 def find(fault: str, right: dict[str, Weights], folder: Path) -> str | None:
     """What shows the fault; None where nothing does."""
     if fault in FAULTS:
         owner, name, faulty = FAULTS[fault]
         setattr(owner, name, faulty)
+    if fault in SLOW:
+        setattr(*SLOW[fault])
     for number, (policy, each) in enumerate((policy, each) for each in RUNS for policy in ("hold", "random", "now")):
         found = finding(RUNS[each], policy, folder / str(number), right[each])
         if isinstance(found, str):
