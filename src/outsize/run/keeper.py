@@ -357,6 +357,7 @@ class GradKeeper:
             param = self._unit.parameters[name]
             wide = torch.float64 if param.dtype is torch.float64 else torch.float32
             return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
+        self._sums.pop(name, None)  # of an interrupted backward
         grad.become(torch.zeros((), device="cpu"), None, None)
         grad.reductions = 0
         return grad
