@@ -26,6 +26,7 @@ SMALL, LARGE = 12, 101
 """Layers of the Llamas of 162 M and 1.0 B parameters."""
 
 STAND_STILL_SECONDS = 0.2
+PAIRS = 40
 KILLS, INPUTS, FLIPS = 200, 10_000, 2_000
 GB = 1e9
 
@@ -79,12 +80,12 @@ def host(directory: str) -> list[Row]:
 
 def verify(directory: str) -> list[Row]:
     """What the checksums of pages cost, where they are only kept and where every read is compared with them."""
-    found: Any = run_child("benchmarks.checkpoint_jobs", "verify", directory, str(SMALL), "15")
+    found: Any = run_child("benchmarks.checkpoint_jobs", "verify", directory, str(SMALL), str(PAIRS))
     low, ratio, high = found["ratio"]
     shares = {kind: found[f"{kind} sums"] / found[kind] for kind in ("plain", "verify")}
     return [
         Row(
-            f"0.16 B, all on disk: a step with verify=True over the one before it without, median of 15 pairs "
+            f"0.16 B, all on disk: a step with verify=True over the one beside it without, median of {PAIRS} pairs "
             f"(quartiles {low:.2f} x, {high:.2f} x)",
             f"{ratio:.3f} x",
             "<= 1.03 x",
