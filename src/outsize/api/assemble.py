@@ -257,7 +257,7 @@ def _build(
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner = Owner()
     streamer, keepers = _open_streamer(units, resources, updater, plan, owner, reduction, rounds)
-    scopes, framed, recompute = _modules(model, units, plan, config)
+    scopes, owned, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
     absent: dict[str, Any] = dict.fromkeys(sorted(rule.optional)) if rule is not None else {}
@@ -271,10 +271,11 @@ def _build(
             repeated = {name: sums[name] for name, param in plan.parameters.items() if is_repeated(param)}
             check_same([ranks.tensor], "the values of parameters that each has whole", repeated)
     _cast_buffers(model, config)
-    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, owner, reduction, id(model))
+    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, owned, owner, reduction, id(model))
     for unit in units:
         for param in unit.parameters.values():
             param.__class__ = engine.class_for(unit, param)
+        unit.shard.buffer.note_views()
     for keeper in keepers:
         keeper.make_ready()
     stepper = None
@@ -352,10 +353,12 @@ def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:
 
 def _modules(
     model: nn.Module, units: Sequence[Unit], plan: Survey, config: Config
-) -> tuple[list[frozenset[int]], list[nn.Module], list[nn.Module]]:
-    """(the modules within each unit, the modules whose forward gets a frame, those that are recomputed)."""
+) -> tuple[list[frozenset[int]], dict[int, list[Unit]], list[nn.Module], list[nn.Module]]:
+    """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame, those
+    that are recomputed)."""
     home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]
+    owned: dict[int, list[Unit]] = {}
     framed: dict[int, nn.Module] = {id(model): model}
     recompute: list[nn.Module] = []
     for _, module, parent_unit, in_list in _walk(model, home):
@@ -367,11 +370,13 @@ def _modules(
                 framed[id(module)] = module
                 if _recomputes(module, unit, config, in_list):
                     recompute.append(module)
-        if any(param is not None for param in module._parameters.values()):
+        inside = {home[id(param)] for param in module.parameters(recurse=len(inside) == 1 and module is not model)}
+        if inside:
             framed[id(module)] = module
+            owned[id(module)] = [units[index] for index in inside if not units[index].resident]
     moving = {unit.index for unit in units if not unit.resident}
     needed = [each for each in framed.values() if any(home[id(param)] in moving for param in each.parameters())]
-    return [frozenset(scope) for scope in scopes], needed, recompute
+    return [frozenset(scope) for scope in scopes], owned, needed, recompute
 
 
 def _walk(model: nn.Module, home: dict[int, int]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import final
 
 import torch
@@ -26,6 +27,7 @@ class DeviceBuffer(ABC):
         self.nbytes = nbytes
         self.resident = False
         self._ledger = ledger
+        self._known_views = 0
 
     @property
     @abstractmethod
@@ -33,9 +35,27 @@ class DeviceBuffer(ABC):
         """The buffer's bytes; they exist only while `resident`."""
 
     @property
+    def values(self) -> torch.Tensor:
+        """The same bytes, of which the parameters are views."""
+        return self.flat
+
+    @cached_property
+    def _storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
+
+    @property
     def key(self) -> int:
-        """The identity of the storage, the same for every view of it."""
-        return int(self.flat.untyped_storage()._cdata)
+        """The identity of the storage of `values`, the same for every view of it."""
+        return int(self._storage._cdata)
+
+    def note_views(self) -> None:
+        """The views of `values` that there are now stay for as long as the buffer."""
+        self._known_views = _references(self._storage)
+
+    @property
+    def viewed(self) -> bool:
+        """Whether there are other views of `values`: then somebody still reads them."""
+        return _references(self._storage) > self._known_views
 
     def materialize(self) -> None:
         if not self.resident:
@@ -81,14 +101,18 @@ class DeviceBuffer(ABC):
     def _shrink(self) -> None: ...
 
 
-def alone(value: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory whose storage has exactly the bytes of `value`."""
+def _references(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+def alone(value: torch.Tensor, owner: object) -> torch.Tensor:
+    """A tensor over the same memory whose storage has exactly the bytes of `value`. `owner` keeps that memory."""
     nbytes = value.numel() * value.itemsize
     if not nbytes:
         return torch.empty_like(value)
     if value.device.type == "cpu":
         memory = (ctypes.c_char * nbytes).from_address(value.data_ptr())
-        memory.owner = value  # type: ignore[attr-defined]  # the storage keeps its memory
+        memory.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
     storage = torch._C._construct_storage_from_data_pointer(value.data_ptr(), value.device, nbytes)
     own = torch.empty(0, dtype=value.dtype, device=value.device)
@@ -102,10 +126,15 @@ class HostDeviceBuffer(DeviceBuffer):
     def __init__(self, nbytes: int, ledger: Ledger) -> None:
         super().__init__(nbytes, ledger)
         self._memory = HostBuffer(nbytes)
+        self._values = alone(self.flat, self.flat)  # so that no transfer counts as a view
 
     @property
     def flat(self) -> torch.Tensor:
         return self._memory.bytes
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values
 
     def fill(self, first: int, source: torch.Tensor) -> Transfer:
         self.flat[first : first + source.numel()].copy_(source)

@@ -305,7 +305,7 @@ class UnitShard:
         """The whole parameter as a view of the gathered buffer, in its own dtype and shape."""
         slot = self.whole_slots[name]
         first, nbytes = self._whole_layout.span(slot.offset, slot.end)
-        return self.buffer.flat[first : first + nbytes].view(DTYPES[slot.dtype]).view(slot.shape)
+        return self.buffer.values[first : first + nbytes].view(DTYPES[slot.dtype]).view(slot.shape)
 
     def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """The elements of a whole parameter, or of what has its shape, that rest here, 1-D."""

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from outsize.run.layer_state import LayerState, version_of
-from outsize.run.saved import top_hooks
+from outsize.run.saved import of_checkpoint, top_hooks
 
 # Note [Caches of keys and values]
 # Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
@@ -29,20 +29,20 @@ _Forward = Callable[..., Any]
 _outside_of_dynamo: Callable[[_Forward], _Forward] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
-def recomputed(module: nn.Module, name: str) -> Callable[..., Any]:
+def recomputed(module: nn.Module, name: str, frame: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
     """`module.forward`, run under non-reentrant checkpointing whenever gradients are recorded.
 
     The random state is kept, so dropout repeats, and so is what the layer was: see `LayerState`. Inside a region that
     the user already checkpoints, and while such a region is recomputed, the forward runs as it is: once is enough.
-    `RuntimeError` where the layer changes its input in place, which is the caller's and cannot be put back.
+    The second forward runs inside a `frame()`, as the first does. `RuntimeError` where the layer changes its input in place, which is the caller's and cannot be put back.
     """
     forward = module.forward
-    layer = _Layer(module, name, forward)
+    layer = _Layer(module, name, forward, frame)
 
     @_outside_of_dynamo
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or in_backward() or _inside_checkpoint() or _is_transformed():
+        if not torch.is_grad_enabled() or in_backward() or of_checkpoint(top_hooks()) or _is_transformed():
             return forward(*args, **kwargs)
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
         if any(_is_filled(cache) for cache in caches):
@@ -60,10 +60,11 @@ def recomputed(module: nn.Module, name: str) -> Callable[..., Any]:
 class _Layer:
     """What is recomputed as a whole, and what its last forward told about its buffers."""
 
-    def __init__(self, module: nn.Module, name: str, forward: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, name: str, forward: _Forward, frame: Callable[[], Any]) -> None:
         self._modules = list(module.modules())
         self._name = f"{name!r} ({type(module).__name__})"
         self._forward = forward
+        self._frame = frame
         self._copies_large = True
         # torch keeps the random state of those devices alone on which a positional argument lies.
         self._here = torch.empty(0, device=next(module.parameters()).device)
@@ -85,7 +86,7 @@ class _Layer:
         return result
 
     def _run(self, _: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if in_backward() else self._explaining():
+        with self._frame() if in_backward() else self._explaining():
             return self._forward(*args, **kwargs)
 
     def _explaining(self) -> AbstractContextManager[Any]:
@@ -125,11 +126,6 @@ def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _inside_checkpoint() -> bool:
-    hooks = top_hooks()
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_transformed() -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, local, local_gradient
 from outsize.run.owner import BACKWARD, FORWARD, GATHERED, Owner
 from outsize.run.reduction import Reduction
+from outsize.run.saved import hooks_allowed, saving_by_reference
 from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
 from outsize.run.transforms import in_transform, on_copies, outside_transforms
@@ -42,6 +43,21 @@ class Frame:
         self.module = module
         self.held: list[Unit] = []
         self.differentiates = torch.is_grad_enabled()
+
+
+@final
+class Reference(NamedTuple):
+    """A view of a gathered parameter, as it was when it was saved for the backward."""
+
+    unit: Unit
+    name: str
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    first: int
+    """In bytes, from the parameter's first."""
+    updates: int
+    version: int
 
 
 _NAMED = 3
@@ -64,6 +80,7 @@ class Engine:
         streamer: Streamer,
         conveyor: Conveyor,
         scopes: Sequence[frozenset[int]],
+        owned: Mapping[int, Sequence[Unit]],
         owner: Owner,
         reduction: Reduction | None = None,
         root: int = 0,
@@ -77,6 +94,7 @@ class Engine:
         see_script_functions()
         self.classes = Classes(self)
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
+        self._owned = owned  # by the id of a module: the units that its calls open
         self._by_key = {unit.shard.buffer.key: unit for unit in units}
         self._alone: dict[str, torch.Tensor] = {}  # by parameter. See Note [Storages of their own]
         self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
@@ -85,7 +103,6 @@ class Engine:
         self._frames: list[Frame] = []
         self.owner = owner
         self._task = -1
-        self._node: int | None = None  # the node that autograd runs
         self._nodes: dict[str, object] = {}  # autograd's nodes of the running forward. See Note [Borrowed nodes].
         self._hooks: dict[str, weakref.ref[object]] = {}
         self._watched: set[int] = set()
@@ -107,7 +124,7 @@ class Engine:
         if self.owner.is_other:
             self._refuse_thread(tensor, operation)
         if writes and not unit.writable:
-            self._refuse_write(tensor, unit, operation)
+            self._refuse_write(self.name_of(tensor), unit, operation)
         if unit.holds and unit.current:
             if self._frames and unit is not self.streamer.last:
                 self.streamer.acquire(unit)
@@ -115,7 +132,7 @@ class Engine:
             self.streamer.acquire(unit)
             self._hold(unit)
         elif in_backward():
-            self._acquire_for_node(unit)
+            self._acquire_in_backward(unit)
         elif unit.holds or unit.always_resident:
             self.streamer.bring(unit)
         else:
@@ -132,47 +149,60 @@ class Engine:
     def is_in_place(self, key: int) -> bool:
         return self._by_key[key].current
 
-    def updates_of(self, key: int) -> int:
-        return self._by_key[key].updates
+    def lend_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        self.unit_of(tensor)[0].lend(tensor, data)
 
-    def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
+    def reference(self, tensor: torch.Tensor) -> Reference | None:
+        key = self.key_of(tensor)
+        if key is None:
+            return None
+        unit = self._by_key[key]
+        view = local(tensor)
+        byte = int(view.storage_offset()) * view.itemsize
+        if key == unit.shard.buffer.key:
+            name = unit.name_at(byte)
+            part = unit.part(name)
+            byte -= int(part.storage_offset()) * part.itemsize
+        else:
+            name = self._shown(key)
+        version = local(unit.parameters[name])._version
+        return Reference(unit, name, view.dtype, view.size(), view.stride(), byte, unit.updates, version)
+
+    def _shown(self, key: int) -> str:
+        return next(name for name, own in self._alone.items() if _key(own) == key)
+
+    def bring_back(self, reference: Reference) -> torch.Tensor:
         if not self._names:
             raise RuntimeError(
                 "outsize.release was called between the forward and this backward; call backward() before, or run the "
                 "forward again"
             )
-        unit = self._by_key[key]
-        if unit.updates != updates:
+        unit, name = reference.unit, reference.name
+        if unit.updates != reference.updates:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation was modified: optimizer.step() has updated, or "
-                f"outsize.load replaced, {self.name_of(view)!r} between the forward and this backward; call "
-                f"backward() before, or run the forward again"
+                f"outsize.load replaced, {name!r} between the forward and this backward; call backward() before, or "
+                f"run the forward again"
             )
-        if view._version != version:
+        with torch._C.DisableTorchFunctionSubclass():
+            version = local(unit.parameters[name])._version
+        if version != reference.version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation was modified: {self.name_of(view)!r} was "
-                f"written to inside outsize.gathered(..., modify=True) between the forward and this backward; call "
-                f"backward() before, or run the forward again"
+                f"one of the variables needed for gradient computation was modified: {name!r} was written to inside "
+                f"outsize.gathered(..., modify=True) between the forward and this backward; call backward() before, or "
+                f"run the forward again"
             )
-        self._acquire_for_node(unit)
-        if (
-            key != unit.shard.buffer.key and unit.shard.device.type != "cpu"
-        ):  # what was seen alone may lie elsewhere now
-            base = unit.shard.param(next(name for name, own in self._alone.items() if _key(own) == key))
-            return base.as_strided(view.size(), view.stride(), base.storage_offset() + int(view.storage_offset()))
-        return view.detach()
+        self._acquire_in_backward(unit)
+        part = unit.part(name)
+        if part.dtype != reference.dtype:
+            part = part.view(-1).view(reference.dtype)
+        first = part.storage_offset() + reference.first // part.itemsize
+        return part.as_strided(reference.size, reference.stride, first)
 
-    def _acquire_for_node(self, unit: Unit) -> None:
-        """Bring the unit in for the node that autograd runs, beside the other units that the same node uses."""
+    def _acquire_in_backward(self, unit: Unit) -> None:
         self._watch_backward()
-        running = torch._C._current_autograd_node()
-        node = None if running is None else running._sequence_nr()  # its number: to keep a node keeps its graph
-        if node is None or node != self._node:
-            self._node = node
-            self.streamer.in_node.clear()
         self.streamer.acquire(unit)
         unit.shard.buffer.use()
-        self.streamer.in_node.add(unit)
 
     def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
         if not self.unit_of(tensor)[0].holds:
@@ -213,9 +243,8 @@ class Engine:
         if key is None:
             return name or "?"
         unit = self._by_key[key]
-        shown = next((name for name, own in self._alone.items() if _key(own) == key), None)
-        if shown is not None:
-            return shown
+        if key != unit.shard.buffer.key:
+            return self._shown(key)
         start, end = _span(local(tensor))
         spans = {name: _span(local(param)) for name, param in unit.parameters.items()}
         names = [name for name, (first, last) in spans.items() if first < end and start < last]
@@ -241,17 +270,22 @@ class Engine:
             f"a time may: open `with outsize.gathered(param):` around it, which waits for its turn"
         )
 
-    def _refuse_write(self, tensor: torch.Tensor, unit: Unit, operation: str) -> NoReturn:
-        name = self.name_of(tensor)
+    def _refuse_write(self, name: str, unit: Unit, operation: str = "") -> NoReturn:
+        how = f" by {operation!r}" if operation else ""
         again = (
             "the forward and backward() both, which runs a forward again unless it is prepared with activations='keep'"
         )
         raise RuntimeError(
-            f"parameter {name!r} is written in place by {operation!r} outside `outsize.gathered(param, modify=True)`, "
-            f"where the change would be lost; wrap {again if self._frames or in_backward() else 'it'} in that context"
+            f"parameter {name!r} is written in place{how} outside `outsize.gathered(param, modify=True)`, where"
+            f" the change would be lost; wrap {again if self._frames or in_backward() else 'it'} in that context"
         )
 
     # -- forwards ----------------------------------------------------------------------------------------------------
+
+    def has_opened(self, module: nn.Module) -> bool:
+        """Whether a call of `module` needs no frame: one around it has opened all that it owns."""
+        units = self._owned.get(id(module))
+        return bool(units) and all(unit.opened for unit in units) and not self.owner.is_other
 
     @contextmanager
     def frame(self, module: nn.Module) -> Iterator[None]:
@@ -268,7 +302,7 @@ class Engine:
             if not self._frames and not in_backward():
                 self._begin_pass()
             self._frames.append(frame)
-            with self._on_copies(module) if transformed else nullcontext():
+            with self._on_copies(module) if transformed else self._opened(frame):
                 yield
             if id(module) == self._root and self.reduction is not None and not in_backward():
                 self.streamer.end_pass("forward")
@@ -280,6 +314,43 @@ class Engine:
             if not self._frames:
                 self._return_nodes()
             self.owner.give()
+
+    @contextmanager
+    def _opened(self, frame: Frame) -> Iterator[None]:
+        """The units that `frame`'s module owns are open. See Note [Open units] in run/unit.py."""
+        units = [unit for unit in self._owned.get(id(frame.module), ()) if not unit.opened]
+        if not units or not hooks_allowed():
+            yield
+            return
+        try:
+            for unit in units:
+                self._open(unit, frame)
+            with saving_by_reference(self):
+                yield
+        except BaseException:
+            self._close(units)
+            raise
+        written = self._close(units)
+        if written is not None:
+            self._refuse_write(*written)
+
+    def _open(self, unit: Unit, frame: Frame) -> None:
+        self.streamer.acquire(unit)
+        frame.held.append(unit)
+        unit.holds += 1
+        unit.shard.buffer.use()
+        if self._differentiates and unit.index not in self._watched:
+            self._watch_gradients(unit)
+        unit.open(self.classes.open)
+
+    def _close(self, units: Iterable[Unit]) -> tuple[str, Unit] | None:
+        """Returns a parameter that was written to where it may not be."""
+        found = None
+        for unit in units:
+            written = unit.close(self.classes.guarded)
+            if written is not None and not unit.writable:
+                found = written, unit
+        return found
 
     @contextmanager
     def _on_copies(self, module: nn.Module) -> Iterator[None]:
@@ -342,7 +413,6 @@ class Engine:
         if not self._names:  # the model was released, and a graph of before keeps the node
             return
         self._watch_backward()
-        self.streamer.in_node.clear()  # the node that used the weights has run
         unit = self._home[name]
         keeper = self.keepers[unit.index]
         if keeper.completed_by(name):
@@ -361,8 +431,6 @@ class Engine:
 
     def _end_backward(self, complete: bool = True) -> None:
         self._task = -1
-        self._node = None
-        self.streamer.in_node.clear()
         self._return_nodes()
         for keeper in self.keepers:
             if keeper.collecting or keeper.deferred:
@@ -388,7 +456,7 @@ class Engine:
             if own is None or own.data_ptr() != value.data_ptr():
                 if own is not None and unused(own):
                     self._by_key.pop(_key(own))
-                own = self._alone[name] = alone(value)
+                own = self._alone[name] = alone(value, unit.shard.buffer.flat)
                 self._by_key[_key(own)] = unit
             bind(param, own)
 

@@ -58,6 +58,10 @@ class Gate(Gathered, Protocol):
         """Raise the error for `param.data = value`."""
         ...
 
+    def lend_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """The user has `data`, through which the parameter of an open unit can be written to."""
+        ...
+
     def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
         """A copy of a gathered parameter, which outsize does not know. Raises where it is not gathered."""
         ...
@@ -259,6 +263,20 @@ class ResidentParameter(ManagedParameter):
             self.gate.refuse_data(self)  # type: ignore[arg-type]
 
 
+class OpenParameter(ResidentParameter):
+    """A parameter while its module's call runs. See Note [Open units] in run/unit.py."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        value = ResidentParameter.data.fget(self)  # type: ignore[attr-defined]
+        self.gate.lend_data(self, value)  # type: ignore[arg-type]
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        ResidentParameter.data.fset(self, value)  # type: ignore[attr-defined]
+
+
 @final
 class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
@@ -268,6 +286,7 @@ class Classes:
         self.prepared: Any = None
         self.guarded = self._made(GuardedParameter, nn.Parameter)
         self.resident = self._made(ResidentParameter, nn.Parameter)
+        self.open = self._made(OpenParameter, nn.Parameter)
         self.view = self._made(_View, torch.Tensor)
 
     def _made(self, kind: type, base: type, more: Mapping[str, object] | None = None) -> type:

@@ -36,7 +36,7 @@ def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recom
     for module in model.modules():
         ours: Attributes = {}
         if module in recompute:
-            ours["forward"] = recomputed(module, names[id(module)])
+            ours["forward"] = recomputed(module, names[id(module)], partial(engine.frame, module))
         if module in framed:
             ours["_call_impl"] = _framed(engine, module)
         if isinstance(module, nn.RNNBase):
@@ -80,6 +80,8 @@ def _framed(engine: Engine, module: nn.Module) -> Callable[..., Any]:
     call: Callable[..., Any] = module._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if engine.has_opened(module):
+            return call(*args, **kwargs)
         with engine.frame(module):
             return call(*args, **kwargs)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 _top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
-_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _disable_dynamo: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
@@ -35,14 +36,14 @@ class Gathered(Protocol):
         """The key of the unit whose buffer the tensor views, None for any other tensor."""
         ...
 
-    def updates_of(self, key: int) -> int:
-        """How many updates the unit has been given so far."""
+    def reference(self, tensor: torch.Tensor) -> Any:
+        """What says which part of a gathered buffer the tensor views, without keeping it; None for any other tensor."""
         ...
 
-    def bring_back(self, key: int, view: torch.Tensor, updates: int, version: int) -> torch.Tensor:
-        """For the backward: bring the unit in, keep it while the running node uses it, return an alias of `view`.
+    def bring_back(self, reference: Any) -> torch.Tensor:
+        """For the backward: bring the unit in, return the view that the reference was made of.
 
-        Raises `RuntimeError` if the unit was updated, or `view` written to, since it was saved.
+        Raises `RuntimeError` if the unit was updated, or the parameter written to, since then.
         """
         ...
 
@@ -53,7 +54,7 @@ def run_saving(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwar
         return _run_uncached(gates, func, args, kwargs)
     if not torch.is_grad_enabled():
         return func(*args, **kwargs)
-    if not _hooks_allowed():
+    if not hooks_allowed():
         return _run_on_copies(gates, func, args, kwargs)
     outer = top_hooks()
     for gate in gates:
@@ -92,7 +93,7 @@ def _run_on_copies(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], 
 
 
 class Saving:
-    """What one operation saves for the backward: views of gathered buffers as references that bring the unit back."""
+    """What is saved for the backward: views of gathered buffers as references that bring the unit back."""
 
     __slots__ = ("_gate", "_outer")
 
@@ -100,33 +101,63 @@ class Saving:
         self._gate = gate
         self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
-    def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+    def pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
         return _untraced(self._pack, tensor) if torch.compiler.is_compiling() else self._pack(tensor)
 
-    def unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
+    def unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
         return _untraced(self._unpack, packed) if torch.compiler.is_compiling() else self._unpack(packed)
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
-        key = self._gate.key_of(tensor)
+    def _pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
+        reference = self._gate.reference(tensor)
+        if reference is not None:
+            return True, reference
         if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
             tensor = tensor.detach()
-        if key is not None:
-            return key, (tensor, self._gate.updates_of(key), tensor._version)
-        return None, tensor if self._outer is None else self._outer[0](tensor)
+        return False, tensor if self._outer is None else self._outer[0](tensor)
 
-    def _unpack(self, packed: tuple[int | None, Any]) -> torch.Tensor:
-        key, content = packed
-        if key is None:
+    def _unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
+        ours, content = packed
+        if not ours:
             restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
             return restored
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._watch_node()
-        return self._gate.bring_back(key, *content)
+        return self._gate.bring_back(content)
 
     def _watch_node(self) -> None:
         """create_graph: what the running node saves for a further backward needs the same care."""
         outer = top_hooks()
-        top = getattr(outer[0], "__self__", None) if outer is not None else None
-        if not isinstance(top, Saving) or top._gate is not self._gate:
+        if not is_ours(outer, self._gate):
             saving = Saving(self._gate, outer)  # autograd takes these hooks away again when the node has run
             torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
+
+
+def is_ours(hooks: Hooks | None, gate: Gathered) -> bool:
+    """Whether what these saved-tensor hooks save is saved by reference where it views a buffer of the gate."""
+    saving = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return isinstance(saving, Saving) and saving._gate is gate
+
+
+def of_checkpoint(hooks: Hooks | None) -> bool:
+    """Whether these are the hooks of `torch.utils.checkpoint`, which keeps nothing that it can compute again."""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+@contextmanager
+def saving_by_reference(gate: Gathered) -> Iterator[None]:
+    """In the block, what is saved for the backward and views a buffer of the gate is saved by reference.
+
+    A checkpoint's own hooks stay on top. What it computes again in the backward it keeps until it is used.
+    """
+    cached = torch.is_autocast_cache_enabled()  # autocast keeps the cast of every weight until its outermost block ends
+    torch.set_autocast_cache_enabled(False)
+    outer = top_hooks()
+    try:
+        if not torch.is_grad_enabled() or is_ours(outer, gate) or of_checkpoint(outer):
+            yield
+            return
+        saving = Saving(gate, outer)
+        with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

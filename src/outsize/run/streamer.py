@@ -95,7 +95,6 @@ class Streamer:
         self._left: deque[Unit] = deque()  # what this round has still to gather
         self._lock = threading.RLock()
         self.last: Unit | None = None
-        self.in_node: set[Unit] = set()  # what the running node of a backward uses
         self._stopped: BaseException | None = None
         self._excess = Excess(budgets, ledger)
         self._flight_room = flight_room
@@ -290,7 +289,6 @@ class Streamer:
         with self._lock:
             if self._rounds is not None:  # only what every rank has is gathered anew
                 self.last = None
-                self.in_node.clear()
                 if self._has(unit) and self._evictable(unit):
                     return self._release(unit)
             if unit.state is Residency.RESIDENT:
@@ -487,7 +485,7 @@ class Streamer:
         return unit.state is Residency.RESIDENT and self._idle(unit)
 
     def _idle(self, unit: Unit) -> bool:
-        return not (unit.always_resident or unit.holds or unit is self.last or unit in self.in_node)
+        return not (unit.always_resident or unit.holds or unit is self.last or unit.viewed)
 
     def _drop_written_grads(self) -> None:
         for keeper in self._keepers:

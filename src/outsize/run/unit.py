@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import final
 
 import torch
@@ -13,6 +16,7 @@ import torch
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.shard import GatherStep, Pending, UnitShard, Updater, read_steps
+from outsize.run.local import is_distributed
 
 
 class Residency(Enum):
@@ -45,6 +49,9 @@ class Unit:
         self.holds = 0
         self.shown = 0
         self.writable = 0
+        self.opened = False
+        self._versions: list[tuple[str, torch.Tensor, int]] = []  # what the open unit's parameters were
+        self._parts = {name: shard.param(name) for name in parameters}
         self._job: Job | None = None
         self._gather: GatherStep | None = None  # at the end of the job
 
@@ -158,8 +165,61 @@ class Unit:
     def let_go(self) -> None:
         """One who held the unit does so no more."""
         self.holds -= 1
-        if not self.holds:
+        if not self.holds and not self.shard.buffer.viewed:
             self.shard.buffer.leave()
+
+    @property
+    def viewed(self) -> bool:
+        """Whether somebody holds a view of the gathered values."""
+        return self.shard.buffer.viewed
+
+    # Note [Open units]
+    # While a call of its module runs, a unit is open: its parameters are ordinary ones, which cost nothing and which
+    # compilers understand. Nothing sees what is done with them. So views of them keep the unit in memory until the last
+    # one is gone, and writes to them, which would be lost, show in their versions when the unit is closed. What is
+    # written through `param.data` has a version of its own.
+
+    def open(self, kind: type) -> None:
+        """Make the parameters ordinary ones, of class `kind`. See Note [Open units]."""
+        self.opened = True
+        for name, param in self.parameters.items():
+            if not is_distributed(param):
+                param.__class__ = kind
+                self._versions.append((name, param, param._version))
+
+    def lend(self, param: torch.Tensor, data: torch.Tensor) -> None:
+        """The user has `param.data`."""
+        name = next(name for name, each in self.parameters.items() if each is param)
+        self._versions.append((name, data, data._version))
+
+    def close(self, kind: type) -> str | None:
+        """Make the parameters guarded ones, of class `kind`. Returns the name of one that was written to."""
+        written = next((name for name, each, version in self._versions if each._version != version), None)
+        for _, param, _ in self._versions:
+            if isinstance(param, torch.nn.Parameter):
+                param.__class__ = kind
+        self._versions = []
+        self.opened = False
+        return written
+
+    def part(self, name: str) -> torch.Tensor:
+        """A parameter's gathered values, as a tensor that is no parameter."""
+        return self._parts[name]
+
+    def name_at(self, byte: int) -> str:
+        """The parameter that has this byte of the gathered buffer."""
+        starts = self._starts
+        return starts[bisect_right(starts, byte, key=itemgetter(0)) - 1][1]
+
+    @cached_property
+    def _starts(self) -> list[tuple[int, str]]:
+        parts = self._parts.items()
+        return [
+            (start, name)
+            for start, _, name in sorted(
+                (each.storage_offset() * each.itemsize, each.numel(), name) for name, each in parts
+            )
+        ]
 
     def release(self) -> None:
         """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""
