@@ -46,19 +46,28 @@ class Ensemble(nn.Module):
         return torch.vmap(lambda each: x @ each)(weight).sum(0)
 
 
-def test_vmap_over_a_parameter_is_refused_and_over_its_copy_right(workshop: Workshop, tier: str) -> None:
-    x = torch.randn(4, 16)
-    model = Ensemble(copied=False)
+@pytest.mark.parametrize("copied", [False, True])
+def test_vmap_over_a_parameter_is_as_in_torch(workshop: Workshop, tier: str, copied: bool) -> None:
+    pair = workshop.pair(lambda: Ensemble(copied), tier=tier)
+    pair.train([(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(3)])
+    x, weight = torch.randn(4, 16), pair.model.weight
+    with torch.no_grad(), outsize.gathered(pair.model):
+        assert torch.equal(torch.vmap(lambda each: x @ each)(weight)[3], x @ weight[3])
+
+
+def test_vmap_over_a_parameter_of_another_module_is_refused(workshop: Workshop, tier: str) -> None:
+    class Borrows(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(lambda each: x @ each)(self[0].weight).sum(0)
+
+    model = Borrows(Ensemble(copied=False))
     workshop.prepare(model, adamw(model), tier)
+    x = torch.randn(4, 16)
     if tier == "device":  # where the values always are
         model(x).sum().backward()
-    else:
-        with pytest.raises(RuntimeError, match=r"torch.vmap takes 'weight' apart .*pass a copy, `weight.clone\(\)`"):
-            model(x)
-    pair = workshop.pair(lambda: Ensemble(copied=True), tier=tier)
-    pair.train([(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(3)])
-    with torch.no_grad(), outsize.gathered(model):
-        assert torch.equal(torch.vmap(lambda each: x @ each)(model.weight)[3], x @ model.weight[3])
+        return
+    with pytest.raises(RuntimeError, match=r"torch.vmap takes '0.weight' apart .*pass a copy, `0.weight.clone\(\)`"):
+        model(x)
 
 
 def test_torch_func_grad_is_refused_outside_gathered_and_right_inside(workshop: Workshop, tier: str) -> None:

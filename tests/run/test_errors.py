@@ -272,7 +272,7 @@ def test_a_view_of_several_parameters_names_them(workshop: Workshop) -> None:
     def take(*_: object) -> None:
         views.append(weight.detach().as_strided((weight.untyped_storage().nbytes() // 4,), (1,), 0))
 
-    pair.model.blocks[0].up.register_forward_pre_hook(take)
+    pair.model.register_forward_pre_hook(take)  # before the call that opens the block
     pair.model(batches(1)[0][0])
     view = views[0]
     with pytest.raises(RuntimeError, match=r"parameter 'blocks\.0\.\S+, blocks\.0\.\S+, blocks\.0\.\S+ and 3 more' is"):

@@ -102,7 +102,7 @@ class DeviceBuffer(ABC):
 
 
 def _references(storage: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def alone(value: torch.Tensor, owner: object) -> torch.Tensor:

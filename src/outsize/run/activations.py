@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NoReturn, final
@@ -11,6 +11,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.jit._fuser import optimized_execution
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -34,7 +35,8 @@ def recomputed(module: nn.Module, name: str, frame: Callable[[], AbstractContext
 
     The random state is kept, so dropout repeats, and so is what the layer was: see `LayerState`. Inside a region that
     the user already checkpoints, and while such a region is recomputed, the forward runs as it is: once is enough.
-    The second forward runs inside a `frame()`, as the first does. `RuntimeError` where the layer changes its input in place, which is the caller's and cannot be put back.
+    The second forward runs inside a `frame()`, as the first does. `RuntimeError` where the layer changes its input in
+    place, which is the caller's and cannot be put back.
     """
     forward = module.forward
     layer = _Layer(module, name, forward, frame)
@@ -74,8 +76,10 @@ class _Layer:
         versions = [version_of(each) for each in inputs]
         state = LayerState(self._modules, self._name, self._copies_large)
         contexts = (nullcontext(), state)
-        forward = partial(self._run, **kwargs)
-        result = checkpoint(forward, self._here, *args, use_reentrant=False, context_fn=lambda: contexts)
+        distinct = {id(each): each for each in args}  # attention asks whether its inputs are one tensor
+        places = [list(distinct).index(id(each)) for each in args]
+        forward = partial(self._run, places, **kwargs)
+        result = checkpoint(forward, self._here, *distinct.values(), use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
                 f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
@@ -85,9 +89,14 @@ class _Layer:
         self._copies_large = state.settle()
         return result
 
-    def _run(self, _: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self._frame() if in_backward() else self._explaining():
-            return self._forward(*args, **kwargs)
+    def _run(self, places: Sequence[int], _: torch.Tensor, *distinct: Any, **kwargs: Any) -> Any:
+        args = [distinct[place] for place in places]
+        with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
+            if not in_backward():
+                with self._explaining():
+                    return self._forward(*args, **kwargs)
+            with self._frame(), _own_errors():
+                return self._forward(*args, **kwargs)
 
     def _explaining(self) -> AbstractContextManager[Any]:
         """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name."""
@@ -110,6 +119,35 @@ class _Layer:
 
     def _has_backward(self, inputs: list[torch.Tensor]) -> bool:
         return any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
+    hooks = top_hooks()
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    raised: list[BaseException] = []
+
+    @wraps(pack)
+    def noting(tensor: torch.Tensor) -> Any:
+        try:
+            return pack(tensor)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(noting, unpack):
+            yield
+    except RuntimeError:
+        if raised:
+            raise raised[0] from None
+        raise
+    finally:
+        raised.clear()  # an error kept here would keep what was running
 
 
 def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:

@@ -285,7 +285,7 @@ class Engine:
     def has_opened(self, module: nn.Module) -> bool:
         """Whether a call of `module` needs no frame: one around it has opened all that it owns."""
         units = self._owned.get(id(module))
-        return bool(units) and all(unit.opened for unit in units) and not self.owner.is_other
+        return units is not None and all(unit.opened for unit in units) and not self.owner.is_other
 
     @contextmanager
     def frame(self, module: nn.Module) -> Iterator[None]:
@@ -327,12 +327,10 @@ class Engine:
                 self._open(unit, frame)
             with saving_by_reference(self):
                 yield
-        except BaseException:
-            self._close(units)
-            raise
-        written = self._close(units)
-        if written is not None:
-            self._refuse_write(*written)
+        finally:  # an exception is how a checkpoint ends what it runs again: a write counts there too
+            written = self._close(units)
+            if written is not None:
+                self._refuse_write(*written)
 
     def _open(self, unit: Unit, frame: Frame) -> None:
         self.streamer.acquire(unit)

@@ -268,7 +268,7 @@ class OpenParameter(ResidentParameter):
 
     @property
     def data(self) -> torch.Tensor:
-        value = ResidentParameter.data.fget(self)  # type: ignore[attr-defined]
+        value: torch.Tensor = ResidentParameter.data.fget(self)  # type: ignore[attr-defined]
         self.gate.lend_data(self, value)  # type: ignore[arg-type]
         return value
 

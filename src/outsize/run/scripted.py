@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from torch.jit._fuser import optimized_execution
 
 from outsize.run.guard import guarded_among, pass_gate
-from outsize.run.saved import top_hooks
 
 # Note [Functions of TorchScript]
 # A function of `torch.jit.script` looks at no `__torch_function__` (its methods do): a parameter at rest would be read
@@ -34,30 +31,5 @@ def _call_script_function(self: Any, *args: Any, **kwargs: Any) -> Any:
     guarded = guarded_among(args, kwargs)
     if not guarded or not torch._C._is_torch_function_enabled():
         return _call_plain(self, *args, **kwargs)
-    with optimized_execution(False), _own_errors():
+    with optimized_execution(False):
         return pass_gate(guarded[0].gate, self, args, kwargs)
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
-    hooks = top_hooks()
-    if hooks is None:
-        yield
-        return
-    raised: list[BaseException] = []
-
-    def pack(tensor: torch.Tensor) -> Any:
-        try:
-            return hooks[0](tensor)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
-            yield
-    except RuntimeError:
-        if raised:
-            raise raised.pop() from None
-        raise

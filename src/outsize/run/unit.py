@@ -213,13 +213,8 @@ class Unit:
 
     @cached_property
     def _starts(self) -> list[tuple[int, str]]:
-        parts = self._parts.items()
-        return [
-            (start, name)
-            for start, _, name in sorted(
-                (each.storage_offset() * each.itemsize, each.numel(), name) for name, each in parts
-            )
-        ]
+        parts = {name: (int(part.storage_offset()) * part.itemsize, part.numel()) for name, part in self._parts.items()}
+        return [(parts[name][0], name) for name in sorted(parts, key=parts.__getitem__)]
 
     def release(self) -> None:
         """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""
