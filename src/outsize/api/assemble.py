@@ -353,29 +353,34 @@ def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:
 
 def _modules(
     model: nn.Module, units: Sequence[Unit], plan: Survey, config: Config
-) -> tuple[list[frozenset[int]], dict[int, list[Unit]], list[nn.Module], list[nn.Module]]:
-    """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame, those
-    that are recomputed)."""
+) -> tuple[list[frozenset[int]], dict[int, list[Unit]], dict[nn.Module, bool], list[nn.Module]]:
+    """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame and
+    whether they lie inside one that opens the same unit, those that are recomputed)."""
     home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]
     owned: dict[int, list[Unit]] = {}
-    framed: dict[int, nn.Module] = {id(model): model}
+    framed = {model: False}
     recompute: list[nn.Module] = []
     for _, module, parent_unit, in_list in _walk(model, home):
         inside = {home[id(param)] for param in module.parameters()}
+        own = {home[id(param)] for param in module.parameters(recurse=False)}
         if len(inside) == 1 and module is not model:
             unit = units[next(iter(inside))]
             scopes[unit.index].add(id(module))
-            if parent_unit != unit.index:
-                framed[id(module)] = module
-                if _recomputes(module, unit, config, in_list):
-                    recompute.append(module)
-        inside = {home[id(param)] for param in module.parameters(recurse=len(inside) == 1 and module is not model)}
-        if inside:
-            framed[id(module)] = module
-            owned[id(module)] = [units[index] for index in inside if not units[index].resident]
+            own = inside
+            if parent_unit != unit.index and _recomputes(module, unit, config, in_list):
+                recompute.append(module)
+            if parent_unit == unit.index and not module._parameters:
+                continue
+        if own:
+            framed[module] = own == {parent_unit}
+            owned[id(module)] = [units[index] for index in sorted(own) if not units[index].resident]
     moving = {unit.index for unit in units if not unit.resident}
-    needed = [each for each in framed.values() if any(home[id(param)] in moving for param in each.parameters())]
+    needed = {
+        module: nested
+        for module, nested in framed.items()
+        if any(home[id(param)] in moving for param in module.parameters())
+    }
     return [frozenset(scope) for scope in scopes], owned, needed, recompute
 
 

@@ -23,7 +23,7 @@ from outsize.run.buffers import unused
 from outsize.run.grads import RestingGrad
 from outsize.run.guard import Classes
 from outsize.run.keeper import GradKeeper
-from outsize.run.local import bind, is_distributed, local, local_gradient
+from outsize.run.local import bind, is_distributed, local, local_gradient, shared_as
 from outsize.run.owner import BACKWARD, FORWARD, GATHERED, Owner
 from outsize.run.reduction import Reduction
 from outsize.run.saved import hooks_allowed, saving_by_reference
@@ -58,6 +58,8 @@ class Reference(NamedTuple):
     """In bytes, from the parameter's first."""
     updates: int
     version: int
+    spec: Any
+    """How ranks share the view, where it is a DTensor."""
 
 
 _NAMED = 3
@@ -166,7 +168,8 @@ class Engine:
         else:
             name = self._shown(key)
         version = local(unit.parameters[name])._version
-        return Reference(unit, name, view.dtype, view.size(), view.stride(), byte, unit.updates, version)
+        spec = tensor._spec if is_distributed(tensor) else None  # type: ignore[attr-defined]
+        return Reference(unit, name, view.dtype, view.size(), view.stride(), byte, unit.updates, version, spec)
 
     def _shown(self, key: int) -> str:
         return next(name for name, own in self._alone.items() if _key(own) == key)
@@ -197,7 +200,7 @@ class Engine:
         if part.dtype != reference.dtype:
             part = part.view(-1).view(reference.dtype)
         first = part.storage_offset() + reference.first // part.itemsize
-        return part.as_strided(reference.size, reference.stride, first)
+        return shared_as(reference.spec, part.as_strided(reference.size, reference.stride, first))
 
     def _acquire_in_backward(self, unit: Unit) -> None:
         self._watch_backward()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -28,17 +28,20 @@ _NOTHING = object()
 Attributes = dict[str, Any]
 
 
-def install(engine: Engine, model: nn.Module, framed: Iterable[nn.Module], recompute: Iterable[nn.Module]) -> None:
-    """Put frames around the calls of these modules, on the instances; classes and torch itself stay as they are."""
+def install(engine: Engine, model: nn.Module, framed: Mapping[nn.Module, bool], recompute: Iterable[nn.Module]) -> None:
+    """Put frames around the calls of modules, on the instances; classes and torch itself stay as they are.
+
+    `framed` says of each whether it lies inside another one, which opens the same unit.
+    """
     names = {id(module): name for name, module in model.named_modules()}
-    framed, recompute = set(framed), set(recompute)
+    recompute = set(recompute)
     moves = _checked_moves(model)
     for module in model.modules():
         ours: Attributes = {}
         if module in recompute:
             ours["forward"] = recomputed(module, names[id(module)], partial(engine.frame, module))
         if module in framed:
-            ours["_call_impl"] = _framed(engine, module)
+            ours |= _calls(engine, module, framed[module])
         if isinstance(module, nn.RNNBase):
             ours["flatten_parameters"] = _leave_parameters
         if any(True for _ in module.parameters()):
@@ -76,11 +79,22 @@ def _copied(before: Attributes, module: nn.Module, memo: dict[int, Any]) -> nn.M
         _put(module, ours)
 
 
-def _framed(engine: Engine, module: nn.Module) -> Callable[..., Any]:
-    call: Callable[..., Any] = module._call_impl
+def _calls(engine: Engine, module: nn.Module, inside: bool) -> Attributes:
+    """The ways into a module's call, each in a frame. What a compiler sees lies inside the frame."""
+    call, compiled = module._call_impl, module._compiled_call_impl
 
+    def compile_in_frame(*args: Any, **kwargs: Any) -> None:
+        module._compiled_call_impl = _framed(engine, module, torch.compile(call, *args, **kwargs), inside)
+
+    ours: Attributes = {"_call_impl": _framed(engine, module, call, inside), "compile": compile_in_frame}
+    if compiled is not None:
+        ours["_compiled_call_impl"] = _framed(engine, module, compiled, inside)
+    return ours
+
+
+def _framed(engine: Engine, module: nn.Module, call: Callable[..., Any], inside: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if engine.has_opened(module):
+        if (inside and torch.compiler.is_compiling()) or engine.has_opened(module):
             return call(*args, **kwargs)
         with engine.frame(module):
             return call(*args, **kwargs)

@@ -85,6 +85,17 @@ def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def shared_as(spec: Any, value: torch.Tensor) -> torch.Tensor:
+    """`value`, which this rank has, as the DTensor of this `spec`; as it is where there is none."""
+    if spec is None:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    made: Any = DTensor
+    shown: torch.Tensor = made(value, spec, requires_grad=False)
+    return shown
+
+
 def part_of(param: torch.Tensor) -> tuple[int, int, int] | None:
     """(dimension, first entry, entries) of what this rank has of the parameter; None where that is all of it."""
     if is_repeated(param):
