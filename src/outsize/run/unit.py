@@ -51,7 +51,7 @@ class Unit:
         self.writable = 0
         self.opened = False
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # what the open unit's parameters were
-        self._parts = {name: shard.param(name) for name in parameters}
+        self._parts: dict[str, torch.Tensor] = {}
         self._job: Job | None = None
         self._gather: GatherStep | None = None  # at the end of the job
 
@@ -87,6 +87,7 @@ class Unit:
     def adopt(self) -> None:
         """The buffer has just been filled by `prepare`: AT_REST -> RESIDENT."""
         self._expect(Residency.AT_REST)
+        self._parts = {name: self.shard.param(name) for name in self.parameters}
         self.state = Residency.RESIDENT
 
     def fetch(self, conveyor: Conveyor, updater: Updater | None, slab_bytes: int) -> None:
