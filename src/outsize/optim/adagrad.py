@@ -17,6 +17,8 @@ from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 class AdagradRule(Rule):
     """Adagrad (Duchi et al. 2011) with learning-rate decay, coupled decay and maximize, as in torch."""
 
+    merges = True
+
     def __init__(self) -> None:
         self.arrays = ("sum",)
         self.codes = {"sum": "root"}

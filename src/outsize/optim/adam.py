@@ -18,6 +18,8 @@ from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 class AdamRule(Rule):
     """Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), with AMSGrad and maximize, as in torch."""
 
+    merges = True
+
     def __init__(self, amsgrad: bool, decoupled: bool) -> None:
         self.arrays = _arrays(amsgrad)
         self.codes = {name: _KINDS[name] for name in self.arrays}

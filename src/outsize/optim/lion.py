@@ -19,6 +19,8 @@ class Lion(torch.optim.Optimizer):
     smaller, and `weight_decay` (decoupled) as many times larger, than with AdamW. Works with and without outsize.
     """
 
+    merges = True
+
     def __init__(
         self,
         params: Any,

@@ -54,6 +54,9 @@ class Rule(ABC):
     whole: bool = False
     """Whether the update needs whole parameters, in their shape."""
 
+    merges: bool = False
+    """Whether parameters side by side, with the same options and scalars, may be updated as one."""
+
     tried: Mapping[str, object] = MappingProxyType({})
     """What a trial has found in the state of a parameter beside arrays."""
 

@@ -24,6 +24,8 @@ class SGDRule(Rule):
     `momentum`: whether any parameter group has one.
     """
 
+    merges = True
+
     def __init__(self, momentum: bool) -> None:
         self.arrays = (_BUFFER,) if momentum else ()
         self.codes = {_BUFFER: "signed"} if momentum else {}

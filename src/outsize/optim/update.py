@@ -34,7 +34,7 @@ from outsize.move.store import Store
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.worker import attributes_of
-from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
+from outsize.plan.layout import ALIGN_ELEMENTS, PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
 
 
 @dataclass
@@ -160,7 +160,7 @@ class ChunkUpdater:
         scales = {array.name: torch.empty(0, device="cpu") for array in kept if array.compact(slot.dtype)}
         param = torch.empty(0, dtype=DTYPES[slot.dtype], device="cpu")
         self.update(
-            shard, slot, owed, slot.end, param, arrays, scales, torch.empty(0, dtype=param.dtype, device="cpu"), 1
+            shard, [slot], owed, slot.end, param, arrays, scales, torch.empty(0, dtype=param.dtype, device="cpu"), 1
         )
 
     def _owed_ranges(self, shard: UnitShard, segment: Segment, pending: Pending) -> Iterator[tuple[int, int]]:
@@ -198,13 +198,13 @@ class ChunkUpdater:
                 for name, array in shard.arrays.items()
                 if array.scales is not None and array.compact(slot.dtype)
             }
-            self.update(shard, slot, owed, slot.end, param, arrays, scales, grad, update_threads())
+            self.update(shard, [slot], owed, slot.end, param, arrays, scales, grad, update_threads())
         self.clock.add(time.perf_counter() - began)
 
     def update(
         self,
         shard: UnitShard,
-        slot: Slot,
+        slots: Sequence[Slot],
         owed: SlotUpdate,
         end: int,
         param: torch.Tensor,
@@ -213,7 +213,9 @@ class ChunkUpdater:
         grad: torch.Tensor,
         threads: int,
     ) -> None:
-        """Run the rule on the elements of a parameter up to `end`; its scalars move on when it ends there."""
+        """Run the rule on the elements of a parameter, or of neighbours, up to `end`; the scalars move on of those that
+        end there."""
+        slot, *_ = slots
         state = shard.slot_states.setdefault(slot.name, SlotState())
         master = arrays.pop(MASTER, None)
         if self.rule.whole:
@@ -223,9 +225,11 @@ class ChunkUpdater:
         hung = _beside(param, self._attributes.get(slot.name, {}))
         own = self._own.get(slot.name)
         self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, hung, own))
-        if end == slot.end:
-            assert state.next_scalars is not None
-            state.scalars, state.next_scalars, state.initialised = state.next_scalars, None, True
+        after = state.next_scalars
+        assert after is not None
+        for each in slots:
+            if each.end <= end:
+                shard.slot_states[each.name] = SlotState(dict(after), True)
 
 
 def _beside(param: torch.Tensor, values: Mapping[str, object]) -> dict[str, object]:
@@ -486,13 +490,46 @@ class UpdateStep(Step):
 
     def finish(self) -> Sequence[Transfer]:
         began = time.perf_counter()
-        for slot, low, high in slots_in(self._shard.layout, self._start, self._end):
-            if slot.name in self._pending:
-                self._update(slot, low, high)
+        for slots, low, high in self._runs():
+            self._update(slots, low, high)
         self._updater.clock.add(time.perf_counter() - began)
         return self._write_back()
 
-    def _update(self, slot: Slot, low: int, high: int) -> None:
+    def _runs(self) -> Iterator[tuple[list[Slot], int, int]]:
+        """Neighbours that are updated as one, with the elements from the first to the last of them. What lies between
+        parameters is updated with them, and nobody reads it."""
+        run: list[Slot] = []
+        first = last = 0
+        for slot, low, high in slots_in(self._shard.layout, self._start, self._end):
+            if slot.name not in self._pending:
+                continue
+            if run and not (round_up(last, ALIGN_ELEMENTS) == low and self._alike(run[0], slot)):
+                yield run, first, last
+                run = []
+            first = first if run else low
+            run.append(slot)
+            last = high
+        if run:
+            yield run, first, last
+
+    def _alike(self, one: Slot, other: Slot) -> bool:
+        """Whether the updates of two parameters differ in nothing but where they lie."""
+        rule, states, grads = self._updater.rule, self._shard.slot_states, self._grads
+        mine, theirs = self._pending[one.name], self._pending[other.name]
+        return (
+            rule.merges
+            and grads is not None
+            and mine.resting is theirs.resting is grads
+            and mine.hyper is theirs.hyper
+            and mine.ops == theirs.ops
+            and not mine.ops.zero
+            and grads.dtype(one) is grads.dtype(other)
+            and states.get(one.name) == states.get(other.name)
+            and not any(array.compact(one.dtype) for array in self._shard.arrays.values())
+        )
+
+    def _update(self, slots: Sequence[Slot], low: int, high: int) -> None:
+        slot = slots[0]
         shard, owed = self._shard, self._pending[slot.name]
         arrays = {
             name: self._part(name, array.layout, low, high).view(array.dtype(slot.dtype))
@@ -506,7 +543,7 @@ class UpdateStep(Step):
         }
         param = self._part("params", shard.param_layout, low, high).view(DTYPES[slot.dtype])
         grad = self._gradient(slot, owed, low, high)
-        self._updater.update(shard, slot, owed, high, param, arrays, scales, grad, self._updater.threads)
+        self._updater.update(shard, slots, owed, high, param, arrays, scales, grad, self._updater.threads)
 
     def _gradient(self, slot: Slot, owed: SlotUpdate, low: int, high: int) -> torch.Tensor:
         if owed.ops.zero:

@@ -242,8 +242,26 @@ class ManagedParameter(_Managed):
         return repr(self) if not spec else str(torch.Tensor.__format__(self, spec))  # type: ignore[arg-type]
 
 
+def _unguarded_property(name: str) -> Any:
+    """A property that concerns no values. Loops over all parameters ask for it; the gate takes ten times as long."""
+    plain = getattr(torch.Tensor, name)
+
+    def get(param: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return plain.__get__(param)
+
+    def change(param: torch.Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain.__set__(param, value)
+
+    return property(get, change, plain.__delete__)
+
+
 class GuardedParameter(ManagedParameter, _Guarded):
     """A parameter that may be at rest."""
+
+    grad = _unguarded_property("grad")
+    requires_grad = _unguarded_property("requires_grad")
 
 
 class ResidentParameter(ManagedParameter):

@@ -59,6 +59,7 @@ class GradKeeper:
         self.update_now: Callable[[Unit], bool] | None = None  # where the update runs in the backward
         self.deferred = False  # whether the update waits for the end of the backward
         self._arrived: set[str] = set()
+        self._awaited: set[str] = set()  # by the unit, in this backward
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, spare] by parameter
@@ -112,11 +113,10 @@ class GradKeeper:
 
     def completed_by(self, name: str) -> bool:
         """Whether this gradient is the last that the unit waits for."""
-        return all(
-            each == name or each in self._arrived
-            for each, param in self._unit.parameters.items()
-            if param.requires_grad
-        )
+        if not self._arrived:
+            params = self._unit.parameters.items()
+            self._awaited = {each for each, param in params if param.requires_grad}
+        return not self._awaited - self._arrived - {name}
 
     def take(self, name: str) -> None:
         """Lay the gradient that autograd has just left in `param.grad` to rest."""
