@@ -26,7 +26,7 @@ from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, local, local_gradient, shared_as
 from outsize.run.owner import BACKWARD, FORWARD, GATHERED, Owner
 from outsize.run.reduction import Reduction
-from outsize.run.saved import hooks_allowed, saving_by_reference
+from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
 from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
 from outsize.run.transforms import in_transform, on_copies, outside_transforms
@@ -291,6 +291,7 @@ class Engine:
         return units is not None and all(unit.opened for unit in units) and not self.owner.is_other
 
     @contextmanager
+    @left_alone_by_dynamo
     def frame(self, module: nn.Module) -> Iterator[None]:
         """A forward of `module` runs; what it acquires is held until it returns, however it returns."""
         transformed = in_transform()
@@ -319,6 +320,7 @@ class Engine:
             self.owner.give()
 
     @contextmanager
+    @left_alone_by_dynamo
     def _opened(self, frame: Frame) -> Iterator[None]:
         """The units that `frame`'s module owns are open. See Note [Open units] in run/unit.py."""
         units = [unit for unit in self._owned.get(id(frame.module), ()) if not unit.opened]

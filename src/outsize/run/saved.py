@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -19,6 +21,15 @@ _disable_dynamo: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", lambda
 def _untraced(function: Callable[[Any], Any], argument: Any) -> Any:
     """`torch.compile` traces hooks too, and takes the version of a tensor from a copy that it makes of it."""
     return function(argument)
+
+
+def left_alone_by_dynamo(function: Function) -> Function:
+    """The function, which `torch.compile` compiles no more than what it calls: streams are none of its business."""
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

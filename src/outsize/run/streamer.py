@@ -164,7 +164,7 @@ class Streamer:
 
     def finished(self, unit: Unit) -> None:
         """The unit's gradients are complete: it is not needed before the next forward."""
-        unit.shard.buffer.leave()
+        unit.leave()
         if self.last is unit:
             self.last = None
 
@@ -193,6 +193,9 @@ class Streamer:
             self.settle(unit)
             unit.pending = pending
             unit.updates += 1
+            if unit.viewed and unit.state is Residency.RESIDENT:  # who holds a view sees the step at once
+                self.settle(unit)
+                unit.shard.buffer.use()
 
     def update_now(self, unit: Unit, pending: Pending) -> bool:
         """Start the update of a unit whose values are in memory; otherwise its next fetch runs it. Returns which."""

@@ -166,7 +166,12 @@ class Unit:
     def let_go(self) -> None:
         """One who held the unit does so no more."""
         self.holds -= 1
-        if not self.holds and not self.shard.buffer.viewed:
+        if not self.holds:
+            self.leave()
+
+    def leave(self) -> None:
+        """The unit is not used for now, unless somebody holds a view of it."""
+        if not self.viewed:
             self.shard.buffer.leave()
 
     @property
