@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -17,9 +17,6 @@ from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.shard import GatherStep, Pending, UnitShard, Updater, read_steps
 from outsize.run.local import is_distributed
-
-_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
-_UNUSED = _uses(torch.empty(0, device="cpu"))
 
 
 class Residency(Enum):
@@ -54,7 +51,6 @@ class Unit:
         self.writable = 0
         self.opened = False
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # what the open unit's parameters were
-        self._frozen: list[torch.Tensor] = []  # when the unit was opened
         self._parts: dict[str, torch.Tensor] = {}
         self._job: Job | None = None
         self._gather: GatherStep | None = None  # at the end of the job
@@ -180,8 +176,8 @@ class Unit:
 
     @property
     def viewed(self) -> bool:
-        """Whether somebody holds a view of the gathered values: a graph may hold a frozen parameter itself."""
-        return self.shard.buffer.viewed or any(_uses(param) > _UNUSED for param in self._frozen)
+        """Whether somebody holds a view of the gathered values."""
+        return self.shard.buffer.viewed
 
     # Note [Open units]
     # While a call of its module runs, a unit is open: its parameters are ordinary ones, which cost nothing and which
@@ -196,7 +192,6 @@ class Unit:
             if not is_distributed(param):
                 param.__class__ = kind
                 self._versions.append((name, param, param._version))
-        self._frozen = [param for _, param, _ in self._versions if not param.requires_grad]
 
     def lend(self, param: torch.Tensor, data: torch.Tensor) -> None:
         """The user has `param.data`."""
