@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -158,17 +159,24 @@ def of_checkpoint(hooks: Hooks | None) -> bool:
 def saving_by_reference(gate: Gathered) -> Iterator[None]:
     """In the block, what is saved for the backward and views a buffer of the gate is saved by reference.
 
-    A checkpoint's own hooks stay on top. What it computes again in the backward it keeps until it is used.
+    Below a checkpoint's own hooks nothing is: what it computes again in the backward it keeps until it is used, and
+    shows that it does by views, of frozen parameters too.
     """
     cached = torch.is_autocast_cache_enabled()  # autocast keeps the cast of every weight until its outermost block ends
     torch.set_autocast_cache_enabled(False)
     outer = top_hooks()
     try:
-        if not torch.is_grad_enabled() or is_ours(outer, gate) or of_checkpoint(outer):
+        again = of_checkpoint(outer) and torch._C._current_graph_task_id() != -1
+        if not torch.is_grad_enabled() or is_ours(outer, gate) or (of_checkpoint(outer) and not again):
             yield
             return
-        saving = Saving(gate, outer)
-        with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
+        if outer is not None and again:
+            keep, unpack = outer
+            pack: Callable[[torch.Tensor], Any] = wraps(keep)(lambda tensor: keep(tensor.detach()))
+        else:
+            saving = Saving(gate, outer)
+            pack, unpack = saving.pack, saving.unpack
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
