@@ -30,15 +30,16 @@ _Forward = Callable[..., Any]
 _outside_of_dynamo: Callable[[_Forward], _Forward] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
-def recomputed(module: nn.Module, name: str, frame: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """`module.forward`, run under non-reentrant checkpointing whenever gradients are recorded.
+def recomputed(
+    module: nn.Module, name: str, frame: Callable[[], AbstractContextManager[None]], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The `forward` of a module, run under non-reentrant checkpointing whenever gradients are recorded.
 
     The random state is kept, so dropout repeats, and so is what the layer was: see `LayerState`. Inside a region that
     the user already checkpoints, and while such a region is recomputed, the forward runs as it is: once is enough.
     The second forward runs inside a `frame()`, as the first does. `RuntimeError` where the layer changes its input in
     place, which is the caller's and cannot be put back.
     """
-    forward = module.forward
     layer = _Layer(module, name, forward, frame)
 
     @_outside_of_dynamo

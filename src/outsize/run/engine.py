@@ -374,6 +374,7 @@ class Engine:
     def _begin_pass(self) -> None:
         self.end_interrupted_backward()
         self.streamer.end_round()
+        self.streamer.return_room()
         self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def _hold(self, unit: Unit) -> None:

@@ -26,6 +26,7 @@ from outsize.run.engine import Engine
 
 _NOTHING = object()
 Attributes = dict[str, Any]
+Call = Callable[..., Any]
 
 
 def install(engine: Engine, model: nn.Module, framed: Mapping[nn.Module, bool], recompute: Iterable[nn.Module]) -> None:
@@ -38,10 +39,11 @@ def install(engine: Engine, model: nn.Module, framed: Mapping[nn.Module, bool], 
     moves = _checked_moves(model)
     for module in model.modules():
         ours: Attributes = {}
-        if module in recompute:
-            ours["forward"] = recomputed(module, names[id(module)], partial(engine.frame, module))
+        again = partial(recomputed, module, names[id(module)], partial(engine.frame, module))
+        if module in recompute and module._compiled_call_impl is None:
+            ours["forward"] = again(module.forward)
         if module in framed:
-            ours |= _calls(engine, module, framed[module])
+            ours |= _calls(engine, module, framed[module], again if module in recompute else None)
         if isinstance(module, nn.RNNBase):
             ours["flatten_parameters"] = _leave_parameters
         if any(True for _ in module.parameters()):
@@ -79,20 +81,24 @@ def _copied(before: Attributes, module: nn.Module, memo: dict[int, Any]) -> nn.M
         _put(module, ours)
 
 
-def _calls(engine: Engine, module: nn.Module, inside: bool) -> Attributes:
-    """The ways into a module's call, each in a frame. What a compiler sees lies inside the frame."""
+def _calls(engine: Engine, module: nn.Module, inside: bool, again: Callable[[Call], Call] | None) -> Attributes:
+    """The ways into a module's call, each in a frame. What a compiler sees lies inside the frame, and inside what runs
+    it `again` in the backward."""
     call, compiled = module._call_impl, module._compiled_call_impl
+    forward = module.__dict__.get("forward", _NOTHING)
+
+    def in_frame(compiled: Call) -> Call:
+        return _framed(engine, module, compiled if again is None else again(compiled), inside)
 
     def compile_in_frame(*args: Any, **kwargs: Any) -> None:
-        module._compiled_call_impl = _framed(engine, module, torch.compile(call, *args, **kwargs), inside)
+        _put(module, {"forward": forward})
+        module._compiled_call_impl = in_frame(torch.compile(call, *args, **kwargs))
 
     ours: Attributes = {"_call_impl": _framed(engine, module, call, inside), "compile": compile_in_frame}
-    if compiled is not None:
-        ours["_compiled_call_impl"] = _framed(engine, module, compiled, inside)
-    return ours
+    return ours if compiled is None else {**ours, "_compiled_call_impl": in_frame(compiled)}
 
 
-def _framed(engine: Engine, module: nn.Module, call: Callable[..., Any], inside: bool) -> Callable[..., Any]:
+def _framed(engine: Engine, module: nn.Module, call: Call, inside: bool) -> Call:
     def run(*args: Any, **kwargs: Any) -> Any:
         if (inside and torch.compiler.is_compiling()) or engine.has_opened(module):
             return call(*args, **kwargs)

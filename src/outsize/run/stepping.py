@@ -163,6 +163,7 @@ class Stepper:
                 self.skipped_steps += 1
             else:
                 self._mark(self._unscale_by())
+                self._engine.streamer.settle_viewed()
         hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in hooks))):
             hook(optimizer, args, kwargs)

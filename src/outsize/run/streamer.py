@@ -193,9 +193,6 @@ class Streamer:
             self.settle(unit)
             unit.pending = pending
             unit.updates += 1
-            if unit.viewed and unit.state is Residency.RESIDENT:  # who holds a view sees the step at once
-                self.settle(unit)
-                unit.shard.buffer.use()
 
     def update_now(self, unit: Unit, pending: Pending) -> bool:
         """Start the update of a unit whose values are in memory; otherwise its next fetch runs it. Returns which."""
@@ -216,6 +213,13 @@ class Streamer:
                 self._bring(unit)
             elif unit.state is Residency.FETCHING:
                 self._arrive(unit)
+
+    def settle_viewed(self) -> None:
+        """Run the updates that are owed to what somebody holds a view of: the view shows the step at once."""
+        for unit in self._units:
+            if unit.state is not Residency.AT_REST and not unit.current and unit.viewed:
+                self.settle(unit)
+                unit.shard.buffer.use()
 
     def settle_all(self) -> None:
         """Run every update that is owed, several units on their way at once."""

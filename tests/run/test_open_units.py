@@ -1,0 +1,141 @@
+"""Inside its module's call a parameter is an ordinary one: for compilers, for views that live on, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import outsize
+from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, squared_error
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("when", ["before", "after", "wrapped"])
+@pytest.mark.parametrize("tier", ["disk", "squeezed"])
+def test_layers_that_are_compiled_as_one_graph_train_as_in_torch(
+    workshop: Workshop, tier: str, when: str, activations: str
+) -> None:
+    def compile_layers(model: Any) -> nn.Module:
+        for index, block in enumerate(model.blocks):
+            if when == "wrapped":
+                model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
+            else:
+                block.compile(backend="aot_eager", fullgraph=True)
+        return model
+
+    pair = workshop.pair(
+        lambda: Stack(depth=2) if when == "after" else compile_layers(Stack(depth=2)),
+        tier=tier,
+        activations=activations,
+        units=[Block],
+    )
+    if when == "after":
+        compile_layers(pair.plain)
+        compile_layers(pair.model)
+    pair.train(batches(3))
+
+
+class Remembers(nn.Module):
+    """A block keeps a view of its weight, and the model uses the view before it calls the block."""
+
+    def __init__(self, detached: bool = True) -> None:
+        super().__init__()
+        self.block = Block(16, 40)
+        self.head = nn.Linear(16, 4)
+        self.views: list[Tensor] = []
+        self.block.up.register_forward_pre_hook(self._keep)
+        self.detached = detached
+
+    def _keep(self, module: nn.Module, _: object) -> None:
+        if not self.views:
+            self.views.append(module.weight.detach().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for view in self.views:
+            x = x + (x @ view).mean(-1, keepdim=True)
+        return self.head(self.block(x))
+
+
+@pytest.mark.parametrize("update", ["fetch", "backward"])
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_view_that_is_kept_sees_each_step(workshop: Workshop, tier: str, update: str) -> None:
+    workshop.pair(Remembers, tier=tier, update=update, activations="keep").train(batches(5))
+
+
+def test_views_keep_their_units_until_they_go(workshop: Workshop) -> None:
+    model: Any = Stack(depth=6)
+    workshop.prepare(model, None, "squeezed", activations="keep")
+    views: list[Tensor] = []
+    handles = [
+        block.up.register_forward_hook(lambda module, *_: views.append(module.weight.detach()))
+        for block in model.blocks
+    ]
+    resident = []
+    with torch.no_grad():
+        for _ in range(2):
+            model(batches(1)[0][0])
+            resident.append(outsize.memory(model).now["device/resident"])
+            for handle in handles:
+                handle.remove()
+            weights = [block.up.weight for block in model.blocks]
+            with outsize.gathered(weights):
+                assert all(map(torch.equal, views, weights))
+            views.clear()
+    assert resident[0] > 2 * resident[1]
+
+
+def test_a_parameter_can_be_read_inside_its_call_and_not_outside(workshop: Workshop) -> None:
+    model: Any = workshop.pair(tier="disk").model
+    seen: list[Tensor] = []
+    model.blocks[0].up.register_forward_hook(lambda module, *_: seen.append(module.weight.sum()))
+    model(batches(1)[0][0])
+    assert len(seen) == 1
+    with pytest.raises(RuntimeError, match="at rest"):
+        model.blocks[0].up.weight.sum()
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_checkpoint_of_frozen_and_trained_layers_is_right(workshop: Workshop, tier: str) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    def partly_frozen() -> nn.Module:
+        model = Checkpointed()
+        for block in model.blocks:
+            block.norm.requires_grad_(False)
+        return model
+
+    workshop.pair(partly_frozen, adamw, tier, activations="keep").train(batches(3))
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_a_write_through_data_that_was_taken_before_is_found_when_the_call_ends(workshop: Workshop, tier: str) -> None:
+    class Clamps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            data = self.up.weight.data
+            out = super().forward(x)
+            data.clamp_(-0.01, 0.01)
+            return out
+
+    model = nn.Sequential(Clamps(16, 40), nn.Linear(16, 4))
+    workshop.prepare(model, adamw(model), tier, activations="keep")
+    with pytest.raises(RuntimeError, match=r"'0\.up\.weight' is written in place outside .*modify=True"):
+        squared_error(model, batches(1)[0])
