@@ -23,12 +23,11 @@ from outsize.run.local import is_distributed
 from outsize.run.saved import Gathered, run_saving
 
 # Note [Every operation passes the gate]
-# Hooks on modules miss parameters that are used functionally (`x @ self.embed.weight.T`), through custom methods, or by
-# a fused layer that reads its children's weights; hooks on outputs are lost when an output is a view that is modified.
-# An operation on a parameter cannot be missed: the parameter's class has `__torch_function__`. For the same reason the
-# backward needs no hooks on outputs: while the operation runs, saved-tensor hooks replace each view of a gathered
-# buffer that autograd saves by a reference which brings the unit back when the backward asks for it. Everything that
-# is no view of a gathered buffer goes to whatever saved-tensor hooks the user has in place (a checkpoint's, say).
+# A parameter is guarded while its unit is not open (see Note [Open units] in run/unit.py). Hooks on modules miss
+# parameters that are used functionally (`x @ self.embed.weight.T`), through custom methods, or by a layer that reads
+# another's weights. An operation on a parameter cannot be missed: the parameter's class has `__torch_function__`. While
+# the operation runs, saved-tensor hooks replace each view of a gathered buffer that autograd saves by a reference that
+# brings the unit back in the backward. Everything else goes to the saved-tensor hooks that the user has in place.
 
 
 # Note [Classes that outlive their engine]

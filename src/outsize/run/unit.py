@@ -19,6 +19,12 @@ from outsize.move.shard import GatherStep, Pending, UnitShard, Updater, read_ste
 from outsize.run.local import is_distributed
 
 
+# Note [Open units]
+# While a call of its module runs, a unit is open: its parameters are ordinary ones. They cost nothing, and compilers
+# understand them. Nothing sees what is done with them. So a view of them keeps the unit in memory until it is gone. A
+# write to them would be lost: it shows in their versions when the unit is closed. `param.data` has a version of its own.
+
+
 class Residency(Enum):
     AT_REST = "at rest"
     FETCHING = "fetching"
@@ -178,12 +184,6 @@ class Unit:
     def viewed(self) -> bool:
         """Whether somebody holds a view of the gathered values."""
         return self.shard.buffer.viewed
-
-    # Note [Open units]
-    # While a call of its module runs, a unit is open: its parameters are ordinary ones, which cost nothing and which
-    # compilers understand. Nothing sees what is done with them. So views of them keep the unit in memory until the last
-    # one is gone, and writes to them, which would be lost, show in their versions when the unit is closed. What is
-    # written through `param.data` has a version of its own.
 
     def open(self, kind: type) -> None:
         """Make the parameters ordinary ones, of class `kind`. See Note [Open units]."""
