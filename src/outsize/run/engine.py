@@ -393,13 +393,14 @@ class Engine:
 
     def _watch_gradients(self, unit: Unit) -> None:
         """Follow each trainable parameter's gradient to its final slot; also of those unfrozen since the last time."""
-        for name, param in unit.parameters.items():
-            if param.requires_grad and name not in self._nodes and name not in self._collected_by_autograd:
+        with outside_transforms(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            for name, param in unit.parameters.items():
+                if not param.requires_grad or name in self._nodes or name in self._collected_by_autograd:
+                    continue
                 if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
                     self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
                     continue
-                with outside_transforms(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                    node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 self._nodes[name] = node
                 known = self._hooks.get(name)
                 if known is None or known() is None:

@@ -18,11 +18,10 @@ from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.shard import GatherStep, Pending, UnitShard, Updater, read_steps
 from outsize.run.local import is_distributed
 
-
 # Note [Open units]
 # While a call of its module runs, a unit is open: its parameters are ordinary ones. They cost nothing, and compilers
 # understand them. Nothing sees what is done with them. So a view of them keeps the unit in memory until it is gone. A
-# write to them would be lost: it shows in their versions when the unit is closed. `param.data` has a version of its own.
+# write to them would be lost: it shows in their versions when the unit closes. `param.data` has a version of its own.
 
 
 class Residency(Enum):
