@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -278,14 +278,6 @@ def everywhere(ranks: Ranks, action: Callable[[], T], verb: str) -> T:
         in_all_copies(ranks, here, verb)
     except BaseException:
         for each in done:
-            if isinstance(each, Closeable):
-                each.close()
+            getattr(each, "close", lambda: None)()
         raise
     return done[0]
-
-
-@runtime_checkable
-class Closeable(Protocol):
-    """What keeps files open until it is closed."""
-
-    def close(self) -> None: ...

@@ -72,7 +72,8 @@ def open_shard(
             disk = scratch.open("grads", tiers.grads, wide, resources) if tiers.grads == "disk" else None
             grads.append(GradShard(layout, disk, ledger, resources.outbox))
     buffer = open_buffer(whole.param_bytes, ledger, resources.lanes)
-    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared, resources.lanes, late)
+    lanes = resources.lanes
+    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared, lanes, late.open)
     shard.arrays = _open_arrays(shard, layouts, codecs, file, resources)
     _preallocate(shard, plan)
     return shard

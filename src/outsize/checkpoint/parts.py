@@ -25,7 +25,7 @@ from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.move.disk import DiskStore
 from outsize.move.generations import ZERO_SUM, Generation, Generations, clone, joined_sums, link, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
-from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_DTYPE, Hold, StateArray, UnitShard
+from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
 from outsize.move.store import Store
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
@@ -129,7 +129,7 @@ class CopyRoom:
 
 
 @final
-class Image(Part, Hold):
+class Image(Part):
     """What one unit has in memory, as it is when the part is made. See Note [Memory is written from where it lies]."""
 
     def __init__(self, name: str, nbytes: int, entries: Iterable[MemoryEntry], room: CopyRoom) -> None:
@@ -353,7 +353,7 @@ class UnitPlaces:
         self._shard.before_change()
         if not image.secure_unsteady():
             return False
-        self._shard.hold = image
+        self._shard.hold = image.release
         return True
 
     def weight(self, slot: Slot) -> Region:

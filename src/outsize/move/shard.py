@@ -5,7 +5,7 @@ Here the rooms `run`, `optim` and `checkpoint` meet: they know units by their sh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -173,22 +173,6 @@ Pending = dict[str, SlotUpdate]
 """The update that a unit owes: by parameter name."""
 
 
-class Hold(Protocol):
-    """Who still needs the bytes that a unit has in memory."""
-
-    def release(self) -> None:
-        """Block until the unit may change them. Never raises."""
-        ...
-
-
-class LateArrays(Protocol):
-    """Opens optimizer arrays for frozen parameters too."""
-
-    def open(self, shard: UnitShard) -> None:
-        """Replace the unit's arrays by longer ones with the same values."""
-        ...
-
-
 @final
 class UnitShard:
     """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store.
@@ -210,7 +194,7 @@ class UnitShard:
         ranks: int = 1,
         shared: bool = False,
         lanes: Lanes | None = None,
-        late: LateArrays | None = None,
+        late: Callable[[UnitShard], None] | None = None,
     ) -> None:
         self.layout = layout
         self.whole = layout if whole is None else whole
@@ -225,9 +209,9 @@ class UnitShard:
         self.lanes = lanes  # of an accelerator
         self.arrays: dict[str, StateArray] = {}
         self.has_late_room = False  # whether there is room for the state of frozen parameters too
-        self._late = late
+        self._late = late  # replaces the arrays by longer ones with the same values
         self.slot_states: dict[str, SlotState] = {}
-        self.hold: Hold | None = None
+        self.hold: Callable[[], None] | None = None  # blocks until nobody needs the bytes in memory as they are
         self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
         self.param_layout = array_layout(layout, OWN_BYTES)
         self.slots = {slot.name: slot for slot in layout.slots}
@@ -268,7 +252,7 @@ class UnitShard:
         way. See Note [Frozen parameters] in api/shards.py. Raises `ValueError` or `OSError`, with nothing changed."""
         if not all(map(self.has_room, names)):
             assert self._late is not None, "there is an optimizer"
-            self._late.open(self)
+            self._late(self)
 
     @property
     def updates_on_device(self) -> bool:
@@ -279,7 +263,7 @@ class UnitShard:
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""
         if self.hold is not None:
-            self.hold.release()
+            self.hold()
             self.hold = None
         self.buffer.await_sources()
 
@@ -477,14 +461,6 @@ def _read_all(scales: Scales) -> HostBuffer:
 def page_range(start: int, end: int) -> tuple[int, int]:
     """The whole pages that hold the elements [start, end), in elements."""
     return start // PAGE_ELEMENTS * PAGE_ELEMENTS, max(round_up(end, PAGE_ELEMENTS), start + 1)
-
-
-class Updater(Protocol):
-    """What runs the optimizer's update of one unit, chunk by chunk."""
-
-    def steps(self, shard: UnitShard, pending: Pending, fetch: bool) -> Iterator[Step]:
-        """Steps that update the unit; with `fetch` they bring its parameters into the gathered buffer as well."""
-        ...
 
 
 @final

@@ -20,7 +20,6 @@ from outsize.move.conveyor import Conveyor
 from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.buffers import unused
-from outsize.run.grads import RestingGrad
 from outsize.run.guard import Classes
 from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, local, local_gradient, shared_as
@@ -113,6 +112,7 @@ class Engine:
     # -- the gate ----------------------------------------------------------------------------------------------------
 
     def key_of(self, tensor: torch.Tensor) -> int | None:
+        """The key of the unit whose buffer the tensor views; None for any other tensor."""
         try:
             key = int((local(tensor) if self._in_parts else tensor).untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # a tensor without storage: sparse, fake, functional
@@ -120,6 +120,7 @@ class Engine:
         return key if key in self._by_key else None
 
     def admit(self, tensor: torch.Tensor, operation: str, writes: bool) -> None:
+        """Bring the tensor's unit in for an operation, or raise because its values may not be touched here."""
         key = self.key_of(tensor)
         assert key is not None
         unit = self._by_key[key]
@@ -149,12 +150,15 @@ class Engine:
         return torch.is_grad_enabled() or bool(self._frames and self._frames[-1].differentiates)
 
     def is_in_place(self, key: int) -> bool:
+        """Whether the unit's values can be read now."""
         return self._by_key[key].current
 
     def lend_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """The user has `data`, through which the parameter of an open unit can be written to."""
         self.unit_of(tensor)[0].lend(tensor, data)
 
     def reference(self, tensor: torch.Tensor) -> Reference | None:
+        """What says which part of a gathered buffer the tensor views, without keeping it; None for any other tensor."""
         key = self.key_of(tensor)
         if key is None:
             return None
@@ -175,6 +179,10 @@ class Engine:
         return next(name for name, own in self._alone.items() if _key(own) == key)
 
     def bring_back(self, reference: Reference) -> torch.Tensor:
+        """For the backward: bring the unit in, return the view that the reference was made of.
+
+        Raises `RuntimeError` if the unit was updated, or the parameter written to, since then.
+        """
         if not self._names:
             raise RuntimeError(
                 "outsize.release was called between the forward and this backward; call backward() before, or run the "
@@ -208,6 +216,7 @@ class Engine:
         unit.shard.buffer.use()
 
     def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
+        """A copy of a gathered parameter, which outsize does not know. Raises where it is not gathered."""
         if not self.unit_of(tensor)[0].holds:
             self.refuse_copy(tensor, "copied with copy.deepcopy here")
         with torch.no_grad():
@@ -215,6 +224,7 @@ class Engine:
         return nn.Parameter(values, tensor.requires_grad)
 
     def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
+        """Raise the error for copies and pickles of parameters."""
         raise RuntimeError(
             f"parameter {self.name_of(tensor)!r} is managed by outsize, so it cannot be {what}: its values may be on "
             f"disk. copy.deepcopy works inside `with outsize.gathered(model):` and gives a plain model; checkpoints "
@@ -233,6 +243,7 @@ class Engine:
             )
 
     def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
+        """Raise the error for `param.data = value`."""
         raise RuntimeError(
             f"{self.name_of(tensor)}.data cannot be replaced: the parameter's memory belongs to outsize; write its "
             f"values with `with outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
@@ -526,12 +537,6 @@ class Engine:
 
     def owns(self, param: torch.Tensor) -> bool:
         return id(param) in self._names
-
-    def resting_grads(self) -> Iterator[tuple[Unit, str, RestingGrad]]:
-        for unit in self.units:
-            for name, param in unit.parameters.items():
-                if isinstance(param.grad, RestingGrad):
-                    yield unit, name, param.grad
 
 
 def _key(tensor: torch.Tensor) -> int:

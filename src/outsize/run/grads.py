@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from math import inf, isfinite
-from typing import Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
@@ -13,47 +13,11 @@ from outsize.move.grad_ops import GradOps, is_power_of_two, vector_norm
 from outsize.move.gradients import GradShard
 from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
-from outsize.run.owner import Owner
+
+if TYPE_CHECKING:
+    from outsize.run.keeper import GradKeeper
 
 aten = torch.ops.aten
-
-
-class GradHome(Protocol):
-    """Where resting gradients live: the keeper of their unit."""
-
-    owner: Owner
-
-    def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
-        """Add a contribution to the gradient, in place."""
-        ...
-
-    def value(self, grad: RestingGrad) -> torch.Tensor:
-        """The gradient's values in the parameter's dtype and shape, operations applied; a copy."""
-        ...
-
-    def check_current(self, grad: RestingGrad) -> None:
-        """Raise if the bytes behind the gradient are another backward's by now."""
-        ...
-
-    def exact(self, grad: RestingGrad) -> torch.Tensor:
-        """What rests here of the gradient's values, in fp32 or wider, operations applied, 1-D."""
-        ...
-
-    def complete(self) -> None:
-        """Make what a gradient at rest says of itself true of the whole gradient, on all ranks."""
-        ...
-
-    def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
-        """The vector norm of the values, operations applied, fp32, 0-d."""
-        ...
-
-    def all_finite(self, grad: RestingGrad) -> bool:
-        """Whether all values are finite, by looking at them."""
-        ...
-
-    def rewrite(self, grad: RestingGrad, divisor: float = 1.0) -> None:
-        """Apply the remembered operations to the bytes, so that others can follow, then a division."""
-        ...
 
 
 @final
@@ -66,7 +30,7 @@ class RestingGrad(torch.Tensor):
     """
 
     label: str
-    _home: weakref.ref[GradHome]
+    _home: weakref.ref[GradKeeper]
     ops: GradOps
     norms: dict[float, torch.Tensor]
     own_norm: torch.Tensor | None
@@ -79,7 +43,7 @@ class RestingGrad(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, param: torch.Tensor, name: str, home: GradHome, norm: torch.Tensor, loose: torch.Tensor | None = None
+        cls, param: torch.Tensor, name: str, home: GradKeeper, norm: torch.Tensor, loose: torch.Tensor | None = None
     ) -> RestingGrad:
         self: RestingGrad = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
@@ -104,7 +68,7 @@ class RestingGrad(torch.Tensor):
         return torch.float32 if own is torch.float16 else own
 
     @property
-    def home(self) -> GradHome:
+    def home(self) -> GradKeeper:
         home = self._home()
         assert home is not None, "the model of this gradient is gone"
         return home

@@ -13,14 +13,17 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from types import FrameType
-from typing import Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from outsize.run.local import is_distributed
-from outsize.run.saved import Gathered, run_saving
+from outsize.run.saved import run_saving
+
+if TYPE_CHECKING:
+    from outsize.run.engine import Engine
 
 # Note [Every operation passes the gate]
 # A parameter is guarded while its unit is not open (see Note [Open units] in run/unit.py). Hooks on modules miss
@@ -34,40 +37,6 @@ from outsize.run.saved import Gathered, run_saving
 # Dynamo keeps each class that it has seen in the globals of what it compiled, until the process ends. A class that held
 # its engine would keep the model's memory, thread and files as long. So the classes know it weakly; it lives as long as
 # a module that has parameters of it (run/hooks.py), its optimizer, or a graph that waits for its backward.
-
-
-class Gate(Gathered, Protocol):
-    """What the parameter class asks of the engine."""
-
-    classes: Classes
-
-    def admit(self, tensor: torch.Tensor, operation: str, writes: bool) -> None:
-        """Bring the tensor's unit in for an operation, or raise because its values may not be touched here."""
-        ...
-
-    def is_in_place(self, key: int) -> bool:
-        """Whether the unit's values can be read now."""
-        ...
-
-    def refuse_vmap(self, tensor: torch.Tensor) -> None:
-        """Raise unless the values stay for as long as `torch.vmap` looks at them."""
-        ...
-
-    def refuse_data(self, tensor: torch.Tensor) -> NoReturn:
-        """Raise the error for `param.data = value`."""
-        ...
-
-    def lend_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """The user has `data`, through which the parameter of an open unit can be written to."""
-        ...
-
-    def plain_copy(self, tensor: torch.Tensor) -> nn.Parameter:
-        """A copy of a gathered parameter, which outsize does not know. Raises where it is not gathered."""
-        ...
-
-    def refuse_copy(self, tensor: torch.Tensor, what: str) -> NoReturn:
-        """Raise the error for copies and pickles of parameters."""
-        ...
 
 
 def _functions(names: Iterable[str]) -> set[Any]:
@@ -176,11 +145,11 @@ def _unguarded(value: Any, edges: bool) -> Any:
 class _Managed:
     """What belongs to an engine."""
 
-    gate_ref: Callable[[], Gate | None]
+    gate_ref: Callable[[], Engine | None]
     """See Note [Classes that outlive their engine]."""
 
     @property
-    def gate(self) -> Gate:
+    def gate(self) -> Engine:
         return self.gate_ref() or _refuse_orphan()
 
 
@@ -298,7 +267,7 @@ class OpenParameter(ResidentParameter):
 class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Engine) -> None:
         self._own = {"gate_ref": weakref.ref(gate)}
         self.prepared: Any = None
         self.guarded = self._made(GuardedParameter, nn.Parameter)
@@ -368,7 +337,7 @@ def _guarded_local(kind: Any) -> dict[str, object]:
     }
 
 
-def through_gate(gate: Gate | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def through_gate(gate: Engine | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What every guarded tensor does with an operation: shape and the like are free, values pass the gate."""
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
@@ -393,7 +362,7 @@ def _refuse_orphan() -> NoReturn:
     )
 
 
-def pass_gate(gate: Gate, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, which has a guarded tensor among its arguments."""
     if func in _NO_VALUES:
         if func in _AUTOGRAD:
@@ -472,7 +441,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def _wrap(gates: Iterable[Gate], result: Any) -> Any:
+def _wrap(gates: Iterable[Engine], result: Any) -> Any:
     """Views of a gathered buffer leave the gate guarded; every other result as it is."""
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:

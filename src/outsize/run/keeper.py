@@ -375,6 +375,7 @@ class GradKeeper:
             self.finish()
 
     def complete(self) -> None:
+        """Make what a gradient at rest says of itself true of the whole gradient, on all ranks."""
         if self._reduction is not None:
             self._reduction.complete()
         self.await_norms()
@@ -387,10 +388,12 @@ class GradKeeper:
             grad.norms[2.0].copy_(grad.shard.norm_of_sum(self._slots[name]), non_blocking=True)
 
     def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
+        """The vector norm of the values, operations applied, fp32, 0-d."""
         own = self.exact(grad)  # a copy: an update that is owed still reads the bytes
         return vector_norm(own, order) if self._reduction is None else self._reduction.norm(own, order, grad.repeated)
 
     def all_finite(self, grad: RestingGrad) -> bool:
+        """Whether all values are finite, by looking at them."""
         own = self.exact(grad)
         return bool(torch.isfinite(own).all()) if self._reduction is None else self._reduction.all_finite(own)
 

@@ -6,12 +6,13 @@ import torch
 
 from outsize.move.grad_ops import GradOps
 from outsize.move.shard import SlotUpdate
-from outsize.run.grads import GradHome, RestingGrad
+from outsize.run.grads import RestingGrad
+from outsize.run.keeper import GradKeeper
 from outsize.run.local import local_gradient
 from outsize.run.unit import Unit
 
 
-def expect_own(unit: Unit, name: str, grad: torch.Tensor | None, home: GradHome) -> None:
+def expect_own(unit: Unit, name: str, grad: torch.Tensor | None, home: GradKeeper) -> None:
     """Raise for a gradient at rest that is another parameter's: the bytes that the update reads are this one's."""
     if isinstance(grad, RestingGrad) and (grad.label != name or grad.home is not home):
         raise RuntimeError(

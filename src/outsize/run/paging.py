@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
+
+if TYPE_CHECKING:
+    from outsize.run.pager import Pager
 
 MIN_PAGED_BYTES = 8 << 10
 """Smaller parameters stay in memory: they need not hold a whole page of it."""
@@ -51,22 +54,6 @@ FILE_BYTES = 1 << 30
 _INITS = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
 _FILLS = _INITS | {getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "copy_")}
 _INIT_NAMES = {function.__name__ for function in _INITS}
-
-
-class PageKeeper(Protocol):
-    """What a paged parameter asks of its pager."""
-
-    def hold(self, param: nn.Parameter, operation: str, fills: bool) -> Page:
-        """Keep the parameter in memory until `release`; raises if the model is built already."""
-        ...
-
-    def release(self, param: nn.Parameter, page: Page, failed: bool) -> None:
-        """End a `hold`; `failed`: the operation raised."""
-        ...
-
-    def hand_over(self, param: nn.Parameter) -> None:
-        """Bring the values in for good and make the parameter a plain one."""
-        ...
 
 
 class Place(Enum):
@@ -158,11 +145,6 @@ class PageFile:
         self._engine: list[Any] = []
         self._close = weakref.finalize(self, _close_all, self._engine, self._files, self._runs)
 
-    @property
-    def used_bytes(self) -> int:
-        """What it takes of the disk: the high-water mark, for slots are used again."""
-        return self._used_bytes
-
     def take(self, nbytes: int) -> Slot:
         free = self._free.get(nbytes)
         if free:
@@ -212,7 +194,7 @@ def use_counts(param: nn.Parameter) -> tuple[int, int, int]:
 class PagedParameter(nn.Parameter):
     """A parameter that was built under `outsize.init`. See Note [Paged in place]."""
 
-    pager: PageKeeper
+    pager: Pager
 
     @classmethod
     def __torch_function__(
@@ -285,7 +267,7 @@ def _collect(value: Any, found: list[PagedParameter]) -> None:
 @contextmanager
 def _held(params: Iterable[PagedParameter], operation: str, filled: Any) -> Iterator[None]:
     """Keep the parameters in memory while an operation runs, which replaces the values of `filled`."""
-    held: list[tuple[PageKeeper, PagedParameter, Page]] = []
+    held: list[tuple[Pager, PagedParameter, Page]] = []
     failed = True
     try:
         for param in params:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from outsize.run.engine import Engine
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,26 +44,7 @@ def top_hooks() -> Hooks | None:
     return None if _top is None else _top(True)
 
 
-class Gathered(Protocol):
-    """Knows the gathered buffers, and brings them back."""
-
-    def key_of(self, tensor: torch.Tensor) -> int | None:
-        """The key of the unit whose buffer the tensor views, None for any other tensor."""
-        ...
-
-    def reference(self, tensor: torch.Tensor) -> Any:
-        """What says which part of a gathered buffer the tensor views, without keeping it; None for any other tensor."""
-        ...
-
-    def bring_back(self, reference: Any) -> torch.Tensor:
-        """For the backward: bring the unit in, return the view that the reference was made of.
-
-        Raises `RuntimeError` if the unit was updated, or the parameter written to, since then.
-        """
-        ...
-
-
-def run_saving(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_saving(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func`; what it saves for the backward is saved by reference where it views a buffer of one of the gates."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
         return _run_uncached(gates, func, args, kwargs)
@@ -76,7 +60,7 @@ def run_saving(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwar
         return func(*args, **kwargs)
 
 
-def _run_uncached(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_uncached(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Autocast keeps the cast of every weight until its outermost block is left: a copy of the whole model."""
     torch.set_autocast_cache_enabled(False)
     try:
@@ -85,7 +69,7 @@ def _run_uncached(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], k
         torch.set_autocast_cache_enabled(True)
 
 
-def _run_on_copies(gates: Iterable[Gathered], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_copies(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.func allows no hooks: what it saves must not view a buffer, which may be gone when the graph is used."""
     copies: list[torch.Tensor] = []
 
@@ -109,7 +93,7 @@ class Saving:
 
     __slots__ = ("_gate", "_outer")
 
-    def __init__(self, gate: Gathered, outer: Any) -> None:
+    def __init__(self, gate: Engine, outer: Any) -> None:
         self._gate = gate
         self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
@@ -144,7 +128,7 @@ class Saving:
             torch._C._autograd._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
 
 
-def is_ours(hooks: Hooks | None, gate: Gathered) -> bool:
+def is_ours(hooks: Hooks | None, gate: Engine) -> bool:
     """Whether what these saved-tensor hooks save is saved by reference where it views a buffer of the gate."""
     saving = None if hooks is None else getattr(hooks[0], "__self__", None)
     return isinstance(saving, Saving) and saving._gate is gate
@@ -156,7 +140,7 @@ def of_checkpoint(hooks: Hooks | None) -> bool:
 
 
 @contextmanager
-def saving_by_reference(gate: Gathered) -> Iterator[None]:
+def saving_by_reference(gate: Engine) -> Iterator[None]:
     """In the block, what is saved for the backward and views a buffer of the gate is saved by reference.
 
     Below a checkpoint's own hooks nothing is: what it computes again in the backward it keeps until it is used, and

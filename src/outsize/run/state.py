@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, Protocol, final
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn, final
 
 import torch
 
 from outsize.move.shard import SlotState, UnitShard
+from outsize.optim.update import ChunkUpdater
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry, plain
@@ -29,70 +30,7 @@ def snapshot(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-class Needed(Protocol):
-    """Which arrays an optimizer keeps, and what its step does beside updating parameters."""
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """Of any parameter group."""
-        ...
-
-    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
-        """Those that a parameter group with these options, which were checked, cannot do without."""
-        ...
-
-    def always(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
-        """Those of them that there are after the first step already."""
-        ...
-
-    def look_ahead(
-        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
-    ) -> Callable[[], None] | None:
-        """What a step with these `groups`, of which `stepped` have gradients, changes of them and of the optimizer.
-
-        None: nothing. What is returned makes the changes.
-        """
-        ...
-
-
-class Kept(Protocol):
-    """What an optimizer keeps for a parameter beside its arrays."""
-
-    whole: bool
-    """Whether it sees whole parameters, and may keep arrays of other shapes."""
-
-    @property
-    def rule(self) -> Needed: ...
-
-    @property
-    def counts(self) -> tuple[str, ...]:
-        """The values that count steps; a parameter that was stepped has them."""
-        ...
-
-    @property
-    def scalars(self) -> tuple[str, ...] | None:
-        """The values that there can be; None: whatever the optimizer keeps."""
-        ...
-
-    @property
-    def optional(self) -> frozenset[str]:
-        """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
-        ...
-
-    def check(self, hyper: Mapping[str, object], where: str) -> None:
-        """Raise, naming `where` the parameter group is, for options with which no update can run."""
-        ...
-
-    def master_of(self, shard: UnitShard, name: str) -> torch.Tensor:
-        """The fp32 values that a 16-bit parameter is the rounding of, as far as they rest here, 1-D."""
-        ...
-
-    def store_master(self, shard: UnitShard, name: str, value: torch.Tensor) -> None:
-        """Make `value` the parameter's master, and the parameter its rounding."""
-        ...
-
-
-def entry_of(state: object, name: str, kept: Kept) -> dict[str, Any]:
+def entry_of(state: object, name: str, kept: ChunkUpdater) -> dict[str, Any]:
     """One parameter's state as somebody gives it, of DTensors what this rank has; None for an array it is without."""
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {name!r} must be a dict, not {type(state).__name__}")
@@ -101,7 +39,12 @@ def entry_of(state: object, name: str, kept: Kept) -> dict[str, Any]:
 
 
 def check_entry(
-    shard: UnitShard, slot: Slot, entry: Mapping[str, Any], kept: Kept, optimizer: str, hyper: Mapping[str, Any] | None
+    shard: UnitShard,
+    slot: Slot,
+    entry: Mapping[str, Any],
+    kept: ChunkUpdater,
+    optimizer: str,
+    hyper: Mapping[str, Any] | None,
 ) -> None:
     """Raise `ValueError`, with the parameter's name, for a state that is not this optimizer's.
 
@@ -135,11 +78,11 @@ def check_entry(
     check_counts(slot.name, entry, kept)
 
 
-def _and_counts(kept: Kept) -> str:
+def _and_counts(kept: ChunkUpdater) -> str:
     return f" and {', '.join(map(repr, kept.counts))}" if kept.counts else ""
 
 
-def check_counts(name: str, values: Mapping[str, Any], kept: Kept) -> None:
+def check_counts(name: str, values: Mapping[str, Any], kept: ChunkUpdater) -> None:
     """Raise `ValueError`, with the parameter's name, where counts of steps are none."""
     for key in kept.counts:
         value = values.get(key)
@@ -184,7 +127,7 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
 class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
 
-    def __init__(self, engine: Engine, kept: Kept, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: Engine, kept: ChunkUpdater, optimizer: torch.optim.Optimizer) -> None:
         """`kept`: what the optimizer keeps."""
         self._engine = engine
         self._kept = kept

@@ -11,12 +11,12 @@ from typing import Any, final
 import torch
 
 from outsize.move.shard import MASTER
+from outsize.optim.update import ChunkUpdater
 from outsize.plan.layout import Slot
 from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry
 from outsize.run.local import like, local
 from outsize.run.state import (
-    Kept,
     StreamedState,
     check_counts,
     check_entry,
@@ -51,7 +51,7 @@ def _with_plain_entries(_: object, state_dict: dict[str, Any]) -> None:
 class WholeState:
     """`optimizer.state` after `prepare`, replaced or loaded from a state dict."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, kept: Kept) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, kept: ChunkUpdater) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._name = type(optimizer).__name__

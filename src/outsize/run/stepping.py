@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from outsize.move.shard import MASTER, Pending, SlotUpdate, UnitShard
+from outsize.move.shard import MASTER, Pending, SlotUpdate
+from outsize.optim.update import ChunkUpdater
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.hyper import differs, hyper_of, told
 from outsize.run.owing import expect_own, owed_to
-from outsize.run.state import Kept
 from outsize.run.state_dict import WholeState, stopping_on_errors
 from outsize.run.unit import Unit
 
@@ -27,20 +27,6 @@ from outsize.run.unit import Unit
 # put on each gradient, and which parameters have gradients at all. It then returns; `scheduler.step()` and
 # `zero_grad()` may follow, and the next fetch of each unit runs its update in the order in which the next forward
 # needs the units. A unit that still owes an update when the next step comes runs it before that step is marked.
-
-
-class InPlaceUpdater(Kept, Protocol):
-    """Runs the update of a unit that lies on the computing device altogether."""
-
-    def missing(self, hyper: Mapping[str, object]) -> list[str]:
-        """The arrays that these hyper-parameters need and that were not made."""
-        ...
-
-    def note_attributes(self, name: str, param: torch.Tensor) -> None:
-        """Keep what the user has hung on a parameter as it is now, for the parameter's next update."""
-        ...
-
-    def update_in_place(self, shard: UnitShard, pending: Pending) -> None: ...
 
 
 def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +75,7 @@ class Stepper:
         self,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
-        updater: InPlaceUpdater,
+        updater: ChunkUpdater,
         warmup: int | None,
         in_backward: bool,
     ) -> None:

@@ -13,8 +13,9 @@ import torch
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.memory import Ledger
-from outsize.move.shard import Pending, Updater
+from outsize.move.shard import Pending
 from outsize.move.transfer import again
+from outsize.optim.update import ChunkUpdater
 from outsize.plan.placement import Budgets
 from outsize.plan.schedule import Schedule
 from outsize.plan.sizes import format_bytes
@@ -68,7 +69,7 @@ class Streamer:
         units: Sequence[Unit],
         keepers: Sequence[GradKeeper],
         conveyor: Conveyor,
-        updater: Updater | None,
+        updater: ChunkUpdater | None,
         slab_bytes: int,
         capacity: int,
         ledger: Ledger,

@@ -15,7 +15,8 @@ import torch
 
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
-from outsize.move.shard import GatherStep, Pending, UnitShard, Updater, read_steps
+from outsize.move.shard import GatherStep, Pending, UnitShard, read_steps
+from outsize.optim.update import ChunkUpdater
 from outsize.run.local import is_distributed
 
 # Note [Open units]
@@ -95,7 +96,7 @@ class Unit:
         self._parts = {name: self.shard.param(name) for name in self.parameters}
         self.state = Residency.RESIDENT
 
-    def fetch(self, conveyor: Conveyor, updater: Updater | None, slab_bytes: int) -> None:
+    def fetch(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
         """Start to bring the unit in, and to run the update that it owes; AT_REST or RESIDENT -> FETCHING."""
         assert self.state is not Residency.FETCHING and not self.current, "nothing to fetch"
         fetch = self.state is Residency.AT_REST
