@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from outsize.checkpoint import files
@@ -125,12 +125,14 @@ def refused(folder: Path, pickled: bytes, match: str) -> None:
 def test_metadata_of_every_protocol_of_python_3_is_read(protocol: int, tmp_path: Path) -> None:
     saved_run(tmp_path / "folder")
     expected: Metadata = pickle.loads((tmp_path / "folder" / ".metadata").read_bytes())
-    expected.planner_data["x"] = {frozenset([1, 2]): {3}}
     (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(expected, protocol))
-    found = DcpFolder(tmp_path / "folder")._metadata
-    assert expected.storage_meta is not None
-    expected.storage_meta.checkpoint_id = None  # a path, which is forgotten
-    assert found == expected
+    found = DcpFolder(tmp_path / "folder")
+    records = expected.state_dict_metadata
+    tensors = {key: record for key, record in records.items() if isinstance(record, TensorStorageMetadata)}
+    assert found.tensors == {key: (record.size, record.properties.dtype) for key, record in tensors.items()}
+    assert found.values == records.keys() - tensors.keys()
+    assert all(found.level(key) == expected.planner_data[key][:-1] for key in records)
+    found.check(records)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_what_metadata_never_holds_is_refused_before_it_takes_memory(
     pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with peak_at_most(SMALL_BUFFER + (1 << 20), monkeypatch):
-        refused(tmp_path / "folder", pickled, "asks for buffers, extensions")
+        refused(tmp_path / "folder", pickled, "is damaged: .*holds what no metadata does")
 
 
 NUMBERS = b"(" + b"".join(b"M" + struct.pack("<H", at) for at in range(10_000)) + b"t"
@@ -174,7 +176,7 @@ def test_elements_that_are_named_again_and_again_are_not_copied(
 ) -> None:
     pickled = b"\x80\x04" + start + 300 * again + b"."
     with peak_at_most(SMALL_BUFFER + 160 * len(pickled), monkeypatch):
-        refused(tmp_path / "folder", pickled, "asks for (more elements than it has bytes|a call of the class Meta)")
+        refused(tmp_path / "folder", pickled, "(is damaged|asks for builtins)")
 
 
 @pytest.mark.parametrize("state", [b"}X\x08\0\0\0poisonedNs", b"N}X\x08\0\0\0poisonedNs\x86"], ids=["dict", "slots"])
@@ -191,16 +193,10 @@ def test_elements_that_are_named_again_and_again_are_not_copied(
     ids=["path class", "path", "size", "record class", "enum class", "enum member"],
 )
 def test_metadata_changes_no_class(target: bytes, state: bytes, tmp_path: Path) -> None:
-    refused(tmp_path / "folder", b"\x80\x04" + target + state + b"b.", "asks for a change of")
+    refused(tmp_path / "folder", b"\x80\x04" + target + state + b"b.", "is damaged")
     assert not hasattr(PurePosixPath, "poisoned")
     assert not hasattr(Metadata, "poisoned")
     assert Path("x").name == "x"
-
-
-@pytest.mark.parametrize("state", [b"N}X\x01\0\0\0xNs\x86", b"}NNs", b"K\1"], ids=["slots", "unnamed", "number"])
-def test_a_record_takes_named_fields_only(state: bytes, tmp_path: Path) -> None:
-    pickled = b"\x80\x04" + METADATA + b"StorageMeta\n)\x81" + state + b"b."
-    refused(tmp_path / "folder", pickled, "asks for a StorageMeta with .* of unknown fields")
 
 
 def test_an_error_does_not_print_what_is_long_only_in_print(tmp_path: Path) -> None:
@@ -349,12 +345,13 @@ def _nested(depth: int) -> bytes:
 def test_a_key_that_is_not_plain_is_refused_before_its_hash_is_taken(
     pickled: bytes, depth: int, tmp_path: Path
 ) -> None:
-    refused(tmp_path / "folder", b"\x80\x05" + pickled.replace(b"%s", _nested(depth)), "asks for a key that is a tuple")
+    refused(tmp_path / "folder", b"\x80\x05" + pickled.replace(b"%s", _nested(depth)), "(is damaged|asks for builtins)")
 
 
 def test_a_long_tuple_is_not_hashed_again_and_again(tmp_path: Path) -> None:
     many = b"(" + b"K\x01" * 1000 + b"t\x94"
-    refused(tmp_path / "folder", b"\x80\x05}(" + many + b"N" + b"h\0N" * 10_000 + b"u.", "asks for more elements")
+    pickled = b"\x80\x05}(" + many + b"N" + b"h\0N" * 10_000 + b"u."
+    refused(tmp_path / "folder", pickled, "is damaged: .*a key is a tuple")
 
 
 def test_an_entry_without_a_name_is_refused(tmp_path: Path) -> None:

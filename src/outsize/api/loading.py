@@ -24,6 +24,7 @@ from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
 from outsize.checkpoint.shelf import checkpoints_in, is_checkpoint, was_removed
 from outsize.formats.dcp import is_dcp
+from outsize.formats.dcp_reading import open_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.optim.compact import codec_named
@@ -233,8 +234,6 @@ def _load_dcp(
     strict: bool,
 ) -> None:
     """A folder of torch.distributed.checkpoint: it has no gradients, no random numbers and no `extra`."""
-    from outsize.formats.dcp_reading import open_dcp  # imports torch.distributed.checkpoint, which takes seconds
-
     live = _live(prepared, model, optimizer)
     names = tied_names(prepared.model)
     checkpoint = _together(prepared, lambda: open_dcp(source, live, label, names, strict))

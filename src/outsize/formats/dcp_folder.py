@@ -2,7 +2,6 @@
 
 The metadata, which torch unpickles without restriction, is read by `dcp_metadata`; plain values load as weights only;
 and nothing is read from a place that was not checked, nor from an archive that `dcp_archive` has not looked into.
-Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import io
 import os
 import stat
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,14 +20,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, final
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from outsize.checkpoint.arrays import SLAB_BYTES
 from outsize.checkpoint.files import naming
 from outsize.formats.dcp import METADATA_NAME, is_dcp
 from outsize.formats.dcp_archive import StoredTensor, archive_at, reason_of, sound_records, stored_tensor
 from outsize.formats.dcp_boxes import Box, Shape, boxes_between, common, fills, span_of
-from outsize.formats.dcp_metadata import read_metadata, shown
+from outsize.formats.dcp_metadata import DcpMetadata
 from outsize.move.memory import HostBuffer
 
 LARGEST_VALUE = 1 << 20
@@ -79,27 +77,12 @@ class DcpFolder:
             raise FileNotFoundError(
                 errno.ENOENT, "not a complete checkpoint: the metadata is written last and is missing", str(self.file)
             )
-        self._metadata = read_metadata(self.file)
+        self._metadata = DcpMetadata(self.file)
+        self.tensors, self.values, self.level = self._metadata.tensors, self._metadata.values, self._metadata.level
         self._lengths: dict[str, int] = {}
         self._chunks: dict[str, _Chunks] = {}  # of the tensors that were checked
         self._open: dict[str, int] = {}
         self._slab = HostBuffer(SLAB_BYTES)
-        self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
-        self.values: set[str] = set()
-        with self._sound():
-            for key, record in self._metadata.state_dict_metadata.items():
-                if isinstance(record, TensorStorageMetadata):
-                    self.tensors[key] = tuple(record.size), _dtype(record)
-                elif isinstance(record, BytesStorageMetadata):
-                    self.values.add(key)
-                else:
-                    raise ValueError(f"{key!r} is a {type(record).__name__}")
-
-    def level(self, key: str) -> tuple[Any, ...]:
-        """The place of the dict in which the value stood when it was saved: () at the top, or where it is unknown."""
-        places = self._metadata.planner_data
-        place = places.get(key) if isinstance(places, Mapping) else None
-        return tuple(place[:-1]) if isinstance(place, (tuple, list)) else ()
 
     def check(self, keys: Iterable[str]) -> None:
         """Raise unless the files have all bytes of these entries, in regular files of this folder and sound archives.
@@ -179,15 +162,10 @@ class DcpFolder:
             self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[name]
 
-    def _record(self, key: str) -> TensorStorageMetadata:
-        record = self._metadata.state_dict_metadata[key]
-        assert isinstance(record, TensorStorageMetadata)
-        return record
-
     def _checked(self, key: str) -> _Chunks:
         """The parts of a tensor, each found in its archive."""
         shape, dtype = self.tensors[key]
-        boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in self._record(key).chunks]
+        boxes = self._metadata.boxes(key)
         if not fills(shape, boxes):
             raise ValueError(f"the pieces of {key!r} do not make up the whole tensor")
         chunks = []
@@ -209,12 +187,7 @@ class DcpFolder:
 
     def _place(self, key: str, offsets: Shape | None = None, nbytes: int = 0) -> tuple[str, int, int]:
         """(file, first byte, length) of the archive of a plain value, or of a part of a tensor that has `nbytes`."""
-        info = self._metadata.storage_data[MetadataIndex(key, offsets)]
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{key!r} went through {shown(info.transform_descriptors)}, which outsize does not undo")
-        name, first, length = info.relative_path, info.offset, info.length
-        if type(name) is not str or type(first) is not int or type(length) is not int or min(first, length) < 0:
-            raise TypeError(f"{key!r} is said to lie at {shown(first)} of {shown(name)}, {shown(length)} bytes long")
+        name, first, length = self._metadata.place(key, offsets)
         there = self._length_of(name)
         if first + length > there:
             raise ValueError(
@@ -254,10 +227,3 @@ class DcpFolder:
         except _DAMAGE as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the checkpoint {self.folder} is damaged: {reason}") from error
-
-
-def _dtype(record: TensorStorageMetadata) -> torch.dtype:
-    dtype = record.properties.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{shown(dtype)} is no dtype")
-    return dtype

@@ -1,233 +1,192 @@
-"""The metadata of a folder of `torch.distributed.checkpoint`: a pickle, read without running what it may ask for.
-
-Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
-"""
+"""The metadata of a folder of `torch.distributed.checkpoint`: a pickle, read without doing what it asks for."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Collection
-from dataclasses import is_dataclass
-from enum import Enum
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from outsize.checkpoint.files import read_manifest
+from outsize.checkpoint.regions import MAX_DIMS
+from outsize.formats.dcp_boxes import Box, Shape
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.3
-_RECORDS = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    (_OLD_METADATA, "TensorProperties"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-_COLLECTIONS = {("torch", "Size"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
-_LOOKUPS = {
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-}
-_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
-_UNUSED = (
-    *(pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER),  # the first takes memory before it reads
-    *(pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + pickle.PERSID + pickle.BINPERSID),
-    *(pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX),
+# Note [Inert metadata]
+# A pickle is a program that calls what it names. torch runs it, and so would run what somebody wrote into the file.
+# Here nothing is imported, called or changed: a name, a call and an object are each a `_Node`, which keeps references
+# to what it was made from. So the result takes memory in proportion to the file, however often one part is named
+# again. The one in Python, since the one in C takes memory for whatever index a nine-byte file may name.
+
+_PACKAGES = ("torch", "pathlib", "collections")
+"""Where all names of real metadata come from. Others are refused: torch would run what they name."""
+
+_OPCODES = (
+    *(pickle.PROTO + pickle.FRAME + pickle.MARK + pickle.STOP + pickle.POP + pickle.POP_MARK),
+    *(pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG1),
+    *(pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINUNICODE + pickle.BINUNICODE8),
+    *(pickle.EMPTY_TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.TUPLE),
+    *(pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT),
+    *(pickle.GLOBAL + pickle.STACK_GLOBAL),
+    *(pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE + pickle.BINGET + pickle.LONG_BINGET),
 )
-_PLAIN = (str, int, float, bool, bytes, type(None))
-"""What may be a key, and in a tuple that is one."""
+
+_MOST_SHOWN = 200
+"""Characters of a value in an error."""
 
 
 @final
-class MetadataUnpickler(pickle._Unpickler):
-    """Knows the classes that real metadata holds; a class that is not among them is never even imported.
+@dataclass(eq=False)
+class _Node:
+    """Stands for what the pickle names, or for an object that it makes of it."""
 
-    The one in Python: the one in C takes memory for whatever index a nine-byte file may name. A record is made empty
-    and given its fields, nothing changes a class, and what is made takes memory in proportion to the file: see
-    Note [Elements cost bytes].
-    """
+    name: str
+    arguments: Any = ()
+    state: Any = None
 
-    # Note [Elements cost bytes]. A file can name one long tuple again and again, two bytes each time, and have a
-    # torch.Size, a set or the fields of a record made from it each time. Real metadata writes the elements of each of
-    # them out, at a byte or more an element, so all of them together have no more elements than the file has bytes.
+    def fields(self, kind: str) -> dict[str, Any]:
+        if self.name != kind or type(self.state) is not dict:
+            raise ValueError(f"a {self.name} stands where a {kind} should")
+        return self.state
 
-    # Note [Keys]. To find the hash of a tuple Python goes into it without looking how deep it is, and anew each time.
-    # Keys of dicts and elements of sets are therefore plain values, flat tuples that are counted, or what names a piece
-    # of a tensor.
+
+@final
+class _Reader(pickle._Unpickler):
+    """See Note [Inert metadata]."""
 
     stack: list[Any]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content), fix_imports=False)
-        self._elements_left = len(content)
-
     def find_class(self, module: str, name: str) -> Any:
-        place = module, name
-        if place in _RECORDS:
-            return super().find_class(module, name)
-        if place in _COLLECTIONS:
-            return _Callable(partial(self._collect, super().find_class(module, name)))
-        if place in _LOOKUPS:
-            return _Callable(partial(_look_up, super().find_class(module, name)))
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _Callable(_forget_path)
-        raise _RefusedError(f"{module}.{name}, which could run code")
+        if module.partition(".")[0] not in _PACKAGES:
+            raise _RefusedError(f"{module}.{name}"[:_MOST_SHOWN])
+        found = vars(torch).get(name) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else _Node(name)
 
-    def load_reduce(self) -> None:
+    def load_other(self) -> None:
+        raise ValueError("it holds what no metadata does")
+
+    def load_call(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()
-        if not isinstance(called, _Callable):
-            raise _RefusedError(f"a call of {_name(called)}")
-        self.append(called.call(*arguments))
-
-    def load_newobj(self) -> None:
-        arguments, kind = self.stack.pop(), self.stack.pop()
-        if not isinstance(kind, type) or arguments != ():
-            raise _RefusedError(f"a new {_name(kind)} with arguments")
-        self.append(object.__new__(kind))
+        self.append({} if called.name == "OrderedDict" else _Node(called.name, arguments))
 
     def load_build(self) -> None:
-        state, record = self.stack.pop(), self.stack[-1]
-        if isinstance(record, type) or not is_dataclass(record):
-            raise _RefusedError(f"a change of {_name(record)}")
-        set_state = getattr(type(record), "__setstate__", None)
-        if set_state is not None and _is_flat(state):
-            set_state(record, state)
-        elif set_state is None and type(state) is dict and all(type(key) is str for key in state):
-            self._count(state)
-            vars(record).update(state)
-        else:
-            raise _RefusedError(f"a {_name(record)} with a {type(state).__name__} of unknown fields")
-
-    def load_dict(self) -> None:
-        items = self.pop_mark()
-        self.append({})
-        self._fill(items)
-
-    def load_setitems(self) -> None:
-        self._fill(self.pop_mark())
+        state, node = self.stack.pop(), self.stack[-1]
+        if type(node) is not _Node:
+            raise ValueError(f"a {type(node).__name__} is given fields")
+        node.state = state
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         self._fill([key, value])
 
-    def load_additems(self) -> None:
-        items = self.pop_mark()
-        if type(self.stack[-1]) is not set:
-            raise _RefusedError(f"elements in {_name(self.stack[-1])}")
-        self.stack[-1].update(self._keys(items))
-
-    def load_frozenset(self) -> None:
-        items = self.pop_mark()
-        self.append(frozenset(self._keys(items)))
+    def load_setitems(self) -> None:
+        self._fill(self.pop_mark())
 
     def _fill(self, items: list[Any]) -> None:
-        if not isinstance(self.stack[-1], dict):
-            raise _RefusedError(f"keys in {_name(self.stack[-1])}")
-        self._keys(items[::2])
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
-
-    def load_unused(self) -> None:
-        raise _RefusedError("buffers, extensions, persistent objects or calls of old classes")
-
-    def load_unknown(self) -> None:
-        raise pickle.UnpicklingError("it holds a byte that means nothing in a pickle")
+        """Keys are plain: to find the hash of a tuple Python goes into it without looking how deep it is."""
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in (str, int, _Node):
+                raise ValueError(f"a key is a {type(key).__name__}")
+            self.stack[-1][key] = value
 
     dispatch: ClassVar[Any] = {
-        **dict.fromkeys(range(256), load_unknown),
-        **pickle._Unpickler.dispatch,
-        **dict.fromkeys(_UNUSED, load_unused),
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
+        **dict.fromkeys(range(256), load_other),
+        **{code: pickle._Unpickler.dispatch[code] for code in _OPCODES},
+        pickle.REDUCE[0]: load_call,
+        pickle.NEWOBJ[0]: load_call,
         pickle.BUILD[0]: load_build,
-        pickle.DICT[0]: load_dict,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
-        pickle.ADDITEMS[0]: load_additems,
-        pickle.FROZENSET[0]: load_frozenset,
     }
-
-    def _collect(self, kind: Callable[[Collection[Any]], Any], items: Collection[Any] = ()) -> Any:
-        self._count(items)
-        return kind(items if kind is torch.Size else self._keys(items))
-
-    def _keys(self, items: Collection[Any]) -> Collection[Any]:
-        """The same, if they may be keys. See Note [Keys]."""
-        for item in items:
-            parts: tuple[Any, ...] = (item.fqn, item.offset) if type(item) is MetadataIndex else (item,)
-            for part in parts:
-                if type(part) in (tuple, torch.Size) and all(type(each) in _PLAIN for each in part):
-                    self._count(part)
-                elif type(part) not in (*_PLAIN, frozenset):
-                    raise _RefusedError(f"a key that is a {type(part).__name__}")
-        return items
-
-    def _count(self, items: Collection[Any]) -> None:
-        self._elements_left -= len(items)
-        if self._elements_left < 0:
-            raise _RefusedError("more elements than it has bytes")
-
-
-@final
-class _Callable:
-    """Stands for what metadata calls, so that a file never holds the class or the function itself."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
 
 
 class _RefusedError(Exception):
     """A pickle that asks for what no metadata needs."""
 
 
-def _look_up(find: Callable[[Any], Any], name: Any) -> Any:
-    """A layout or memory format. An error prints the name, and what prints long can be short in the file: no lists."""
-    if type(name) not in (str, int):
-        raise TypeError(f"a layout or memory format is a {type(name).__name__}")
-    return find(name)
+@final
+class DcpMetadata:
+    """What the folder holds, by key, and where. Raises `ValueError` that names the file, for a damaged one too.
+
+    `tensors` maps keys to (shape, dtype); `values` are the keys of what is no tensor.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._read(_Reader(io.BytesIO(read_manifest(file)), fix_imports=False).load())
+        except OSError:
+            raise
+        except _RefusedError as error:
+            raise ValueError(
+                f"{file} asks for {error}, which no metadata of torch.distributed.checkpoint needs; it was not loaded"
+            ) from error
+        except Exception as error:  # what a damaged pickle raises is not limited
+            raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+
+    def _read(self, found: _Node) -> None:
+        fields = found.fields("Metadata")
+        self._levels = fields.get("planner_data")
+        self._chunks: dict[str, Any] = {}
+        self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+        self.values: set[str] = set()
+        for key, record in fields["state_dict_metadata"].items():
+            if type(key) is not str:
+                raise ValueError("an entry has no name")
+            if record.name == "BytesStorageMetadata":
+                self.values.add(key)
+                continue
+            tensor = record.fields("TensorStorageMetadata")
+            dtype = next(iter(tensor["properties"].state))
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{shown(key)} has no dtype")
+            self.tensors[key] = _shape(tensor["size"]), dtype
+            self._chunks[key] = tensor["chunks"]
+        self._places: dict[tuple[str, Shape | None], _Node] = {}
+        for index, place in fields["storage_data"].items():
+            named = index.fields("MetadataIndex")
+            if type(named["fqn"]) is not str:
+                raise ValueError("a piece belongs to no entry")
+            offset = named.get("offset")
+            self._places[named["fqn"], offset and _shape(offset)] = place
+
+    def level(self, key: str) -> tuple[Any, ...]:
+        """The place of the dict in which the value stood when it was saved: () at the top, or where it is unknown."""
+        place = self._levels.get(key) if type(self._levels) is dict else None
+        return tuple(place[:-1]) if isinstance(place, (tuple, list)) else ()
+
+    def boxes(self, key: str) -> list[Box]:
+        """Those in which the tensor is stored."""
+        chunks = [chunk.fields("ChunkStorageMetadata") for chunk in self._chunks[key]]
+        return [(_shape(chunk["offsets"]), _shape(chunk["sizes"])) for chunk in chunks]
+
+    def place(self, key: str, offsets: Shape | None) -> tuple[str, int, int]:
+        """(file, first byte, length) of a value's archive, or of that of the box of a tensor at `offsets`."""
+        info = self._places[key, offsets].fields("_StorageInfo")
+        if info.get("transform_descriptors"):
+            raise ValueError(
+                f"{key!r} went through {shown(info['transform_descriptors'])}, which outsize does not undo"
+            )
+        name, first, length = info["relative_path"], info["offset"], info["length"]
+        if type(name) is not str or type(first) is not int or type(length) is not int or min(first, length) < 0:
+            raise ValueError(f"{key!r} is said to lie at {shown(first)} of {shown(name)}, {shown(length)} bytes long")
+        return name, first, length
 
 
-def _forget_path(*parts: Any) -> None:
-    """Where the folder was when it was written: of no use, and perhaps of another system."""
-
-
-def _is_flat(state: Any) -> bool:
-    """Whether it is what `TensorProperties` takes, whose error prints it."""
-    return type(state) is tuple and all(isinstance(each, (torch.dtype, torch.layout, bool, Enum)) for each in state)
-
-
-def _name(found: Any) -> str:
-    return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
-
-
-def read_metadata(file: Path) -> Metadata:
-    """What the file of metadata holds. `ValueError` that names the file for a damaged or a suspicious one."""
-    content = read_manifest(file)
-    try:
-        found = MetadataUnpickler(content).load()
-    except _RefusedError as error:
-        raise ValueError(
-            f"{file} asks for {error}, which no metadata of torch.distributed.checkpoint needs; it was not loaded"
-        ) from error
-    except Exception as error:  # what a damaged pickle raises is not limited
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    fields = found.__dict__ if isinstance(found, Metadata) else {}
-    if not isinstance(fields.get("state_dict_metadata"), dict) or not isinstance(fields.get("storage_data"), dict):
-        raise ValueError(f"{file} is not the metadata of a torch.distributed.checkpoint folder with its files")
-    assert isinstance(found, Metadata)
-    if not all(type(key) is str for key in found.state_dict_metadata):
-        raise ValueError(f"{file} is damaged: an entry has no name")
-    return found
+def _shape(node: _Node) -> Shape:
+    """The numbers of a torch.Size, as they stand there: no copy."""
+    (numbers,) = node.arguments or ((),)
+    if node.name != "Size" or type(numbers) is not tuple or len(numbers) > MAX_DIMS:
+        raise ValueError("a shape is no tuple of numbers")
+    if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
+        raise ValueError("a shape is not made of whole numbers that a size can be")
+    return numbers
 
 
 def shown(value: object) -> str:
     """A value of the metadata for an error: what is not plain can be short in the file and endless in print."""
-    return repr(value) if type(value) is str or type(value) is int else f"a {type(value).__name__}"
+    return repr(value)[:_MOST_SHOWN] if type(value) is str or type(value) is int else f"a {type(value).__name__}"

@@ -1,7 +1,4 @@
-"""Loading a folder of `torch.distributed.checkpoint` into a live layout: by name, in full precision, piece by piece.
-
-Importing this module imports `torch.distributed.checkpoint`, which takes seconds.
-"""
+"""Loading a folder of `torch.distributed.checkpoint` into a live layout: by name, in full precision, piece by piece."""
 
 from __future__ import annotations
 
