@@ -6,7 +6,8 @@ import copy
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from outsize.api.saving import MASTERS, buffers_of, cuts_of, settle, take_state,
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.joint import together
 from outsize.checkpoint.values import NOT_HYPER
-from outsize.formats.pieces import NamedWeight, TensorPiece, buffer_pieces, joined_pieces, parameter_pieces
-from outsize.formats.weights import DTYPE_NAMES, Asked, merged_folder, pass_on_shards, write_shards
+from outsize.formats.pieces import NamedWeight, buffer_pieces, joined_pieces, parameter_pieces, tensor_pieces
+from outsize.formats.weights import Run, files_of, merged_folder, runs_of, write_shards
 from outsize.move.comm import RanksError
 from outsize.move.shard import DTYPES
 from outsize.plan.sizes import parse_bytes
@@ -84,41 +85,47 @@ def _export(
         peers.exchange("export")
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
+    files = files_of(weights, shard_bytes)
     settle(prepared)
+    kind = next((each.dtype for each in weights if each.dtype in DTYPES_OUT), None)
+
+    def write(runs: Iterator[Run]) -> None:
+        with merged_folder(target) as folder:
+            write_shards(folder, files, runs)
+            _write_config(folder, model, kind)
+
     if reduction is None or peers is None:
-        _write(target, model, weights, shard_bytes)
+        with closing(runs_of(files)) as runs:
+            write(runs)
         return
 
     def export() -> None:
-        if peers.rank:
-            together(peers, lambda: pass_on_shards(weights, shard_bytes), "outsize.export")
-        else:
-            together(peers, lambda: _write_asked(target, model, weights, shard_bytes), "outsize.export")
+        own = _take_all if peers.rank else partial(_write_and_take_all, write)
+        together(peers, lambda: own(runs_of(files)), "outsize.export")
 
     copies = reduction.ranks.copies
     first = copies is None or copies.rank == 0
     in_all_copies(reduction.ranks, export if first else lambda: None, "export")  # the first one is exported
 
 
-def _write_asked(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:
-    """As `_write`, of weights that the other ranks have parts of. What goes wrong with the files ends no other rank."""
-    asked = Asked(weights, shard_bytes)
+def _take_all(runs: Iterator[Run]) -> None:
+    """Give what this rank has of the weights to the rank that writes."""
+    for _ in runs:
+        continue
+
+
+def _write_and_take_all(write: Callable[[Iterator[Run]], None], runs: Iterator[Run]) -> None:
+    """Write what all ranks have of the weights. After a failure take the rest, so that no other rank waits."""
     try:
-        _write(target, model, asked.weights, shard_bytes)
+        write(runs)
     except RanksError:
         raise
     except Exception as error:
         try:
-            asked.take_rest()
-        except RanksError as ended:  # it was the reading that failed
+            _take_all(runs)
+        except RanksError as ended:
             raise error from ended
         raise
-
-
-def _write(target: Path, model: nn.Module, weights: list[NamedWeight], shard_bytes: int) -> None:
-    with merged_folder(target) as folder:
-        write_shards(folder, weights, shard_bytes)
-        _write_config(folder, model, next((each.dtype for each in weights if each.dtype in DTYPES_OUT), None))
 
 
 def _export_dcp(
@@ -184,17 +191,13 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
         if slot.name in cuts:
             assert prepared.engine.reduction is not None and prepared.engine.reduction.ranks.tensor is not None
             join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
-            pieces = partial(iter, [TensorPiece(pieces, local, tuple(param.shape), cuts[slot.name], out, join)])
+            pieces = partial(tensor_pieces, pieces, local, tuple(param.shape), cuts[slot.name], out, join)
         found.append(NamedWeight(name, tuple(param.shape), out, pieces))
     for name, (value, persistent) in buffers_of(model).items():
         if persistent:
             out = dtype if dtype is not None and value.is_floating_point() else value.dtype
             found.append(NamedWeight(name, tuple(value.shape), out, partial(buffer_pieces, value)))
-    kept = [weight for weight in found if weight.name not in ignored]
-    for weight in kept:
-        if weight.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{weight.name!r} is of {weight.dtype}, which safetensors cannot store")
-    return kept
+    return [weight for weight in found if weight.name not in ignored]
 
 
 def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:

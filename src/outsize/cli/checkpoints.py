@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from outsize.api.saving import MASTERS
@@ -23,7 +24,7 @@ from outsize.checkpoint.shelf import (
 )
 from outsize.cli.options import DTYPES
 from outsize.formats.stored import stored_weights
-from outsize.formats.weights import merged_folder, write_shards
+from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
 from outsize.plan.sizes import format_bytes, parse_bytes
 
 STATE = "outsize"  # the folder of `outsize.save` in a checkpoint of the Trainer
@@ -140,10 +141,11 @@ def _export(args: argparse.Namespace) -> int:
     try:
         dtype = DTYPES[args.dtype] if args.dtype is not None else None
         weights = stored_weights(manifest, data, MASTERS, dtype)
+        files = files_of(weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
         regions = [region for record in manifest.parameters.values() for region in record.weights()]
         data.verify([*regions, *(buffer.region for buffer in manifest.buffers.values())])
-        with merged_folder(args.out.resolve()) as folder:
-            write_shards(folder, weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
+        with closing(runs_of(files)) as runs, merged_folder(args.out.resolve()) as folder:
+            write_shards(folder, files, runs)
     finally:
         data.close()
     size = sum(weight.nbytes for weight in weights)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import final
 
@@ -23,25 +23,22 @@ SLAB_BYTES = 4 << 20
 JOINED_NUMEL = 1 << 19
 """Elements of a piece that ranks put together: with its master and page ends it fits a slab."""
 
-
-class Piece(ABC):
-    """Consecutive elements of one tensor on their way to a file."""
-
-    @abstractmethod
-    def begin(self, slab: torch.Tensor) -> None:
-        """Start to read into `slab` (uint8 [SLAB_BYTES]), which is the piece's until its values have been used."""
-
-    @abstractmethod
-    def values(self) -> Iterator[torch.Tensor]:
-        """The elements, 1-D, once they have arrived, in runs that are valid until the next one is asked for."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until nothing touches the slab any more; raises nothing."""
+Shape = tuple[int, ...]
 
 
-TypedPiece = tuple[Piece, torch.dtype]
-"""A piece and the dtype to store it as."""
+@final
+@dataclass(frozen=True)
+class Arriving:
+    """Consecutive elements of one tensor, whose reads have started."""
+
+    runs: Callable[[], Iterator[torch.Tensor]]
+    """Wait for the elements and give them, 1-D, in runs that are valid until the next one is asked for."""
+    transfers: Sequence[Transfer] = ()
+    """What touches the slab."""
+
+
+Piece = Callable[[torch.Tensor], Arriving]
+"""Starts to read into a slab (uint8 [SLAB_BYTES]), which is the piece's until its values have been used."""
 
 
 @dataclass(frozen=True)
@@ -67,56 +64,45 @@ def parameter_pieces(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: 
     numel = SLAB_BYTES // element_bytes // PAGE_ELEMENTS * PAGE_ELEMENTS
     for start in range(slot.offset // numel * numel, slot.end, numel):
         low, high = max(start, slot.offset), min(start + numel, slot.end)
-        yield _ParameterPiece(shard, slot, low, high, master, masters)
+        yield partial(_read, shard, slot, low, high, master, masters)
 
 
-@final
-class _ParameterPiece(Piece):
+def _read(
+    shard: UnitShard,
+    slot: Slot,
+    low: int,
+    high: int,
+    master: StateArray | None,
+    masters: Masters,
+    slab: torch.Tensor,
+) -> Arriving:
     """The elements [low, high) of a unit's element space, which belong to `slot`."""
+    first_page, end_page = shard.pages(low, high)
+    first, nbytes = shard.param_layout.span(first_page, end_page)
+    own = slab[:nbytes]
+    if shard.params is None:
+        transfers = [shard.buffer.fetch(shard.buffer_span(first_page, end_page)[0], own)]
+    else:
+        transfers = [shard.params.read(first, own)]
+    weight = own.view(DTYPES[slot.dtype])[low - first_page : high - first_page]
+    if master is None:
+        return Arriving(lambda: _waited(transfers, iter((weight,))), transfers)
+    first, more = master.layout.span(first_page, end_page)
+    completing = slab[nbytes : nbytes + more]
+    try:
+        transfers.append(master.store.read(first, completing))
+    except BaseException:
+        drain_all(transfers)
+        raise
+    rest = completing.view(master.dtype(slot.dtype))[low - first_page : high - first_page]
+    parts = zip(weight.split(COPIED_NUMEL), rest.split(COPIED_NUMEL), strict=True)  # small enough for memory at hand
+    return Arriving(lambda: _waited(transfers, (masters.join(*part) for part in parts)), transfers)
 
-    def __init__(
-        self, shard: UnitShard, slot: Slot, low: int, high: int, master: StateArray | None, masters: Masters
-    ) -> None:
-        self._shard, self._slot, self._low, self._high = shard, slot, low, high
-        self._master, self._masters = master, masters
-        self._transfers: list[Transfer] = []
-        self._parts: list[torch.Tensor] = []  # the weight and, where there is one, what completes its master
 
-    def begin(self, slab: torch.Tensor) -> None:
-        shard = self._shard
-        first_page, end_page = shard.pages(self._low, self._high)
-        first, nbytes = shard.param_layout.span(first_page, end_page)
-        read = shard.buffer.fetch if shard.params is None else shard.params.read
-        at = shard.buffer_span(first_page, end_page)[0] if shard.params is None else first
-        self._start(read, at, slab[:nbytes], DTYPES[self._slot.dtype], first_page)
-        if self._master is not None:
-            first, more = self._master.layout.span(first_page, end_page)
-            rest = slab[nbytes : nbytes + more]
-            self._start(self._master.store.read, first, rest, self._master.dtype(self._slot.dtype), first_page)
-
-    def _start(
-        self,
-        read: Callable[[int, torch.Tensor], Transfer],
-        first: int,
-        out: torch.Tensor,
-        dtype: torch.dtype,
-        first_page: int,
-    ) -> None:
-        self._transfers.append(read(first, out))
-        self._parts.append(out.view(dtype)[self._low - first_page : self._high - first_page])
-
-    def values(self) -> Iterator[torch.Tensor]:
-        for transfer in self._transfers:
-            transfer.wait()
-        if self._master is None:
-            yield self._parts[0]
-            return
-        weight, rest = self._parts
-        for own, more in zip(weight.split(COPIED_NUMEL), rest.split(COPIED_NUMEL), strict=True):
-            yield self._masters.join(own, more)  # small enough for memory that is at hand
-
-    def drain(self) -> None:
-        drain_all(self._transfers)
+def _waited(transfers: Iterable[Transfer], runs: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for transfer in transfers:
+        transfer.wait()
+    yield from runs
 
 
 Join = Callable[[torch.Tensor], torch.Tensor]
@@ -127,44 +113,29 @@ def joined_pieces(shard: UnitShard, name: str, dtype: torch.dtype, masters: Mast
     """As `parameter_pieces`, of a parameter that is split over ranks: every rank gets all elements."""
     slot, whole = shard.slots[name], shard.whole_slots[name]
     master = shard.array(MASTER, slot) if dtype is not DTYPES[slot.dtype] else None
+    stored = DTYPES[slot.dtype] if master is None else torch.float32
+    shift = slot.offset - slot.first
     for start in range(0, whole.numel, JOINED_NUMEL):
-        yield _JoinedPiece(shard, slot, start, min(start + JOINED_NUMEL, whole.numel), master, masters, join)
-
-
-@final
-class _JoinedPiece(Piece):
-    """The elements [start, end) of a parameter, of which each rank has some or none."""
-
-    def __init__(
-        self,
-        shard: UnitShard,
-        slot: Slot,
-        start: int,
-        end: int,
-        master: StateArray | None,
-        masters: Masters,
-        join: Join,
-    ) -> None:
-        self._start, self._numel, self._join = start, end - start, join
-        self._dtype = DTYPES[slot.dtype] if master is None else torch.float32
+        end = min(start + JOINED_NUMEL, whole.numel)
         low, high = max(start, slot.first), min(end, slot.first + slot.numel)
-        self._low = low
-        shift = slot.offset - slot.first
-        self._own = _ParameterPiece(shard, slot, shift + low, shift + high, master, masters) if low < high else None
+        own = partial(_read, shard, slot, shift + low, shift + high, master, masters) if low < high else _nothing
+        yield partial(_read_joined, own, low - start, end - start, stored, join)
 
-    def begin(self, slab: torch.Tensor) -> None:
-        if self._own is not None:
-            self._own.begin(slab)
 
-    def values(self) -> Iterator[torch.Tensor]:
-        values = torch.zeros(self._numel, dtype=self._dtype, device="cpu")
-        if self._own is not None:
-            _fill(values, self._low - self._start, self._own.values())
-        yield self._join(values.view(torch.uint8)).view(self._dtype)
+def _nothing(slab: torch.Tensor) -> Arriving:
+    return Arriving(lambda: iter(()))
 
-    def drain(self) -> None:
-        if self._own is not None:
-            self._own.drain()
+
+def _read_joined(own: Piece, at: int, numel: int, dtype: torch.dtype, join: Join, slab: torch.Tensor) -> Arriving:
+    """`numel` elements, of which this rank has those of `own`, from `at` on."""
+    arriving = own(slab)
+
+    def runs() -> Iterator[torch.Tensor]:
+        values = torch.zeros(numel, dtype=dtype, device="cpu")
+        _fill(values, at, arriving.runs())
+        yield join(values.view(torch.uint8)).view(dtype)
+
+    return Arriving(runs, arriving.transfers)
 
 
 def _fill(out: torch.Tensor, at: int, runs: Iterator[torch.Tensor]) -> int:
@@ -175,37 +146,28 @@ def _fill(out: torch.Tensor, at: int, runs: Iterator[torch.Tensor]) -> int:
     return at
 
 
-@final
-@dataclass
-class TensorPiece(Piece):
-    """A parameter that tensor parallelism has split, in one piece. Memory: all of it, and this rank's part again."""
+def tensor_pieces(
+    pieces: Callable[[], Iterator[Piece]], part: Shape, whole: Shape, cut: Cut, dtype: torch.dtype, join: Join
+) -> Iterator[Piece]:
+    """A parameter that tensor parallelism has split, in one piece. Memory: all of it, and this rank's part again.
 
-    pieces: Callable[[], Iterator[Piece]]
-    """Those of this rank's part."""
-    local: tuple[int, ...]
-    """The shape of that part."""
-    whole: tuple[int, ...]
-    cut: Cut
-    dtype: torch.dtype
-    join: Join
+    Args:
+        pieces: those of this rank's part, which has the shape `part`.
+    """
 
-    def begin(self, slab: torch.Tensor) -> None:
-        self._slab = slab
-
-    def values(self) -> Iterator[torch.Tensor]:
-        own, at = torch.empty(prod(self.local), dtype=self.dtype, device="cpu"), 0
-        for piece in self.pieces():
-            piece.begin(self._slab)
+    def runs(slab: torch.Tensor) -> Iterator[torch.Tensor]:
+        own, at = torch.empty(prod(part), dtype=dtype, device="cpu"), 0
+        for piece in pieces():
+            arriving = piece(slab)
             try:
-                at = _fill(own, at, piece.values())
+                at = _fill(own, at, arriving.runs())
             finally:
-                piece.drain()
-        whole = torch.zeros(self.whole, dtype=self.dtype, device="cpu")
-        whole.narrow(self.cut.dim, self.cut.first, self.cut.count).copy_(own.view(self.local))
-        yield self.join(whole.view(-1).view(torch.uint8)).view(self.dtype)
+                drain_all(arriving.transfers)
+        values = torch.zeros(whole, dtype=dtype, device="cpu")
+        values.narrow(cut.dim, cut.first, cut.count).copy_(own.view(part))
+        yield join(values.view(-1).view(torch.uint8)).view(dtype)
 
-    def drain(self) -> None:
-        return
+    yield lambda slab: Arriving(lambda: runs(slab))
 
 
 def buffer_pieces(value: torch.Tensor) -> Iterator[Piece]:
@@ -213,25 +175,15 @@ def buffer_pieces(value: torch.Tensor) -> Iterator[Piece]:
     flat = value.detach().contiguous().view(-1)
     numel = SLAB_BYTES // flat.itemsize
     for start in range(0, flat.numel(), numel):
-        yield _BufferPiece(flat[start : start + numel])
+        yield partial(_copied, flat[start : start + numel])
 
 
-@final
-class _BufferPiece(Piece):
-    def __init__(self, content: torch.Tensor) -> None:
-        self._content = content
-
-    def begin(self, slab: torch.Tensor) -> None:
-        return
-
-    def values(self) -> Iterator[torch.Tensor]:
-        yield self._content.cpu()
-
-    def drain(self) -> None:
-        return
+def _copied(content: torch.Tensor, slab: torch.Tensor) -> Arriving:
+    return Arriving(lambda: iter((content.cpu(),)))
 
 
 def drain_all(transfers: Iterable[Transfer]) -> None:
+    """Wait until nothing touches the slab any more; raises nothing."""
     for transfer in transfers:
         with suppress(OSError):
             transfer.wait()

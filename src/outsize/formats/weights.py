@@ -11,8 +11,6 @@ import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Final, final
@@ -22,7 +20,7 @@ import torch
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
 from outsize.checkpoint.shelf import is_checkpoint
-from outsize.formats.pieces import SLAB_BYTES, NamedWeight, Piece, TypedPiece, drain_all
+from outsize.formats.pieces import SLAB_BYTES, Arriving, NamedWeight, drain_all
 from outsize.move.disk import Engine, StripedFile, open_engine
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.transfer import Transfer
@@ -65,6 +63,9 @@ DTYPE_NAMES: Final = {
 }
 """What safetensors calls the dtypes that it stores."""
 
+Run = tuple[torch.Tensor, torch.dtype]
+"""Consecutive elements of a tensor, 1-D, and the dtype to store them as."""
+
 Moves = Sequence[tuple[Path, Path]]
 """Files: from where, to where."""
 
@@ -76,111 +77,88 @@ Moves = Sequence[tuple[Path, Path]]
 # multiple of its element size without gaps, whatever the lengths are.
 
 
-def write_shards(folder: Path, weights: Sequence[NamedWeight], max_shard_bytes: int) -> None:
-    """Write the files and the index. Memory: `ARENA_BYTES`. Raises `OSError` with path and errno."""
-    shards = _cut(weights, max_shard_bytes)
-    names = [f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [SINGLE_NAME]
-    arena = HostBuffer(ARENA_BYTES)
-    slabs = arena.bytes.split(SLAB_BYTES)
+def files_of(weights: Iterable[NamedWeight], max_shard_bytes: int) -> list[list[NamedWeight]]:
+    """The weights of each file, in the order in which they lie there. Raises `TypeError` for an unknown dtype.
+
+    Cut as transformers does: a larger tensor is a file of its own, others go on filling the last one.
+    """
+    files: list[list[NamedWeight]] = []
+    last: list[NamedWeight] = []
+    nbytes = 0
+    for weight in weights:
+        if weight.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{weight.name!r} is of {weight.dtype}, which safetensors cannot store")
+        if weight.nbytes > max_shard_bytes:
+            files.append([weight])
+            continue
+        if last and nbytes + weight.nbytes > max_shard_bytes:
+            files.append(last)
+            last, nbytes = [], 0
+        last.append(weight)
+        nbytes += weight.nbytes
+    if last or not files:
+        files.append(last)
+    return [sorted(file, key=lambda weight: -weight.dtype.itemsize) for file in files]  # see Note [One stream]
+
+
+def runs_of(files: Sequence[Sequence[NamedWeight]]) -> Generator[Run]:
+    """The values of all files in their order, read ahead; each run is valid until the next one is asked for.
+
+    Where several ranks have parts of the weights, each takes all runs and one of them writes.
+    """
+    slabs = HostBuffer(READ_SLABS * SLAB_BYTES).bytes.split(SLAB_BYTES)
+    pieces = ((piece, weight.dtype) for file in files for weight in file for piece in weight.pieces())
+    going: deque[tuple[Arriving, torch.dtype]] = deque()
+    try:
+        for (piece, dtype), slab in zip(pieces, cycle(slabs), strict=False):
+            if len(going) == READ_SLABS:
+                yield from _take_oldest(going)
+            going.append((piece(slab), dtype))
+        while going:
+            yield from _take_oldest(going)
+    finally:
+        for arriving, _ in going:
+            drain_all(arriving.transfers)
+
+
+def _take_oldest(going: deque[tuple[Arriving, torch.dtype]]) -> Iterator[Run]:
+    arriving, dtype = going[0]
+    for values in arriving.runs():
+        yield values, dtype
+    going.popleft()
+
+
+def write_shards(folder: Path, files: Sequence[Sequence[NamedWeight]], runs: Iterator[Run]) -> None:
+    """Write the files and the index. Memory: `ARENA_BYTES` with the runs. Raises `OSError` with path and errno."""
+    names = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
+    names = names if len(files) > 1 else [SINGLE_NAME]
+    slabs = HostBuffer(WRITE_SLABS * SLAB_BYTES).bytes.split(SLAB_BYTES)
     with closing(open_engine()) as engine:
-        for name, shard in zip(names, shards, strict=True):
-            _write_file(folder / name, shard, engine, slabs)
-    if len(shards) > 1:
-        home = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-        total = sum(weight.nbytes for weight in weights)
+        for name, weights in zip(names, files, strict=True):
+            _write_file(folder / name, weights, runs, engine, slabs)
+    if len(files) > 1:
+        home = {weight.name: name for name, weights in zip(names, files, strict=True) for weight in weights}
+        total = sum(weight.nbytes for weights in files for weight in weights)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(home.items()))}
         write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
-@final
-class Asked:
-    """The weights as the writing rank asks the others for them. When the writing fails it takes the rest all the same,
-    so that all ranks are at one again."""
-
-    def __init__(self, weights: Sequence[NamedWeight], max_shard_bytes: int) -> None:
-        self._inner = weights
-        self._max_shard_bytes = max_shard_bytes
-        self._taken = 0
-        self._going: Iterator[torch.Tensor] = iter(())
-        self.weights = [replace(weight, pieces=partial(self._follow, weight)) for weight in weights]
-
-    def take_rest(self) -> None:
-        for _ in self._going:
-            continue
-        pass_on_shards(self._inner, self._max_shard_bytes, self._taken)
-
-    def _follow(self, weight: NamedWeight) -> Iterator[Piece]:
-        for piece in weight.pieces():
-            yield _AskedPiece(piece, self)
-
-    def values_of(self, piece: Piece) -> Iterator[torch.Tensor]:
-        self._taken += 1
-        self._going = piece.values()
-        return self._going
-
-
-@final
-class _AskedPiece(Piece):
-    def __init__(self, piece: Piece, asked: Asked) -> None:
-        self._piece, self._asked = piece, asked
-
-    def begin(self, slab: torch.Tensor) -> None:
-        self._piece.begin(slab)
-
-    def values(self) -> Iterator[torch.Tensor]:
-        return self._asked.values_of(self._piece)
-
-    def drain(self) -> None:
-        self._piece.drain()
-
-
-def pass_on_shards(weights: Sequence[NamedWeight], max_shard_bytes: int, taken: int = 0) -> None:
-    """Give what this rank has of the weights to the rank that calls `write_shards`, in the order in which it asks; all
-    but the first `taken` pieces."""
-    arena = HostBuffer(READ_SLABS * SLAB_BYTES)
-    for shard in _cut(weights, max_shard_bytes):
-        ordered = sorted(shard, key=lambda weight: -weight.dtype.itemsize)
-        pieces = _pieces_of(ordered)
-        while taken and next(pieces, None) is not None:
-            taken -= 1
-        with closing(_read_ahead(pieces, arena.bytes.split(SLAB_BYTES))) as arriving:
-            for piece, _ in arriving:
-                for _ in piece.values():
-                    continue
-
-
-def _cut(weights: Iterable[NamedWeight], max_shard_bytes: int) -> list[list[NamedWeight]]:
-    """The files, as transformers cuts them: a larger tensor is a file of its own, others go on filling the last one."""
-    shards: list[list[NamedWeight]] = []
-    shard: list[NamedWeight] = []
-    nbytes = 0
-    for weight in weights:
-        if weight.nbytes > max_shard_bytes:
-            shards.append([weight])
-            continue
-        if shard and nbytes + weight.nbytes > max_shard_bytes:
-            shards.append(shard)
-            shard, nbytes = [], 0
-        shard.append(weight)
-        nbytes += weight.nbytes
-    return [*shards, shard] if shard or not shards else shards
-
-
-def _write_file(path: Path, weights: Iterable[NamedWeight], engine: Engine, slabs: Sequence[torch.Tensor]) -> None:
+def _write_file(
+    path: Path, weights: Sequence[NamedWeight], runs: Iterator[Run], engine: Engine, slabs: Sequence[torch.Tensor]
+) -> None:
     """See Note [One stream]."""
-    weights = sorted(weights, key=lambda weight: -weight.dtype.itemsize)
     header = _header(weights)
-    nbytes = len(header) + sum(weight.nbytes for weight in weights)
+    left = sum(weight.nbytes for weight in weights)
+    nbytes = len(header) + left
     with naming(path, "writing weights"), closing(StripedFile(engine, [path.parent], path.name, nbytes)) as file:
         file.preallocate(0, file.nbytes)
-        out = _Packer(file, slabs[READ_SLABS:])
+        out = _Packer(file, slabs)
         try:
             out.put(torch.frombuffer(header, dtype=torch.uint8), torch.uint8)
-            with closing(_read_ahead(_pieces_of(weights), slabs[:READ_SLABS])) as arriving:
-                for piece, dtype in arriving:
-                    for values in piece.values():
-                        out.put(values, dtype)
+            while left:
+                values, dtype = next(runs)
+                out.put(values, dtype)
+                left -= values.numel() * dtype.itemsize
             out.finish()
         finally:
             out.drain()
@@ -200,31 +178,6 @@ def _header(weights: Iterable[NamedWeight]) -> bytearray:
     text = json.dumps(entries, separators=(",", ":")).encode()
     length = round_up(LENGTH_BYTES + len(text), PAGE_BYTES) - LENGTH_BYTES
     return bytearray(length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length))
-
-
-def _pieces_of(weights: Iterable[NamedWeight]) -> Iterator[TypedPiece]:
-    for weight in weights:
-        for piece in weight.pieces():
-            yield piece, weight.dtype
-
-
-def _read_ahead(pieces: Iterable[TypedPiece], slabs: Sequence[torch.Tensor]) -> Generator[TypedPiece]:
-    """The pieces in order; a piece's slab is used again when the one after is asked for."""
-    going: deque[TypedPiece] = deque()
-    free = cycle(slabs)
-    try:
-        for piece, dtype in pieces:
-            if len(going) == len(slabs):
-                yield going[0]
-                going.popleft()
-            going.append((piece, dtype))
-            piece.begin(next(free))
-        while going:
-            yield going[0]
-            going.popleft()
-    finally:
-        for piece, _ in going:
-            piece.drain()
 
 
 @final
