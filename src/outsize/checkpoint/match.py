@@ -52,7 +52,7 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
         else:
             found |= sides
     passed_over = {what: names for what, names in found.items() if not strict and what.split()[0] in _PASSABLE} | older
-    problems = [f"{len(names)} {what}: {_listed(names)}" for what, names in found.items() if what not in passed_over]
+    problems = [f"{len(names)} {what}: {listed(names)}" for what, names in found.items() if what not in passed_over]
     if problems:
         raise ValueError(
             f"the checkpoint {label} is of another model: {'; '.join(problems)}. Load it into the model that was "
@@ -78,7 +78,7 @@ def _one_sided(kind: str, stored: Collection[str], live: Collection[str]) -> Dif
 def _differences(kind: str, stored: Shapes, live: Shapes) -> Differences:
     both = [name for name in live if name in stored]
     shapes = [
-        f"{name} is {_dims(stored[name][0])} there and {_dims(live[name][0])} here"
+        f"{name} is {dims(stored[name][0])} there and {dims(live[name][0])} here"
         for name in both
         if stored[name][0] != live[name][0]
     ]
@@ -103,7 +103,7 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, stri
     if not live.delayed and any(record.held is not None for record in manifest.parameters.values()):
         problems.append("it holds gradients of a delayed update, which only a run with delayed_update=True can apply")
     if set(stored.arrays) != set(live.arrays):
-        problems.append(f"its optimizer keeps {_listed(stored.arrays)}, this one {_listed(live.arrays)}")
+        problems.append(f"its optimizer keeps {listed(stored.arrays)}, this one {listed(live.arrays)}")
     if len(stored.groups) != len(live.groups):
         problems.append(f"its optimizer has {len(stored.groups)} parameter groups, this one {len(live.groups)}")
     else:
@@ -124,16 +124,16 @@ def _moved(stored: OptimizerRecord, live: OptimizerRecord, strict: bool) -> list
     here = {name: index for index, group in enumerate(live.groups) for name in group.parameters}
     names = home.keys() | here.keys() if strict else home.keys() & here.keys()
     moved = sorted(name for name in names if home.get(name) != here.get(name))
-    return [f"{len(moved)} parameters are in other parameter groups: {_listed(moved)}"] if moved else []
+    return [f"{len(moved)} parameters are in other parameter groups: {listed(moved)}"] if moved else []
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
     return (", ".join(found[:LISTED]) or "nothing") + more
 
 
-def _dims(shape: tuple[int, ...]) -> str:
+def dims(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a scalar"
 
 

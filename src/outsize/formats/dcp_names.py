@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.manifest import OptimizerRecord
-from outsize.checkpoint.match import Live
+from outsize.checkpoint.match import LISTED, Live, dims, listed
 from outsize.formats.dcp_boxes import Shape
 from outsize.formats.dcp_folder import DcpFolder
 
@@ -25,7 +25,6 @@ USUAL = ("", "model.", "state_dict.", "app.model.", "module.")
 SMALL_NUMEL = 256
 """Elements of an optimizer's value that is not one per element of the parameter."""
 
-LISTED = 10
 _CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16}
 _STATE, _GROUPS = "state.", "param_groups."
 
@@ -118,7 +117,7 @@ def _prefix(folder: DcpFolder, live: Live, aliases: Mapping[str, str], label: st
     usual = [prefix for prefix in USUAL if prefix in best]
     if len(best) > 1 and not usual and most == len(live.parameters):
         raise ValueError(
-            f"the checkpoint {label} holds the model's weights more than once: under {_listed(map(repr, best))}. Save "
+            f"the checkpoint {label} holds the model's weights more than once: under {listed(map(repr, best))}. Save "
             f"the one that is meant under 'model.', or alone. Nothing was changed"
         )
     return (usual or best or [""])[0]
@@ -146,7 +145,7 @@ def _different(
     for name, key in keys.items():
         (here, live), (there, stored) = wanted[name], folder.tensors[key]
         if here != there:
-            shapes.append(f"{name} is {_dims(there)} there and {_dims(here)} here")
+            shapes.append(f"{name} is {dims(there)} there and {dims(here)} here")
         elif stored != live and not {stored, live} <= _CONVERTIBLE:
             dtypes.append(f"{name} is {stored} there and {live} here")
     return _noted("tensors of another shape", shapes) + _noted("tensors of another dtype", dtypes)
@@ -246,7 +245,7 @@ class _OptimizerFinder:
         if part not in self._optimizer.arrays:
             return prod(shape) > SMALL_NUMEL or (shape == expected and len(shape) > 0)
         if shape != expected or not dtype.is_floating_point:
-            self.problems.append(f"{part} of {name} is {_dims(shape)} of {dtype} there and {_dims(expected)} here")
+            self.problems.append(f"{part} of {name} is {dims(shape)} of {dtype} there and {dims(expected)} here")
         return True
 
     def _check_arrays(self, arrays: Mapping[str, Mapping[str, str]], others: Mapping[str, Mapping[str, str]]) -> None:
@@ -261,8 +260,8 @@ class _OptimizerFinder:
             self.problems += _noted("parameters with incomplete optimizer arrays", incomplete)
         stored = set().union(*kept.values())
         if kept and stored != set(self._optimizer.arrays):
-            here = _listed(self._optimizer.arrays)
-            self.problems.append(f"its optimizer keeps {_listed(sorted(stored))}, this one {here}")
+            here = listed(self._optimizer.arrays)
+            self.problems.append(f"its optimizer keeps {listed(sorted(stored))}, this one {here}")
 
     def _read(
         self, arrays: Mapping[str, Mapping[str, str]], others: Mapping[str, Mapping[str, str]]
@@ -351,14 +350,4 @@ def _endings(key: str) -> Iterator[str]:
 
 
 def _noted(what: str, found: Sequence[str]) -> list[str]:
-    return [f"{len(found)} {what}: {_listed(found)}"] if found else []
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-    return (", ".join(found[:LISTED]) or "nothing") + more
-
-
-def _dims(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "a scalar"
+    return [f"{len(found)} {what}: {listed(found)}"] if found else []

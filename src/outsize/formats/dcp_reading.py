@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
+from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in
 from outsize.checkpoint.match import Live
 from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp_folder import DcpFolder
 from outsize.formats.dcp_names import StoredModel, StoredOptimizer, find_model, find_optimizer
+from outsize.formats.placing import place_weights
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, SlotState, UnitShard
+from outsize.move.shard import SlotState, UnitShard
 from outsize.plan.layout import Slot
 
 
@@ -74,15 +75,8 @@ class DcpCheckpoint:
 
     def load_weights(self, shard: UnitShard, masters: Masters) -> None:
         """Place the unit's parameters, and the rest of their masters; one that was passed over keeps its values."""
-        slab = HostBuffer(SLAB_BYTES)
-        master = shard.arrays.get(MASTER)
-        known = {name: slot for name, slot in shard.slots.items() if name in self._model.parameters}
-        halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
-        weights = _Weights(self._folder, self._model.parameters, masters, halves)
-        keep = len(known) < len(shard.slots)
-        copy_in(Weights(shard), known, slab, weights.weight, keep)
-        if master is not None:
-            copy_in(States(shard, master), halves, slab, weights.master, keep)
+        keys = self._model.parameters
+        place_weights(shard, keys, lambda name, *of: self._folder.piece(keys[name], *of), masters)
 
     def stated(self, shard: UnitShard) -> set[str]:
         """Those of the unit's parameters that have optimizer state here."""
@@ -117,29 +111,3 @@ class DcpCheckpoint:
             shard.slot_states.pop(name, None)
         for name in filled:
             shard.slot_states[name] = SlotState(dict(states[name].scalars), initialised=True)
-
-
-@final
-class _Weights:
-    """Pieces of parameters and of what completes their masters in the live dtype, whatever the folder has."""
-
-    def __init__(self, folder: DcpFolder, keys: Mapping[str, str], masters: Masters, halves: Collection[str]) -> None:
-        self._folder = folder
-        self._keys = keys
-        self._masters = masters
-        self._halves = halves  # the 16-bit weights that have a master here
-
-    def weight(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        stored, live = self._folder.piece(self._keys[slot.name], start, end), DTYPES[slot.dtype]
-        if stored.dtype is live or slot.name not in self._halves:
-            return stored.to(live)
-        return self._split(stored, slot)[0]
-
-    def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        return self._split(self._folder.piece(self._keys[slot.name], start, end), slot)[1]
-
-    def _split(self, stored: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.empty_like(stored, dtype=DTYPES[slot.dtype])
-        rest = torch.empty_like(stored, dtype=MASTER_DTYPE[slot.dtype])
-        self._masters.split(stored.float(), weight, rest)
-        return weight, rest

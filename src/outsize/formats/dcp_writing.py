@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_out
+from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_out
 from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp import is_dcp
+from outsize.formats.pieces import fill, parameter_pieces
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
+from outsize.move.shard import DTYPES, StateArray, UnitShard
 from outsize.plan.layout import Slot
 
 _WARNINGS = (
@@ -277,28 +278,16 @@ class _Reading:
 
     def weight(self, shard: UnitShard, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         """The parameter's values in `dtype` [slot.shape]; in another than its own they come from its fp32 master."""
-        master = shard.array(MASTER, slot) if dtype is not DTYPES[slot.dtype] else None
         out = torch.empty(slot.numel, dtype=dtype, device="cpu")
-        rest = torch.empty(slot.numel if master is not None else 0, dtype=MASTER_DTYPE.get(slot.dtype), device="cpu")
-
-        def keep(_: Slot, first: int, content: torch.Tensor) -> None:
-            end = first + content.numel()
-            out[first:end] = content if master is None else self._masters.join(content, rest[first:end])
-
-        if master is not None:
-            copy_out(States(shard, master), {slot.name: slot}, self._slab, _filling(rest))
-        copy_out(Weights(shard), {slot.name: slot}, self._slab, keep)
+        fill(out, parameter_pieces(shard, slot, dtype, self._masters), self._slab.bytes)
         return out.view(slot.shape)
 
     def state(self, shard: UnitShard, array: StateArray, slot: Slot) -> torch.Tensor:
         """The values of an optimizer array [slot.shape]."""
         out = torch.empty(slot.numel, dtype=array.value_dtype(slot.dtype), device="cpu")
-        copy_out(States(shard, array), {slot.name: slot}, self._slab, _filling(out))
+
+        def keep(_: Slot, first: int, content: torch.Tensor) -> None:
+            out[first : first + content.numel()] = content
+
+        copy_out(States(shard, array), {slot.name: slot}, self._slab, keep)
         return out.view(slot.shape)
-
-
-def _filling(out: torch.Tensor) -> Callable[[Slot, int, torch.Tensor], None]:
-    def keep(_: Slot, first: int, content: torch.Tensor) -> None:
-        out[first : first + content.numel()] = content
-
-    return keep

@@ -17,13 +17,15 @@ from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, RestingArray, States, Weights, copy_in
+from outsize.checkpoint.arrays import SLAB_BYTES
 from outsize.checkpoint.files import naming, read_exactly, read_manifest
+from outsize.checkpoint.match import dims, listed
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.regions import MAX_DIMS
+from outsize.formats.placing import place_weights
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
-from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, UnitShard, page_range
+from outsize.move.shard import DTYPES, UnitShard
 from outsize.plan.layout import Slot
 
 MAX_HEADER_BYTES = 100_000_000
@@ -32,7 +34,6 @@ MAX_HEADER_BYTES = 100_000_000
 CONFIG_NAME = "config.json"
 """What transformers writes beside its weights."""
 
-LISTED = 10
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMBERED = re.compile(r"(.*?\.)?\d+\.")
 _FLOATS = frozenset(DTYPES.values())
@@ -151,7 +152,7 @@ def _by_layer(names: Sequence[str], elements: Mapping[str, int]) -> Counter[str]
 
 
 def _described(one_sided: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{len(found)} {what}: {_listed(found)}" for what, found in one_sided.items() if found)
+    return "; ".join(f"{len(found)} {what}: {listed(found)}" for what, found in one_sided.items() if found)
 
 
 def _check_names(folder: Path, one_sided: Mapping[str, Sequence[str]]) -> None:
@@ -174,21 +175,11 @@ def _check_weights(
     for name, weight in weights.items():
         shape, dtype = live[name]
         if weight.shape != shape:
-            problems.append(f"{name} is {_dims(weight.shape)} there and {_dims(shape)} here")
+            problems.append(f"{name} is {dims(weight.shape)} there and {dims(shape)} here")
         elif weight.dtype is not dtype and not {weight.dtype, dtype} <= _FLOATS:
             problems.append(f"{name} is {weight.dtype} there and {dtype} here")
     if problems:
-        raise ValueError(f"{folder} is of another model: {_listed(problems)}. Nothing was changed")
-
-
-def _present(array: RestingArray, slot: Slot, start: int, end: int) -> torch.Tensor:
-    """The elements [start, end) of a parameter as they rest, 1-D."""
-    low, high = slot.offset - slot.first + start, slot.offset - slot.first + end
-    first_page, end_page = page_range(low, high)
-    first, nbytes = array.layout.span(first_page, end_page)
-    pages = HostBuffer(nbytes).bytes
-    array.read(first, pages)
-    return pages.view(array.dtype(slot))[low - first_page : high - first_page]
+        raise ValueError(f"{folder} is of another model: {listed(problems)}. Nothing was changed")
 
 
 @final
@@ -207,31 +198,8 @@ class SafetensorsWeights:
         self._open: tuple[Path, int] | None = None
 
     def load_weights(self, shard: UnitShard, masters: Masters) -> None:
-        """Place the settled unit's parameters, and the rest of their masters.
-
-        The whole unit is written: what the folder lacks may share a page with what it has, and is written as it is.
-        """
-        slab = HostBuffer(SLAB_BYTES)
-        weights, master = Weights(shard), shard.arrays.get(MASTER)
-        halves = {name: slot for name, slot in shard.slots.items() if shard.array(MASTER, slot)}
-
-        def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
-            if slot.name not in self._weights:
-                return _present(weights, slot, start, end)
-            stored = self._read(self._weights[slot.name], start, end)
-            return _split(masters, stored, slot)[0] if slot.name in halves else stored.to(DTYPES[slot.dtype])
-
-        copy_in(weights, shard.slots, slab, weight)
-        if master is None:
-            return
-        states = States(shard, master)
-
-        def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
-            if slot.name not in self._weights:
-                return _present(states, slot, start, end)
-            return _split(masters, self._read(self._weights[slot.name], start, end), slot)[1]
-
-        copy_in(states, halves, slab, rest)
+        """Place the settled unit's parameters, and the rest of their masters."""
+        place_weights(shard, self._weights, lambda name, *of: self._read(self._weights[name], *of), masters)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The values of one of the live model's buffers in the folder's dtype; None if it has none."""
@@ -268,14 +236,6 @@ class SafetensorsWeights:
             os.close(opened[1])
 
 
-def _split(masters: Masters, stored: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values as (16-bit weights, what completes them to their fp32 masters)."""
-    weight = torch.empty_like(stored, dtype=DTYPES[slot.dtype])
-    rest = torch.empty_like(stored, dtype=MASTER_DTYPE[slot.dtype])
-    masters.split(stored.float(), weight, rest)
-    return weight, rest
-
-
 # ------------------------------------------------------------------------------------------- what the folder holds
 
 
@@ -286,16 +246,16 @@ def find_weights(folder: Path) -> dict[str, StoredWeight]:
         raise FileNotFoundError(errno.ENOENT, f"there is neither {SINGLE_NAME} nor {INDEX_NAME}", str(folder))
     if os.path.lexists(single):
         return _read_header(_inside(folder, SINGLE_NAME))
-    listed = _read_index(_inside(folder, INDEX_NAME))
+    homes = _read_index(_inside(folder, INDEX_NAME))
     found: dict[str, StoredWeight] = {}
-    for file in sorted(set(listed.values())):
+    for file in sorted(set(homes.values())):
         for name, weight in _read_header(_inside(folder, file)).items():
-            if listed.get(name) != file:
+            if homes.get(name) != file:
                 raise ValueError(f"{folder / file} holds {name!r}, which {INDEX_NAME} does not list there")
             found[name] = weight
-    lost = [name for name in listed if name not in found]
+    lost = [name for name in homes if name not in found]
     if lost:
-        raise ValueError(f"{index} lists weights that the files lack: {_listed(lost)}")
+        raise ValueError(f"{index} lists weights that the files lack: {listed(lost)}")
     return found
 
 
@@ -375,12 +335,3 @@ def _damaged(path: Path) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "a scalar"

@@ -146,6 +146,17 @@ def _fill(out: torch.Tensor, at: int, runs: Iterator[torch.Tensor]) -> int:
     return at
 
 
+def fill(out: torch.Tensor, pieces: Iterable[Piece], slab: torch.Tensor) -> None:
+    """Copy all elements into `out` (1-D), one piece after the other."""
+    at = 0
+    for piece in pieces:
+        arriving = piece(slab)
+        try:
+            at = _fill(out, at, arriving.runs())
+        finally:
+            drain_all(arriving.transfers)
+
+
 def tensor_pieces(
     pieces: Callable[[], Iterator[Piece]], part: Shape, whole: Shape, cut: Cut, dtype: torch.dtype, join: Join
 ) -> Iterator[Piece]:
@@ -156,13 +167,8 @@ def tensor_pieces(
     """
 
     def runs(slab: torch.Tensor) -> Iterator[torch.Tensor]:
-        own, at = torch.empty(prod(part), dtype=dtype, device="cpu"), 0
-        for piece in pieces():
-            arriving = piece(slab)
-            try:
-                at = _fill(own, at, arriving.runs())
-            finally:
-                drain_all(arriving.transfers)
+        own = torch.empty(prod(part), dtype=dtype, device="cpu")
+        fill(own, pieces(), slab)
         values = torch.zeros(whole, dtype=dtype, device="cpu")
         values.narrow(cut.dim, cut.first, cut.count).copy_(own.view(part))
         yield join(values.view(-1).view(torch.uint8)).view(dtype)
