@@ -190,7 +190,7 @@ def test_renamed_and_reshaped_parameters_are_listed(saved: tuple[Run, Path]) -> 
 def test_another_dtype_is_listed(saved: tuple[Run, Path]) -> None:
     run, path = saved
     edit(path, lambda content: content["parameters"]["frozen"]["weight"].update(dtype="int32"))
-    refused(run, path, ValueError, "frozen is int32 there and float32 here")
+    refused(run, path, ValueError, "frozen is torch.int32 there and torch.float32 here")
 
 
 def test_another_optimizer_is_refused(saved: tuple[Run, Path]) -> None:

@@ -11,7 +11,7 @@ from outsize.checkpoint.manifest import Manifest, OptimizerRecord, ParameterReco
 
 LISTED = 10
 _PASSABLE = ("missing", "unexpected")
-_CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16}
+CONVERTIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """A parameter may change between these: the fp32 master is kept exactly either way."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -51,13 +51,7 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
             older = sides
         else:
             found |= sides
-    passed_over = {what: names for what, names in found.items() if not strict and what.split()[0] in _PASSABLE} | older
-    problems = [f"{len(names)} {what}: {listed(names)}" for what, names in found.items() if what not in passed_over]
-    if problems:
-        raise ValueError(
-            f"the checkpoint {label} is of another model: {'; '.join(problems)}. Load it into the model that was "
-            f"saved{' or pass strict=False' if strict else ''}. Nothing was changed"
-        )
+    passed_over = check_same_model(f"the checkpoint {label}", found, strict) | older
     if live.optimizer is not None:
         _check_optimizer(manifest, live.optimizer, label, strict)
     return passed_over
@@ -76,19 +70,42 @@ def _one_sided(kind: str, stored: Collection[str], live: Collection[str]) -> Dif
 
 
 def _differences(kind: str, stored: Shapes, live: Shapes) -> Differences:
+    return _one_sided(kind, stored, live) | unlike(kind, stored, live)
+
+
+def unlike(kind: str, stored: Shapes, live: Shapes, convertible: Collection[torch.dtype] = CONVERTIBLE) -> Differences:
+    """What both sides have in other shapes, or in dtypes between which a value may not change."""
     both = [name for name in live if name in stored]
-    shapes = [
-        f"{name} is {dims(stored[name][0])} there and {dims(live[name][0])} here"
-        for name in both
-        if stored[name][0] != live[name][0]
-    ]
-    dtypes = [
-        f"{name} is {_name(stored[name][1])} there and {_name(live[name][1])} here"
-        for name in both
-        if stored[name][1] != live[name][1] and not {stored[name][1], live[name][1]} <= _CONVERTIBLE
-    ]
-    found = {f"{kind}s of another shape": shapes, f"{kind}s of another dtype": dtypes}
-    return _one_sided(kind, stored, live) | {what: names for what, names in found.items() if names}
+    return {
+        f"{kind}s of another shape": [
+            f"{name} is {dims(stored[name][0])} there and {dims(live[name][0])} here"
+            for name in both
+            if stored[name][0] != live[name][0]
+        ],
+        f"{kind}s of another dtype": [
+            f"{name} is {stored[name][1]} there and {live[name][1]} here"
+            for name in both
+            if stored[name][1] != live[name][1] and not {stored[name][1], live[name][1]} <= {*convertible}
+        ],
+    }
+
+
+def check_same_model(what: str, found: Differences, strict: bool) -> Differences:
+    """Raise `ValueError` for the differences found in `what`. Returns those that `strict=False` passes over."""
+    passed_over = {
+        kind: names for kind, names in found.items() if not strict and kind.split()[0] in _PASSABLE and names
+    }
+    problems = described({kind: names for kind, names in found.items() if kind not in passed_over})
+    if problems:
+        raise ValueError(
+            f"{what} is of another model: {problems}. Load it into the model that was saved"
+            f"{' or pass strict=False' if strict else ''}. Nothing was changed"
+        )
+    return passed_over
+
+
+def described(found: Differences) -> str:
+    return "; ".join(f"{len(names)} {kind}: {listed(names)}" for kind, names in found.items() if names)
 
 
 def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, strict: bool) -> None:
@@ -135,7 +152,3 @@ def listed(names: Iterable[str]) -> str:
 
 def dims(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a scalar"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

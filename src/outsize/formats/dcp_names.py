@@ -15,8 +15,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.manifest import OptimizerRecord
-from outsize.checkpoint.match import LISTED, Live, dims, listed
-from outsize.formats.dcp_boxes import Shape
+from outsize.checkpoint.match import LISTED, Live, check_same_model, dims, listed, unlike
 from outsize.formats.dcp_folder import DcpFolder
 
 USUAL = ("", "model.", "state_dict.", "app.model.", "module.")
@@ -25,7 +24,6 @@ USUAL = ("", "model.", "state_dict.", "app.model.", "module.")
 SMALL_NUMEL = 256
 """Elements of an optimizer's value that is not one per element of the parameter."""
 
-_CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16}
 _STATE, _GROUPS = "state.", "param_groups."
 
 
@@ -81,25 +79,15 @@ def find_model(folder: DcpFolder, live: Live, aliases: Mapping[str, str], label:
         "missing buffers": [name for name in buffers if name not in keys],
         "unexpected weights": _unexpected(folder, prefix, keys.values(), called),
     }
-    problems = [noted for what, names in one_sided.items() for noted in _noted(what, names)] if strict else []
     # A tied parameter is loaded from one name; under the others, where the folder has them, it must fit too.
-    others = {each: name for each, name in called.items() if prefix + each in folder.tensors}
-    others = {each: name for each, name in others.items() if keys[name] != prefix + each}
-    problems += _different(
-        folder,
-        wanted | {each: wanted[name] for each, name in others.items()},
-        keys | {each: prefix + each for each in others},
-    )
-    if problems:
-        where = f"under {prefix!r}" if prefix else "at the top"
-        raise ValueError(
-            f"the checkpoint {label} is of another model: {'; '.join(problems)}. Names were looked for {where}. "
-            f"Load it into the model that was saved{' or pass strict=False' if strict else ''}. Nothing was changed"
-        )
+    shapes = {each: folder.tensors[prefix + each] for each in called if prefix + each in folder.tensors}
+    differences = unlike("tensor", shapes, {each: wanted[name] for each, name in called.items()})
+    where = f"under {prefix!r}" if prefix else "at the top"
+    passed_over = check_same_model(f"the checkpoint {label} ({where})", one_sided | differences, strict)
     return StoredModel(
         {name: keys[name] for name in live.parameters if name in keys},
         {name: keys[name] for name in buffers if name in keys},
-        {what: names for what, names in one_sided.items() if names},
+        passed_over,
     )
 
 
@@ -136,19 +124,6 @@ def _unexpected(folder: DcpFolder, prefix: str, found: Iterable[str], known: Con
         and _root_of(key, _STATE) is None
         and _root_of(key, _GROUPS) is None
     ]
-
-
-def _different(
-    folder: DcpFolder, wanted: Mapping[str, tuple[Shape, torch.dtype]], keys: Mapping[str, str]
-) -> list[str]:
-    shapes, dtypes = [], []
-    for name, key in keys.items():
-        (here, live), (there, stored) = wanted[name], folder.tensors[key]
-        if here != there:
-            shapes.append(f"{name} is {dims(there)} there and {dims(here)} here")
-        elif stored != live and not {stored, live} <= _CONVERTIBLE:
-            dtypes.append(f"{name} is {stored} there and {live} here")
-    return _noted("tensors of another shape", shapes) + _noted("tensors of another dtype", dtypes)
 
 
 def find_optimizer(

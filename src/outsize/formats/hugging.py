@@ -19,7 +19,7 @@ import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES
 from outsize.checkpoint.files import naming, read_exactly, read_manifest
-from outsize.checkpoint.match import dims, listed
+from outsize.checkpoint.match import Differences, check_same_model, described, listed, unlike
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.placing import place_weights
@@ -36,8 +36,6 @@ CONFIG_NAME = "config.json"
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMBERED = re.compile(r"(.*?\.)?\d+\.")
-_FLOATS = frozenset(DTYPES.values())
-"""A weight may change between these."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +81,21 @@ def open_safetensors(
     live = {slot.name: slot for slot in slots}
     chosen = {name: _alias(name, aliases, stored) for name in (*live, *buffers)}
     names = {name for name in chosen if chosen[name] in stored}
+    weights = {name: stored[chosen[name]] for name in names}
     one_sided = {
         "missing weights": sorted({*chosen} - names - {*optional}),
         "unexpected weights": sorted({*stored} - {*chosen, *aliases}),
     }
     elements = {slot.name: prod(slot.shape) for slot in slots} | {name: each.numel() for name, each in buffers.items()}
     _check_renamed(folder, one_sided, elements, {name: prod(weight.shape) for name, weight in stored.items()})
-    if strict:
-        _check_names(folder, one_sided)
-    weights = {name: stored[chosen[name]] for name in names}
     # A tied parameter is loaded from one name; under the others, where the folder has them, it must fit too.
-    further = {alias: name for alias, name in aliases.items() if alias in stored and chosen.get(name, alias) != alias}
-    _check_weights(
-        folder,
-        weights | {alias: stored[alias] for alias in further},
-        live | {alias: live[name] for alias, name in further.items()},
-        buffers,
-    )
-    return SafetensorsWeights(weights, {what: found for what, found in one_sided.items() if found})
+    further = {alias: name for alias, name in aliases.items() if alias in stored and name in live}
+    shapes = {name: (slot.shape, DTYPES[slot.dtype]) for name, slot in live.items()}
+    shapes |= {alias: shapes[name] for alias, name in further.items()}
+    shapes |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
+    there = {name: (weight.shape, weight.dtype) for name, weight in (stored | weights).items()}
+    differences = one_sided | unlike("weight", there, shapes, convertible=DTYPES.values())
+    return SafetensorsWeights(weights, check_same_model(str(folder), differences, strict))
 
 
 def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> str:
@@ -118,9 +113,7 @@ def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> st
 # to differ, by its head or by adapters, does neither.
 
 
-def _check_renamed(
-    folder: Path, one_sided: Mapping[str, Sequence[str]], live: Mapping[str, int], stored: Mapping[str, int]
-) -> None:
+def _check_renamed(folder: Path, one_sided: Differences, live: Mapping[str, int], stored: Mapping[str, int]) -> None:
     """Refuse a folder of transformers that has this model's weights under other names.
 
     Args:
@@ -135,7 +128,7 @@ def _check_renamed(
     for_most = 2 * lost.total() > sum(live.values()) and 2 * found.total() > lost.total()
     if lost.total() == found.total() or in_a_layer or for_most:
         raise ValueError(
-            f"{folder} seems to have this model's weights under other names ({_described(one_sided)}): transformers "
+            f"{folder} seems to have this model's weights under other names ({described(one_sided)}): transformers "
             f"converts many models as it saves and loads them, and outsize.load does not. Build the model with "
             f"`with outsize.init(...): model = Model.from_pretrained({str(folder)!r})` and prepare that; the weights "
             f"of a prepared model come back from folders of outsize.save and outsize.export. Nothing was changed"
@@ -149,37 +142,6 @@ def _by_layer(names: Sequence[str], elements: Mapping[str, int]) -> Counter[str]
         layer = _NUMBERED.match(name)
         counts[layer[0] if layer else ""] += elements[name]
     return counts
-
-
-def _described(one_sided: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{len(found)} {what}: {listed(found)}" for what, found in one_sided.items() if found)
-
-
-def _check_names(folder: Path, one_sided: Mapping[str, Sequence[str]]) -> None:
-    if any(one_sided.values()):
-        raise ValueError(
-            f"{folder} is of another model: {_described(one_sided)}. Load it into the model that was saved or pass "
-            f"strict=False. Nothing was changed"
-        )
-
-
-def _check_weights(
-    folder: Path,
-    weights: Mapping[str, StoredWeight],
-    slots: Mapping[str, Slot],
-    buffers: Mapping[str, torch.Tensor],
-) -> None:
-    live = {name: (slot.shape, DTYPES[slot.dtype]) for name, slot in slots.items()}
-    live |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
-    problems = []
-    for name, weight in weights.items():
-        shape, dtype = live[name]
-        if weight.shape != shape:
-            problems.append(f"{name} is {dims(weight.shape)} there and {dims(shape)} here")
-        elif weight.dtype is not dtype and not {weight.dtype, dtype} <= _FLOATS:
-            problems.append(f"{name} is {weight.dtype} there and {dtype} here")
-    if problems:
-        raise ValueError(f"{folder} is of another model: {listed(problems)}. Nothing was changed")
 
 
 @final
