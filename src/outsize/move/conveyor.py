@@ -121,6 +121,7 @@ class Conveyor:
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._idle = False  # the thread waits for a job
         self._error: BaseException | None = None  # a fault of ours, which has ended the thread
         self._job: Job | None = None
         self._at_hand: Job | None = None  # whose step is just being finished, or whose writes are over
@@ -134,7 +135,9 @@ class Conveyor:
     # An exception inside `Condition.notify` leaves the entry of a thread that was woken already, and the next `notify`
     # wakes that in place of who waits: a close would wait for the thread for ever. `notify_all` passes over it.
 
-    def submit(self, job: Job) -> Job:
+    def submit(self, job: Job, light: bool = False) -> Job:
+        """Run the job behind all that were submitted before. A `light` one copies little and waits for nothing: if
+        nothing else goes on, the calling thread runs it at once."""
         self.check_process()
         with self._changed:
             if self._error is not None:
@@ -144,6 +147,10 @@ class Conveyor:
                 ) from self._error
             if self._closing:
                 raise RuntimeError("outsize has been closed; the model cannot be used any more")
+            if light and self._idle:
+                _run_here(job)
+                return job
+            self._idle = False
             self._queue.append(job)
             self._changed.notify_all()
         return job
@@ -202,7 +209,9 @@ class Conveyor:
     def _await_work(self) -> bool:
         with self._changed:
             while not (self._queue or self._job or self._held or self._started or self._writing or self._closing):
+                self._idle = True
                 self._changed.wait()
+            self._idle = False
             return bool(self._queue or self._job or self._held or self._started or self._writing)
 
     def _start_what_fits(self) -> None:
@@ -286,6 +295,22 @@ class Conveyor:
             moving.job.fail(error)
         moving.job.write_done()
         self._staging.give(moving.slabs)
+
+
+def _run_here(job: Job) -> None:
+    """Run a job whose steps need no slabs, and whose transfers are over when they have begun."""
+    try:
+        with torch.no_grad():
+            while (step := job.next_step()) is not None:
+                assert not step.slabs
+                error = _wait_all(step.begin([])) or _wait_all(step.finish())
+                if error is not None:
+                    raise error
+                job.step_finished(writes=False)
+    except BaseException as error:
+        job.fail(error)
+        if not isinstance(error, Exception):
+            raise
 
 
 def _wait_all(transfers: Sequence[Transfer]) -> BaseException | None:
