@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +140,24 @@ def test_a_write_through_data_that_was_taken_before_is_found_when_the_call_ends(
     workshop.prepare(model, adamw(model), tier, activations="keep")
     with pytest.raises(RuntimeError, match=r"'0\.up\.weight' is written in place outside .*modify=True"):
         squared_error(model, batches(1)[0])
+
+
+def test_a_model_whose_own_parameters_never_move_begins_its_passes(tmp_path: Path) -> None:
+    class Scaled(Stack):
+        def __init__(self) -> None:
+            super().__init__(64, 256, 8)
+            self.scale = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+    model = Scaled()
+    optimizer = adamw(model)
+    outsize.prepare(model, optimizer, host_memory="2MiB", disk=tmp_path, device="cpu")
+    for batch in batches(6, 64):
+        squared_error(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = outsize.memory(model)
+    assert report.predicted > 0
+    assert report.mispredicted == 0

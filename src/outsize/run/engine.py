@@ -298,8 +298,8 @@ class Engine:
 
     def has_opened(self, module: nn.Module) -> bool:
         """Whether a call of `module` needs no frame: one around it has opened all that it owns."""
-        units = self._owned.get(id(module))
-        return units is not None and all(unit.opened for unit in units) and not self.owner.is_other
+        units = self._owned.get(id(module), ())
+        return len(units) > 0 and all(unit.opened for unit in units) and not self.owner.is_other
 
     @contextmanager
     @left_alone_by_dynamo
