@@ -30,14 +30,12 @@ from outsize.api.saving import MASTERS, buffers_of, settle
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.match import Live
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
-from outsize.formats.dcp_writing import DcpContent, DcpGroup, DcpNames, entries_of, write_dcp
 from outsize.move.shard import DTYPES
 
 Chunk = tuple[Sequence[int], Tensor]
 """(offsets, values)"""
 
 TIERS = ("device", "host", "disk")
-APP = DcpNames("model", "optim")
 
 
 class Block(nn.Module):
@@ -188,28 +186,6 @@ def load(
             group.update(hyper)
     checkpoint.close()
     return checkpoint
-
-
-def content_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> DcpContent:
-    engine = prepared(model).engine
-    settle(prepared(model))
-    groups = None
-    if optimizer is not None:
-        groups = [
-            DcpGroup(
-                {key: value for key, value in group.items() if key not in ("params", "param_names")},
-                [engine.name_of(param) for param in group["params"]],
-            )
-            for group in optimizer.param_groups
-        ]
-    shards = [unit.shard for unit in engine.units]
-    buffers, aliases = persistent(model), aliases_of(model)
-    return DcpContent(shards, MASTERS, buffers=buffers, aliases=aliases, groups=groups, **fields)
-
-
-def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> None:
-    """What `outsize.export` does."""
-    write_dcp(folder, *entries_of(content_of(model, optimizer, **fields)))
 
 
 def plain_save(state: dict[str, Any], folder: Path) -> None:

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.saving import MASTERS
-from outsize.formats.dcp_writing import DcpEntry, DcpNames, write_dcp
+from outsize.formats.dcp_writing import DcpEntry, write_dcp
 from tests.api.dcp_runs import (
-    APP,
     TIERS,
     Net,
     Tied,
@@ -38,14 +37,13 @@ from tests.api.dcp_runs import (
     prepared,
     saved_run,
     train,
-    write,
 )
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_plain_load_of_the_state_dict_opens_a_written_folder(tier: str, tmp_path: Path) -> None:
     model, optimizer = other_run(tier, tmp_path)
-    write(tmp_path / "folder", model, optimizer)
+    outsize.export(tmp_path / "folder", model, format="dcp", optimizer=optimizer)
     expected = everything(model)
     plain = Net()
     state = plain.state_dict()
@@ -55,21 +53,19 @@ def test_a_plain_load_of_the_state_dict_opens_a_written_folder(tier: str, tmp_pa
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("names", [DcpNames(), APP])
-def test_torch_goes_on_from_a_written_folder_in_both_of_its_forms(flat: bool, names: DcpNames, tmp_path: Path) -> None:
+def test_torch_goes_on_from_a_written_folder_in_both_of_its_forms(flat: bool, tmp_path: Path) -> None:
     model, optimizer = other_run("disk", tmp_path, steps=2)
-    write(tmp_path / "folder", model, optimizer, names=names)
+    outsize.export(tmp_path / "folder", model, format="dcp", optimizer=optimizer)
     plain, plain_optimizer = plain_run(steps=1)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, states = get_state_dict(plain, plain_optimizer, options=options)
-    wanted = {**({"model": weights} if names.model else weights), names.optimizer: states}
+    wanted = {**weights, "optimizer": states}
     plain_load(wanted, tmp_path / "folder")
-    weights = wanted["model"] if names.model else {name: wanted[name] for name in weights}
     dcp.state_dict.set_state_dict(
         plain,
         plain_optimizer,
-        model_state_dict=weights,
-        optim_state_dict=wanted[names.optimizer],
+        model_state_dict={name: wanted[name] for name in weights},
+        optim_state_dict=wanted["optimizer"],
         options=options,
     )
     assert_same(everything(model, optimizer), everything(plain, plain_optimizer))
@@ -81,16 +77,16 @@ def test_a_written_folder_becomes_a_torch_save_file(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     model, optimizer = other_run("disk", tmp_path)
-    write(tmp_path / "folder", model, optimizer, names=APP)
+    outsize.export(tmp_path / "folder", model, format="dcp", optimizer=optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
     found = torch.load(tmp_path / "file.pt", weights_only=True)
     plain = Net()
-    plain.load_state_dict(found["model"])
+    plain.load_state_dict({name: found[name] for name in plain.state_dict()})
     assert_same(everything(plain), everything(model))
     expected = optimizer.state[model.head.weight]["exp_avg"]
-    assert torch.equal(found["optim"]["state"]["head.weight"]["exp_avg"], expected)
+    assert torch.equal(found["optimizer"]["state"]["head.weight"]["exp_avg"], expected)
 
 
 def test_bf16_weights_are_written_as_they_are_or_as_their_fp32_masters(tmp_path: Path) -> None:
@@ -98,8 +94,8 @@ def test_bf16_weights_are_written_as_they_are_or_as_their_fp32_masters(tmp_path:
     model = Net()
     masters = everything(model)
     prepare(model, adamw(model), "disk", tmp_path, compute_dtype=torch.bfloat16)
-    write(tmp_path / "own", model)
-    write(tmp_path / "wide", model, dtype=torch.float32)
+    outsize.export(tmp_path / "own", model, format="dcp")
+    outsize.export(tmp_path / "wide", model, format="dcp", dtype=torch.float32)
     wide, own = Net().state_dict(), Net().bfloat16().state_dict()
     plain_load(wide, tmp_path / "wide")
     plain_load(own, tmp_path / "own")
@@ -114,7 +110,7 @@ def test_a_tied_weight_is_written_under_all_its_names_and_found_under_any(tmp_pa
     model = Tied()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     prepare(model, None, "disk", tmp_path)
-    write(tmp_path / "folder", model)
+    outsize.export(tmp_path / "folder", model, format="dcp")
     state = Tied().state_dict()
     plain_load(state, tmp_path / "folder")
     assert_same(state, expected)
@@ -237,7 +233,7 @@ def test_the_state_of_any_optimizer_goes_both_ways(name: str, tmp_path: Path) ->
     load(tmp_path / "folder", model, optimizer)
     assert_same(everything(model, optimizer), everything(plain, plain_optimizer))
     train(model, optimizer, 1)
-    write(tmp_path / "back", model, optimizer)
+    outsize.export(tmp_path / "back", model, format="dcp", optimizer=optimizer)
     expected = everything(model, optimizer)
     train(model, optimizer, 1)
     load(tmp_path / "back", model, optimizer)
@@ -246,7 +242,7 @@ def test_the_state_of_any_optimizer_goes_both_ways(name: str, tmp_path: Path) ->
 
 def test_8_bit_states_are_written_as_values_and_come_back_as_they_were(tmp_path: Path) -> None:
     model, optimizer = other_run("disk", tmp_path, state_format="compact")
-    write(tmp_path / "folder", model, optimizer)
+    outsize.export(tmp_path / "folder", model, format="dcp", optimizer=optimizer)
     expected = everything(model, optimizer)
     train(model, optimizer, 1)
     load(tmp_path / "folder", model, optimizer)
@@ -335,7 +331,7 @@ def test_masters_of_16_bit_weights_are_the_folders_fp32_weights(dtype: torch.dty
         if name in expected:
             assert torch.equal(value, expected[name].to(dtype)), name
     assert torch.equal(optimizer.state[model.scale]["exp_avg"], plain_optimizer.state[plain.scale]["exp_avg"])
-    write(tmp_path / "back", model, optimizer, dtype=torch.float32)
+    outsize.export(tmp_path / "back", model, format="dcp", optimizer=optimizer, dtype=torch.float32)
     state = plain.state_dict()
     plain_load(state, tmp_path / "back")
     for name, value in expected.items():

@@ -38,9 +38,12 @@ _WARNINGS = (
 Place = tuple[str | int, ...]
 """Where a value stands in the nested dicts and lists; joined by dots it is the value's key in the folder."""
 
+OPTIMIZER = "optimizer"
+"""Where the optimizer stands. See Note [Keys]."""
+
 # Note [Keys]
 # Weights stand at the top under the names of `model.state_dict()`, as torchtitan writes them, so that a plain load of
-# `model.state_dict()` opens them. A program that loads {"model": ..., "optim": ...} wants `DcpNames("model", "optim")`.
+# `model.state_dict()` opens them. The optimizer stands under its own name.
 #
 # `get_optimizer_state_dict` has two forms. The keys of the states are the same in both, `state.<name>.<array>`; the
 # options of the groups are `param_groups.<index>.<option>` in one and `param_groups.<name>.<option>` in the flattened
@@ -70,14 +73,6 @@ class DcpEntry:
 
 
 @dataclass(frozen=True)
-class DcpNames:
-    """Under which names the model and the optimizer stand, with dots if deeper; see Note [Keys]."""
-
-    model: str = ""
-    optimizer: str = "optimizer"
-
-
-@dataclass(frozen=True)
 class DcpGroup:
     """A parameter group: its options as plain values or small tensors, and the names of its parameters."""
 
@@ -100,7 +95,6 @@ class DcpContent:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Sequence[DcpGroup] | None = None
-    names: DcpNames = field(default_factory=DcpNames)
 
 
 def key_of(place: Place) -> str:
@@ -205,7 +199,7 @@ def entries_of(content: DcpContent) -> tuple[list[DcpEntry], dict[Place, object]
     entries = list(_weights(content, reading))
     values: dict[Place, object] = {}
     if content.groups is not None:
-        root = _place(content.names.optimizer)
+        root = (OPTIMIZER,)
         for shard in content.shards:
             states, plain = _states(shard, reading, (*root, "state"))
             entries += states
@@ -214,12 +208,7 @@ def entries_of(content: DcpContent) -> tuple[list[DcpEntry], dict[Place, object]
     return entries, values
 
 
-def _place(name: str) -> Place:
-    return tuple(name.split(".")) if name else ()
-
-
 def _weights(content: DcpContent, reading: _Reading) -> Iterator[DcpEntry]:
-    root = _place(content.names.model)
     further: dict[str, list[str]] = {}
     for alias, name in content.aliases.items():
         further.setdefault(name, []).append(alias)
@@ -228,10 +217,10 @@ def _weights(content: DcpContent, reading: _Reading) -> Iterator[DcpEntry]:
             dtype = content.dtype or DTYPES[slot.dtype]
             read = partial(reading.weight, shard, slot, dtype)
             for name in (slot.name, *further.get(slot.name, ())):
-                yield DcpEntry((*root, name), slot.shape, dtype, read)
+                yield DcpEntry((name,), slot.shape, dtype, read)
     for name, value in content.buffers.items():
         dtype = content.dtype if content.dtype is not None and value.is_floating_point() else value.dtype
-        yield DcpEntry((*root, name), tuple(value.shape), dtype, partial(_copied, value, dtype))
+        yield DcpEntry((name,), tuple(value.shape), dtype, partial(_copied, value, dtype))
 
 
 def _states(shard: UnitShard, reading: _Reading, root: Place) -> tuple[list[DcpEntry], dict[Place, object]]:
