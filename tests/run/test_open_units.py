@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,32 @@ def test_a_model_whose_own_parameters_never_move_begins_its_passes(tmp_path: Pat
     report = outsize.memory(model)
     assert report.predicted > 0
     assert report.mispredicted == 0
+
+
+class Differentiates(nn.Module):
+    """Its forward is made of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda each: torch.tanh(each @ self.weight).square().sum()))(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_gradients_of_torch_func_in_a_forward_need_the_model_gathered(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(
+        lambda: nn.Sequential(nn.Linear(16, 16), Differentiates(), nn.Linear(16, 4)), tier=tier, activations="keep"
+    )
+    with pytest.raises(RuntimeError, match=r"Differentiates uses torch.func .* `with outsize.gathered\(model\):`"):
+        pair.model(batches(1)[0][0])
+    for batch in batches(3):
+        losses = []
+        for model, optimizer in pair.both:
+            with outsize.gathered(model) if model is pair.model else nullcontext():
+                losses.append(squared_error(model, batch))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(losses[1], losses[0])

@@ -334,7 +334,7 @@ class Engine:
     @left_alone_by_dynamo
     def _opened(self, frame: Frame) -> Iterator[None]:
         """The units that `frame`'s module owns are open. See Note [Open units] in run/unit.py."""
-        units = [unit for unit in self._owned.get(id(frame.module), ()) if not unit.opened]
+        units = [unit for unit in self._owned.get(id(frame.module), ()) if not unit.opened and not unit.shown]
         if not units or not hooks_allowed():
             yield
             return
@@ -343,6 +343,13 @@ class Engine:
                 self._open(unit, frame)
             with saving_by_reference(self):
                 yield
+        except RuntimeError as error:
+            if "yet support saved tensor hooks" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{type(frame.module).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, which "
+                f"torch refuses beside saved-tensor hooks: open `with outsize.gathered(model):` around the forward"
+            ) from error
         finally:  # an exception is how a checkpoint ends what it runs again: a write counts there too
             written = self._close(units)
             if written is not None:
