@@ -16,7 +16,7 @@ from outsize.move.gradients import GradShard
 from outsize.move.memory import Ledger
 from outsize.move.staging import Staging
 from outsize.move.transfer import ARRIVED, Promise, Transfer
-from outsize.plan.layout import ParamInfo, UnitCut, UnitLayout, lay_out
+from outsize.plan.layout import ParamInfo, UnitLayout, lay_out
 
 PAGE = 4096
 
@@ -221,7 +221,7 @@ def test_closing_breaks_what_has_not_begun_and_refuses_more() -> None:
 
 def layout_of(dtype: str, itemsize: int) -> UnitLayout:
     infos = {name: ParamInfo(name, (3, 5), dtype, itemsize) for name in ("a", "b")}
-    return lay_out((UnitCut("unit", ("a", "b")),), infos)[0]
+    return lay_out({"unit": ("a", "b")}, infos)[0]
 
 
 def test_a_second_bf16_contribution_is_added_in_fp32() -> None:

@@ -10,7 +10,6 @@ from outsize.plan.placement import (
     MIN_DEPTH,
     Budgets,
     UnitBytes,
-    UsedTogether,
     check_largest_unit,
     format_at_least,
     least_staging,
@@ -94,7 +93,7 @@ def test_slabs_fit_the_staging_arena_or_hold_one_page_of_every_array(staging: in
 
 
 def test_units_that_one_forward_uses_at_once_are_refused_by_the_module_and_the_budget_that_holds_them() -> None:
-    together = (UsedTogether("lstm", (0, 1, 2)),)
+    together = {"lstm": (0, 1, 2)}
     with pytest.raises(ValueError, match=r"module 'lstm' needs 12.0 MiB .*raise host_memory to at least 13.8 MiB"):
         place(units(8), Budgets(host=12 * MIB, disk=1 << 40), ON_DISK, together)
     assert place(units(8), Budgets(host=parse_bytes("13.8MiB", ""), disk=1 << 40), ON_DISK, together)
@@ -103,9 +102,9 @@ def test_units_that_one_forward_uses_at_once_are_refused_by_the_module_and_the_b
 @given(st.integers(8, 100), st.integers(1, 8))
 def test_what_rests_in_memory_leaves_room_for_units_that_are_used_at_once(host: int, count: int) -> None:
     many, budgets = units(10), Budgets(host * MIB, disk=1 << 40)
-    together = UsedTogether("", tuple(range(count)))
+    together = {"": tuple(range(count))}
     try:
-        tiers = place(many, budgets, AUTO, (together,))
+        tiers = place(many, budgets, AUTO, together)
     except ValueError:
         return
     if all(each.params == "device" for each in tiers):
@@ -116,7 +115,7 @@ def test_what_rests_in_memory_leaves_room_for_units_that_are_used_at_once(host: 
         for kind in AUTO
         if getattr(each, kind) == "device"
     )
-    assert resting + together.nbytes(many) <= budgets.computing[1]
+    assert resting + sum(unit.gathered for unit in many[:count]) <= budgets.computing[1]
 
 
 @given(st.integers(1, 1 << 36), st.sampled_from([16, 32, 100]), st.sampled_from([None, 1]))

@@ -314,9 +314,7 @@ def test_interrupted_pass_costs_one_step() -> None:
 
 
 def recorded_uses(schedule: Schedule) -> int:
-    return sum(
-        len(each.recorded) + (0 if each.order is None else len(each.order.uses)) for each in schedule._kinds.values()
-    )
+    return sum(len(each.recorded) + len(each.order) for each in schedule._kinds.values())
 
 
 @pytest.mark.parametrize("period", [5, 7])

@@ -67,7 +67,7 @@ def test_a_step_moves_twelve_bytes_a_parameter_and_the_gradient_at_most(
     after = outsize.memory(model)
     each = (12 if update == "backward" else 12 + grads) * sum(param.numel() for param in model.parameters())
     assert after.bytes_written - before.bytes_written == each
-    assert sum(unit.traffic.written_bytes for unit in outsize.plan(model).units) == each
+    assert sum(unit.written_bytes for unit in outsize.plan(model).units) == each
     assert after.bytes_read - before.bytes_read <= each
 
 

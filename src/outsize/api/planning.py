@@ -12,9 +12,7 @@ from outsize.api.public import check_arguments
 from outsize.api.survey import Kept, Survey, survey
 from outsize.config import Config, make_config
 from outsize.optim.choice import rule_for
-from outsize.plan.memory import DiskTraffic, OnDisk, StateBytes, disk_traffic
-from outsize.plan.placement import UnitBytes, UnitTiers
-from outsize.plan.tables import Plan, PlannedUnit
+from outsize.plan.tables import Plan, PlannedUnit, planned
 
 ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
 
@@ -54,8 +52,7 @@ def plan(
 def plan_of(found: Survey, config: Config) -> Plan:
     """The table behind a survey."""
     units = tuple(
-        PlannedUnit(size.name, size, tiers, _traffic(size, tiers, config))
-        for size, tiers in zip(found.unit_bytes, found.tiers, strict=True)
+        planned(size, tiers, config.update) for size, tiers in zip(found.unit_bytes, found.tiers, strict=True)
     )
     trained = [unit for unit in units if unit.size.states]
     moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + sum(unit.size.grads for unit in trained)
@@ -63,14 +60,6 @@ def plan_of(found: Survey, config: Config) -> Plan:
     link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
     parameters = sum(info.numel for info in found.infos.values())
     return Plan(units, parameters, found.budgets, moved, link, found.together)
-
-
-def _traffic(size: UnitBytes, tiers: UnitTiers, config: Config) -> DiskTraffic:
-    """The engine's rule for one unit, in bytes: see `disk_traffic`, here with the unit as the thing that is moved."""
-    on_disk = OnDisk(params=tiers.params == "disk", grads=tiers.grads == "disk", states=tiers.states == "disk")
-    state = StateBytes(weight=size.params, remainder=0, moments=size.states)
-    gradients = 0 if config.update == "backward" else size.grads  # which are used where they arise
-    return disk_traffic(state, on_disk, gradient_bytes=gradients, trainable=size.states > 0)
 
 
 def _link_bytes(unit: PlannedUnit) -> int:

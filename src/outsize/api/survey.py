@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -84,7 +84,7 @@ class Survey:
     optimized: frozenset[str]
     split: tuple[int, int] = (0, 1)
     """(this rank, the ranks over which each unit is split)."""
-    together: tuple[UsedTogether, ...] = ()
+    together: UsedTogether = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -143,7 +143,7 @@ def survey(
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
-    together = tuple(_used_together(model, names, layouts))
+    together = _used_together(model, names, layouts)
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
     return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together)
@@ -157,16 +157,18 @@ def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:
     )
 
 
-def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitLayout, ...]) -> Iterator[UsedTogether]:
+def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitLayout, ...]) -> UsedTogether:
     """The modules whose forward uses several units for its own parameters. See Note [What one forward uses]."""
     home = {slot.name: layout.index for layout in layouts for slot in layout.slots}
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
             continue
         own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))  # it calls no child of its own
         units = sorted({home[names[id(param)]] for param in own})
         if len(units) > 1:
-            yield UsedTogether(name, tuple(units))
+            found[name] = tuple(units)
+    return found
 
 
 def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_parts: bool) -> None:
@@ -292,7 +294,7 @@ def _tree(name: str, module: nn.Module, names: dict[int, str], seen: set[int]) -
         if id(each) not in seen
     )
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-    return ModuleInfo(name, own, children, type(module).__name__, is_list)
+    return ModuleInfo(name, own, children, is_list)
 
 
 def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:

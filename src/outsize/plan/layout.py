@@ -6,7 +6,7 @@ share one element space, so a parameter has one offset whatever is stored and wh
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -47,21 +47,12 @@ class ModuleInfo:
     name: str
     params: tuple[str, ...]
     children: tuple[ModuleInfo, ...]
-    kind: str = ""
     is_list: bool = False
 
     def subtree_params(self) -> Iterator[str]:
         yield from self.params
         for child in self.children:
             yield from child.subtree_params()
-
-
-@dataclass(frozen=True)
-class UnitCut:
-    """A unit before layout: the module that it is named after and its parameters in order of first use."""
-
-    name: str
-    params: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -123,11 +114,6 @@ class UnitLayout:
     def segment_of(self, slot: Slot) -> Segment:
         return self.segments[slot.segment]
 
-    def byte_offset(self, slot: Slot) -> int:
-        """Where the parameter's own bytes start in the unit's flat buffer."""
-        segment = self.segment_of(slot)
-        return segment.byte_start + (slot.offset - segment.start) * segment.itemsize
-
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
@@ -136,74 +122,61 @@ def round_up(value: int, multiple: int) -> int:
 
 def cut_units(
     root: ModuleInfo, params: Mapping[str, ParamInfo], unit_bytes: int, chosen: frozenset[str] | None = None
-) -> tuple[UnitCut, ...]:
-    """Cut the module tree into units (DESIGN: a module is a unit when its bytes fit, else its children are looked at).
+) -> dict[str, tuple[str, ...]]:
+    """Cut the module tree into units: the parameters of each, by the name of the module that it is named after.
 
-    `chosen` holds the names of modules that must be units, where the user gave them; then nothing else is cut. The
-    modules of a list (a model's layers) are units of their own even where the whole list would fit, so that there is
-    something to overlap. Parameters left over join their parent's unit; tied parameters stay with their first user.
+    A module is a unit when its bytes fit, else its children are looked at. `chosen` holds the names of modules that
+    must be units, where the user gave them; then nothing else is cut. The modules of a list (a model's layers) are
+    units of their own even where the whole list would fit, so that there is something to overlap. Parameters left over
+    join their parent's unit; tied parameters stay with their first user.
     """
-    return _Cutter(params, unit_bytes, chosen).cut(root)
+    small_bytes = min(unit_bytes // 32, 1 << 20)
+    assigned: set[str] = set()
+    units: dict[str, tuple[str, ...]] = {}
 
+    def nbytes(names: Iterable[str]) -> int:
+        return sum(params[name].nbytes for name in names)
 
-class _Cutter:
-    def __init__(self, params: Mapping[str, ParamInfo], unit_bytes: int, chosen: frozenset[str] | None) -> None:
-        self._params = params
-        self._unit_bytes = unit_bytes
-        self._small_bytes = min(unit_bytes // 32, 1 << 20)
-        self._chosen = chosen
-        self._assigned: set[str] = set()
-        self._units: list[UnitCut] = []
+    def free(names: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(names) if name not in assigned]
 
-    def cut(self, root: ModuleInfo) -> tuple[UnitCut, ...]:
-        left_over = self._visit(root, inside_block=False)
-        self._emit(root.name, left_over)
-        order = {name: position for position, name in enumerate(dict.fromkeys(root.subtree_params()))}
-        return tuple(sorted(self._units, key=lambda unit: min(order[name] for name in unit.params)))
-
-    def _emit(self, name: str, params: list[str]) -> None:
-        if params:
-            self._units.append(UnitCut(name, tuple(params)))
-
-    def _take(self, names: Iterator[str] | tuple[str, ...]) -> list[str]:
-        """The names that no unit has yet, which are the caller's from now on."""
-        taken = [name for name in dict.fromkeys(names) if name not in self._assigned]
-        self._assigned.update(taken)
+    def take(names: Iterable[str]) -> list[str]:
+        taken = free(names)
+        assigned.update(taken)
         return taken
 
-    def _visit(self, module: ModuleInfo, inside_block: bool) -> list[str]:
-        """Emit the units below `module`; return the parameters that are left for its parent's unit."""
-        free = [name for name in dict.fromkeys(module.subtree_params()) if name not in self._assigned]
-        nbytes = sum(self._params[name].nbytes for name in free)
-        if self._chosen is not None:
-            if module.name in self._chosen:
-                self._emit(module.name, self._take(module.subtree_params()))
-                return []
-        elif inside_block or not _holds_blocks(module):
-            if nbytes <= self._small_bytes and not inside_block:
-                return self._take(module.subtree_params())
-            if nbytes <= self._unit_bytes or not (module.children or len(free) > 1):
-                self._emit(module.name, self._take(module.subtree_params()))
-                return []
-        left_over = self._take(module.params)
-        for child in module.children:
-            left_over += self._visit(child, inside_block=module.is_list and not inside_block)
-        if self._chosen is not None or module.is_list:
-            return left_over
-        if sum(self._params[name].nbytes for name in left_over) > self._unit_bytes:
-            left_over = self._emit_singly(module, left_over)
-        if left_over and sum(self._params[name].nbytes for name in left_over) > self._small_bytes:
-            self._emit(module.name, left_over)
-            return []
-        return left_over
+    def emit(name: str, names: list[str]) -> list[str]:
+        """Make a unit; nothing is left for the parent's."""
+        if names:
+            units[name] = tuple(names)
+        return []
 
-    def _emit_singly(self, module: ModuleInfo, names: list[str]) -> list[str]:
-        """Parameters of one module that do not fit together are units of their own; the small ones stay together."""
-        small = [name for name in names if self._params[name].nbytes <= self._small_bytes]
-        for name in names:
-            if self._params[name].nbytes > self._small_bytes:
-                self._emit(name, [name])
-        return small
+    def visit(module: ModuleInfo, inside_block: bool) -> list[str]:
+        """Emit the units below `module`; return the parameters that are left for its parent's unit."""
+        below = free(module.subtree_params())
+        if chosen is not None:
+            if module.name in chosen:
+                return emit(module.name, take(below))
+        elif inside_block or not _holds_blocks(module):
+            if nbytes(below) <= small_bytes and not inside_block:
+                return take(below)
+            if nbytes(below) <= unit_bytes or not (module.children or len(below) > 1):
+                return emit(module.name, take(below))
+        left_over = take(module.params)
+        for child in module.children:
+            left_over += visit(child, inside_block=module.is_list and not inside_block)
+        if chosen is not None or module.is_list:
+            return left_over
+        if nbytes(left_over) > unit_bytes:  # the large ones are units of their own, the small ones stay together
+            for name in left_over:
+                if params[name].nbytes > small_bytes:
+                    emit(name, [name])
+            left_over = [name for name in left_over if params[name].nbytes <= small_bytes]
+        return emit(module.name, left_over) if nbytes(left_over) > small_bytes else left_over
+
+    emit(root.name, visit(root, inside_block=False))
+    order = {name: position for position, name in enumerate(dict.fromkeys(root.subtree_params()))}
+    return dict(sorted(units.items(), key=lambda unit: min(order[name] for name in unit[1])))
 
 
 def _holds_blocks(module: ModuleInfo) -> bool:
@@ -214,34 +187,33 @@ def _holds_blocks(module: ModuleInfo) -> bool:
 
 
 def lay_out(
-    cuts: tuple[UnitCut, ...], params: Mapping[str, ParamInfo], ranks: int = 1, align: int = ALIGN_ELEMENTS
+    cuts: Mapping[str, Sequence[str]], params: Mapping[str, ParamInfo], ranks: int = 1, align: int = ALIGN_ELEMENTS
 ) -> tuple[UnitLayout, ...]:
     """The layout of each unit; each segment is padded so that every rank's share is a whole number of pages.
 
     With `align=PAGE_ELEMENTS` no two parameters share a page, so each can be read and written alone.
     """
-    return tuple(_lay_out_unit(index, cut, params, ranks, align) for index, cut in enumerate(cuts))
+    return tuple(
+        _lay_out_unit(index, name, [params[each] for each in cut], ranks, align)
+        for index, (name, cut) in enumerate(cuts.items())
+    )
 
 
-def _lay_out_unit(index: int, cut: UnitCut, params: Mapping[str, ParamInfo], ranks: int, align: int) -> UnitLayout:
+def _lay_out_unit(index: int, name: str, infos: Sequence[ParamInfo], ranks: int, align: int) -> UnitLayout:
     slots: list[Slot] = []
     segments: list[Segment] = []
     position = byte_position = 0
-    kinds = dict.fromkeys((params[name].dtype, params[name].trainable) for name in cut.params)
-    for dtype, trainable in sorted(
-        kinds, key=lambda kind: not kind[1]
-    ):  # each rank has its share of the trainable ones
+    kinds = dict.fromkeys((info.dtype, info.trainable) for info in infos)
+    for dtype, trainable in sorted(kinds, key=lambda kind: not kind[1]):  # each rank has its share of the trainable
         start = position
-        members = [
-            params[name] for name in cut.params if (params[name].dtype, params[name].trainable) == (dtype, trainable)
-        ]
+        members = [info for info in infos if (info.dtype, info.trainable) == (dtype, trainable)]
         for info in members:
             slots.append(Slot(info.name, info.shape, dtype, position, info.numel, segment=len(segments)))
             position = round_up(position + info.numel, align)
-        position = start + max(round_up(position - start, PAGE_ELEMENTS * ranks), PAGE_ELEMENTS * ranks)
+        position = start + round_up(max(position - start, 1), PAGE_ELEMENTS * ranks)
         segments.append(Segment(dtype, members[0].itemsize, start, position - start, byte_position, trainable))
         byte_position += (position - start) * members[0].itemsize
-    return UnitLayout(index, cut.name, tuple(slots), tuple(segments))
+    return UnitLayout(index, name, tuple(slots), tuple(segments))
 
 
 def slice_of(layout: UnitLayout, rank: int, ranks: int) -> UnitLayout:

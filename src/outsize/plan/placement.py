@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.plan.layout import PAGE_ELEMENTS
@@ -21,7 +21,7 @@ MIN_DEPTH, MAX_DEPTH = 3, 8
 # Note [What one forward uses]
 # A unit that a forward uses stays gathered until that forward returns. So all units with parameters of one module are
 # in memory at once, however finely the module is cut: an LSTM of many layers needs all its weights, its gradients one
-# unit after the other. They are counted together (`UsedTogether`) but not joined into one unit, whose weights and
+# unit after the other. They are counted together (`together`) but not joined into one unit, whose weights and
 # gradients would be in memory at once: then models that train within their budget would be refused. The entries of an
 # `nn.ParameterList` or `ParameterDict` are not counted: some forwards use all, some only one (adapters, experts). If
 # such a forward goes above the budget, the streamer logs which units and which budget would hold them.
@@ -63,15 +63,10 @@ class UnitBytes:
         return max(self.params, self.shared - self.collected)
 
 
-@dataclass(frozen=True)
-class UsedTogether:
-    """The units with parameters of one module, by index. See Note [What one forward uses]."""
+UsedTogether = Mapping[str, tuple[int, ...]]
+"""The indices of the units with parameters of one module, by its name. See Note [What one forward uses]."""
 
-    module: str
-    units: tuple[int, ...]
-
-    def nbytes(self, units: Sequence[UnitBytes]) -> int:
-        return sum(units[index].gathered for index in self.units)
+NONE_TOGETHER: UsedTogether = {}
 
 
 @dataclass(frozen=True)
@@ -147,19 +142,6 @@ class UnitTiers:
     why: str
 
 
-@dataclass
-class _Ledger:
-    """What is left of each tier while placement hands it out."""
-
-    left: dict[str, int]
-
-    def take(self, tier: str, nbytes: int) -> bool:
-        if nbytes > self.left.get(tier, 0):
-            return False
-        self.left[tier] -= nbytes
-        return True
-
-
 def pipeline_depth(staging_bytes: int) -> int:
     """Slabs of the staging arena. At least one is read, one updated and one written; the more there are, the less of
     the arena stands still while one is updated, as long as the pieces that go to disk are not small."""
@@ -176,25 +158,36 @@ def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = MIN_DEPTH) -
     return max(staging_bytes // depth // PAGE_ELEMENTS, element_bytes) * PAGE_ELEMENTS
 
 
-def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: Sequence[UsedTogether] = ()) -> None:
+def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[int, str, bool]:
+    """What takes most of the computing memory while at work: (bytes, its name, whether it is a module whose units one
+    forward uses `together`, else one unit)."""
+    largest = max(units, key=lambda unit: unit.working)
+    found = largest.working, largest.name, False
+    for module, indices in together.items():
+        nbytes = sum(units[index].gathered for index in indices)
+        if nbytes > found[0]:
+            found = nbytes, module, True
+    return found
+
+
+def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: UsedTogether = NONE_TOGETHER) -> None:
     """Raise `ValueError` that names the unit whose weights and gradients, or the module whose weights, do not fit the
     computing budget."""
-    name, room = budgets.computing
-    largest = max(units, key=lambda unit: unit.working)
-    needed, what, remedy = largest.working, f"unit {largest.name!r}", " or cut the module smaller with units="
-    kinds = "parameters and gradients"
-    for each in together:
-        if each.nbytes(units) > needed:
-            needed, kinds, remedy = each.nbytes(units), "parameters, which one forward uses at once,", ""
-            what = f"module {each.module!r}" if each.module else "the model"
-    if needed > room:
-        least = budgets.least_for(needed)
-        extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
-        given = budgets.host if budgets.device is None else room
-        raise ValueError(
-            f"{what} needs {format_bytes(needed)} for its {kinds}{extra}, but {name} is {format_bytes(given)}; "
-            f"raise {name} to at least {format_at_least(least)}{remedy}"
-        )
+    field, room = budgets.computing
+    needed, name, of_module = most_at_once(units, together)
+    if needed <= room:
+        return
+    what, kinds, remedy = f"unit {name!r}", "parameters and gradients", " or cut the module smaller with units="
+    if of_module:
+        what, remedy = f"module {name!r}" if name else "the model", ""
+        kinds = "parameters, which one forward uses at once,"
+    least = budgets.least_for(needed)
+    extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
+    given = budgets.host if budgets.device is None else room
+    raise ValueError(
+        f"{what} needs {format_bytes(needed)} for its {kinds}{extra}, but {field} is {format_bytes(given)}; "
+        f"raise {field} to at least {format_at_least(least)}{remedy}"
+    )
 
 
 def format_at_least(nbytes: int) -> str:
@@ -221,7 +214,7 @@ def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], bu
 
 
 def place(
-    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: Sequence[UsedTogether] = ()
+    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: UsedTogether = NONE_TOGETHER
 ) -> tuple[UnitTiers, ...]:
     """Choose the tiers of each unit. `wanted` maps each kind to a tier or "auto".
 
@@ -239,9 +232,78 @@ def place(
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
     stay = wanted["params"] == "device" or (wanted["params"] == "auto" and budgets.disk is None is budgets.device)
-    together = () if stay else together  # else they are gathered, and rest nowhere else in that memory
+    together = NONE_TOGETHER if stay else together  # else they are gathered, and rest nowhere else in that memory
     check_largest_unit(units, budgets, together)
-    return _Placer(units, budgets, wanted, together).run()
+    left = _room_at_rest(units, budgets, wanted, together)
+    chosen: list[dict[str, str]] = [{} for _ in units]
+    for kind in sorted(KINDS, key=lambda kind: wanted[kind] == "auto"):
+        for unit, tiers in zip(units, chosen, strict=True):
+            tier = _take(left, unit.most(kind), wanted[kind], budgets.device is None)
+            if tier is None:
+                raise ValueError(_shortage(units, unit, kind, wanted[kind], budgets))
+            tiers[kind] = tier
+    for kind in ("grads", "states"):
+        # A frozen unit has none yet. Unless it lies on the device, they will go where those of the others had to go.
+        lowest = max((tiers[kind] for tiers in chosen), key=("device", "host", "disk").index)
+        for unit, tiers in zip(units, chosen, strict=True):
+            if wanted[kind] == "auto" and not getattr(unit, kind) and unit.params and tiers["params"] != "device":
+                tiers[kind] = lowest
+    return tuple(UnitTiers(**tiers, why=_why(tiers, wanted)) for tiers in chosen)
+
+
+def _room_at_rest(
+    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: UsedTogether
+) -> dict[str, int]:
+    """The bytes of each tier that can be handed out, beside what is at work. With computation on the CPU, device and
+    host are one memory under one budget: "device"."""
+    ahead = max(max(unit.params, unit.shared) for unit in units)  # one fetched ahead
+    largest = max(unit.working for unit in units)
+    working = max(largest + ahead, most_at_once(units, together)[0])
+    left = {"device": max(budgets.computing[1] - working, 0), "disk": budgets.disk or 0}
+    if budgets.device is not None:
+        leaving = budgets.outbox_bytes(units) if wanted["grads"] != "device" else 0
+        passing = budgets.passing_bytes(units) if wanted["grads"] == "disk" or budgets.disk is not None else 0
+        left["host"] = max(budgets.host - budgets.staging_bytes - leaving - passing, 0)
+    return left
+
+
+def _take(left: dict[str, int], nbytes: int, wanted: str, on_cpu: bool) -> str | None:
+    """Take so many bytes of the tier that is wanted, or of the first that has them; None where there is none."""
+    automatic = ("device", "disk") if on_cpu else ("device", "host", "disk")
+    for tier in automatic if wanted == "auto" else (wanted,):
+        memory = "device" if on_cpu and tier == "host" else tier
+        if nbytes <= left[memory]:
+            left[memory] -= nbytes
+            return tier
+    return None
+
+
+def _why(tiers: dict[str, str], wanted: dict[str, str]) -> str:
+    asked = [kind for kind in KINDS if wanted[kind] != "auto"]
+    if len(asked) == len(KINDS):
+        return "as asked"
+    lowest = "disk" if "disk" in tiers.values() else "host" if "host" in tiers.values() else "device"
+    reason = {"device": "fits in memory", "host": "device memory is full", "disk": "memory is full"}[lowest]
+    return f"{reason}; {', '.join(asked)} as asked" if asked else reason
+
+
+def _shortage(units: Sequence[UnitBytes], unit: UnitBytes, kind: str, wanted: str, budgets: Budgets) -> str:
+    total = sum(each.most(kind) for each in units)
+    needs = f"unit {unit.name!r}: {kind} of {format_bytes(unit.most(kind))} ({format_bytes(total)} in all units)"
+    if kind == "grads" and any(each.sums for each in units):
+        needs += " as sums of several in fp32"
+    host = format_bytes(budgets.host)
+    if wanted in ("device", "host"):
+        field = "device_memory" if wanted == "device" and budgets.device is not None else "host_memory"
+        given = format_bytes(budgets.device or 0) if field == "device_memory" else host
+        remedy = f"raise {field} or let {kind} be 'auto'"
+        if kind == "params" and wanted == "device":
+            remedy += " with stage=3 (stages 1 and 2 keep whole parameters on the device of each rank)"
+        return f"{needs} do not fit {field}={given} beside the working set; {remedy}"
+    if budgets.disk is None:
+        return f"{needs} do not fit host_memory={host} and no disk is given; pass disk='/path' or raise host_memory"
+    disk = format_bytes(budgets.disk)
+    return f"{needs} do not fit the disk: {disk} may be used there; free some, or raise disk_space"
 
 
 def with_free_staging(
@@ -249,92 +311,14 @@ def with_free_staging(
     budgets: Budgets,
     wanted: dict[str, str],
     tiers: tuple[UnitTiers, ...],
-    together: Sequence[UsedTogether] = (),
+    together: UsedTogether = NONE_TOGETHER,
 ) -> Budgets:
     """The budgets with as much staging as leaves every tier as it is: a drive needs more bytes on their way than an
     eighth of a small budget."""
     if not units:
         return budgets
-    working = max([unit.working for unit in units] + [each.nbytes(units) for each in together])
-    more = budgets.with_staging_for(working)
+    more = budgets.with_staging_for(most_at_once(units, together)[0])
     try:
-        same = place(units, more, wanted, together) == tiers
+        return more if place(units, more, wanted, together) == tiers else budgets
     except ValueError:
-        same = False
-    return more if same else budgets
-
-
-class _Placer:
-    def __init__(
-        self, units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: Sequence[UsedTogether]
-    ) -> None:
-        self._units = units
-        self._budgets = budgets
-        self._wanted = wanted
-        ahead = max(max(unit.params, unit.shared) for unit in units)  # one fetched ahead
-        working = max([max(unit.working for unit in units) + ahead] + [each.nbytes(units) for each in together])
-        computing = max(budgets.computing[1] - working, 0)
-        if budgets.device is None:
-            self._ledger = _Ledger({"memory": computing, "disk": budgets.disk or 0})
-        else:
-            leaving = budgets.outbox_bytes(units) if wanted["grads"] != "device" else 0
-            passing = budgets.passing_bytes(units) if wanted["grads"] == "disk" or budgets.disk is not None else 0
-            host = max(budgets.host - budgets.staging_bytes - leaving - passing, 0)
-            self._ledger = _Ledger({"device": computing, "host": host, "disk": budgets.disk or 0})
-
-    def run(self) -> tuple[UnitTiers, ...]:
-        chosen: list[dict[str, str]] = [{} for _ in self._units]
-        for kind in sorted(KINDS, key=lambda kind: self._wanted[kind] == "auto"):
-            for unit, tiers in zip(self._units, chosen, strict=True):
-                tiers[kind] = self._tier(unit, kind)
-        for kind in ("grads", "states"):
-            self._place_what_may_come(kind, chosen)
-        return tuple(UnitTiers(tiers["params"], tiers["grads"], tiers["states"], self._why(tiers)) for tiers in chosen)
-
-    def _place_what_may_come(self, kind: str, chosen: list[dict[str, str]]) -> None:
-        """A frozen unit has no gradients and states yet. Unless it lies on the device, they will go where those of the
-        others had to go."""
-        lowest = max((tiers[kind] for tiers in chosen), key=("device", "host", "disk").index)
-        for unit, tiers in zip(self._units, chosen, strict=True):
-            if self._wanted[kind] == "auto" and not getattr(unit, kind) and tiers["params"] != "device":
-                tiers[kind] = lowest if unit.params else tiers[kind]
-
-    def _tier(self, unit: UnitBytes, kind: str) -> str:
-        nbytes = unit.most(kind)
-        wanted = self._wanted[kind]
-        candidates: tuple[str, ...] = ("device", "host", "disk") if wanted == "auto" else (wanted,)
-        if wanted == "auto" and self._budgets.device is None:
-            candidates = ("device", "disk")
-        for tier in candidates:
-            if self._ledger.take(self._account(tier), nbytes):
-                return tier
-        raise ValueError(self._shortage(unit, kind, wanted))
-
-    def _account(self, tier: str) -> str:
-        """With computation on the CPU, device and host are one memory under one budget."""
-        return "memory" if self._budgets.device is None and tier in ("device", "host") else tier
-
-    def _why(self, tiers: dict[str, str]) -> str:
-        asked = [kind for kind in KINDS if self._wanted[kind] != "auto"]
-        if len(asked) == len(KINDS):
-            return "as asked"
-        lowest = "disk" if "disk" in tiers.values() else "host" if "host" in tiers.values() else "device"
-        reason = {"device": "fits in memory", "host": "device memory is full", "disk": "memory is full"}[lowest]
-        return f"{reason}; {', '.join(asked)} as asked" if asked else reason
-
-    def _shortage(self, unit: UnitBytes, kind: str, wanted: str) -> str:
-        total = sum(each.most(kind) for each in self._units)
-        needs = f"unit {unit.name!r}: {kind} of {format_bytes(unit.most(kind))} ({format_bytes(total)} in all units)"
-        if kind == "grads" and any(each.sums for each in self._units):
-            needs += " as sums of several in fp32"
-        host, disk = format_bytes(self._budgets.host), self._budgets.disk
-        if wanted in ("device", "host"):
-            name = "device_memory" if wanted == "device" and self._budgets.device is not None else "host_memory"
-            given = format_bytes(self._budgets.device or 0) if name == "device_memory" else host
-            remedy = f"raise {name} or let {kind} be 'auto'"
-            if kind == "params" and wanted == "device":
-                remedy += " with stage=3 (stages 1 and 2 keep whole parameters on the device of each rank)"
-            return f"{needs} do not fit {name}={given} beside the working set; {remedy}"
-        if disk is None:
-            return f"{needs} do not fit host_memory={host} and no disk is given; pass disk='/path' or raise host_memory"
-        return f"{needs} do not fit the disk: {format_bytes(disk)} may be used there; free some, or raise disk_space"
+        return budgets

@@ -26,45 +26,39 @@ MAX_USES: Final = 1 << 16
 """Uses recorded as one order. A longer pass is cut here, so memory stays bounded when a pass never ends."""
 
 
-class _Order:
-    """The uses of one pass, which the next pass is expected to repeat; no unit twice in a row."""
-
-    def __init__(self, uses: list[int]) -> None:
-        self.uses = uses
-        self._places: dict[int, list[int]] = {}  # unit -> ascending positions in `uses`
-        for position, unit in enumerate(uses):
-            self._places.setdefault(unit, []).append(position)
-
-    def nearest(self, unit: int, position: int) -> int | None:
-        places = self._places.get(unit, [])
-        index = bisect_left(places, position)
-        around = places[max(index - 1, 0) : index + 1]
-        return min(around, key=lambda place: (abs(place - position), -place), default=None)
-
-    def distance(self, unit: int, position: int) -> int:
-        """Uses from `position` to the next one of the unit, over the end of the pass if need be."""
-        places = self._places.get(unit)
-        if not places:
-            return NEVER
-        index = bisect_left(places, position)
-        return places[index] - position if index < len(places) else len(self.uses) - position + places[0]
-
-
 @dataclass(eq=False)
 class _Kind:
     """Passes of one kind: the order that is expected, where in it the next use is, and what was used so far."""
 
-    order: _Order | None = None
+    order: list[int] = field(default_factory=list)  # no unit twice in a row
+    places: dict[int, list[int]] = field(default_factory=dict)  # unit -> ascending positions in `order`
     ahead: int = 0
     recorded: list[int] = field(default_factory=list)
     left: int | None = None
     """What was expected when the last use that was expected was over."""
 
+    def expect(self, order: list[int]) -> None:
+        self.order, self.places = order, {}
+        for position, unit in enumerate(order):
+            self.places.setdefault(unit, []).append(position)
+
     def begin_anew(self) -> None:
         """What was recorded is expected again, from its first use on."""
         if self.recorded:
-            self.order, self.recorded = _Order(self.recorded), []
+            self.expect(self.recorded)
+            self.recorded = []
         self.ahead, self.left = 0, None
+
+    def after_surprise(self, unit: int, expected: int) -> int:
+        """Where to go on when `unit` came in place of what was expected."""
+        if self.left is not None and self.order[self.left] == unit:  # what came between was inserted
+            return self.left + 1
+        self.left = expected if self.left is None else self.left
+        places = self.places.get(unit, [])
+        index = bisect_left(places, expected)
+        around = places[max(index - 1, 0) : index + 1]
+        nearest = min(around, key=lambda place: (abs(place - expected), -place), default=expected - 1)
+        return nearest + 1
 
 
 class Schedule:
@@ -88,10 +82,10 @@ class Schedule:
         evaluation = self._kinds.get("eval")
         if evaluation is not None:
             evaluation.begin_anew()
-        known = [each.order for each in self._kinds.values() if each.order is not None]
+        known = [each.order for each in self._kinds.values() if each.order]
         self._now = self._kinds.setdefault(kind, _Kind())
-        if self._now.order is None:  # a first accumulation predicts the second, a training pass the first evaluation
-            self._now.order = _Order([*self._now.recorded]) if self._now.recorded else next(iter(known), None)
+        if not self._now.order:  # a first accumulation predicts the second, a training pass the first evaluation
+            self._now.expect([*self._now.recorded] or next(iter(known), []))
             self._now.ahead = 0
         self._current = None
 
@@ -113,25 +107,16 @@ class Schedule:
         now.recorded.append(unit)
         self._current = unit
         was_expected = False
-        if now.order is not None and expected is not None:
-            was_expected = now.order.uses[expected] == unit
+        if expected is not None:
+            was_expected = now.order[expected] == unit
             self.right += was_expected
             self.wrong += not was_expected
-            now.ahead = expected + 1 if was_expected else self._place_after_surprise(unit, expected)
+            now.ahead = expected + 1 if was_expected else now.after_surprise(unit, expected)
             if was_expected:
                 now.left = None
         if len(now.recorded) >= MAX_USES:
             now.begin_anew()
         return was_expected
-
-    def _place_after_surprise(self, unit: int, expected: int) -> int:
-        now = self._now
-        assert now.order is not None
-        if now.left is not None and now.order.uses[now.left] == unit:  # what came between was inserted
-            return now.left + 1
-        now.left = expected if now.left is None else now.left
-        place = now.order.nearest(unit, expected)
-        return expected if place is None else place + 1
 
     def upcoming(self, k: int) -> list[int]:
         """The next `k` distinct units expected after the current one, soonest first; fewer if no more are foreseen."""
@@ -139,19 +124,23 @@ class Schedule:
         for position in self._expected():
             if len(units) >= k:
                 break
-            assert self._now.order is not None
-            units[self._now.order.uses[position]] = None
+            units[self._now.order[position]] = None
         return list(units)
 
     def next_use(self, unit: int) -> int:
         """Uses until `unit` is expected again: 1 if it is next, `NEVER` if it is not foreseen."""
-        order = self._now.order
-        return NEVER if order is None else min(order.distance(unit, self._now.ahead) + 1, NEVER)
+        places = self._now.places.get(unit)
+        if not places:
+            return NEVER
+        position = self._now.ahead
+        index = bisect_left(places, position)
+        ahead = places[index] if index < len(places) else len(self._now.order) + places[0]  # over the end of the pass
+        return ahead - position + 1
 
     def _expected(self) -> Iterator[int]:
         """The places in the order that come next, once around; those of the current unit are no use."""
-        uses = [] if self._now.order is None else self._now.order.uses
-        for distance in range(len(uses)):
-            position = (self._now.ahead + distance) % len(uses)
-            if uses[position] != self._current:
+        order = self._now.order
+        for distance in range(len(order)):
+            position = (self._now.ahead + distance) % len(order)
+            if order[position] != self._current:
                 yield position

@@ -1,36 +1,37 @@
-"""The plan as a table that a person reads."""
+"""What a plan costs in bytes and in traffic, and the plan as a table that a person reads."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
-from outsize.plan.memory import (
-    EXACT_STATE,
-    BytesPerSecond,
-    DiskTraffic,
-    Stage,
-    zero_bytes_per_device,
-)
-from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole
+from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole, most_at_once
 from outsize.plan.sizes import format_bytes
 
 COMPACT_MOMENT_BYTES = 1 + 4 / 64
 """An 8-bit code, and its share of the fp32 scale of 64 of them."""
 
-_STATE = {"fp32": EXACT_STATE["float32"], "bf16": EXACT_STATE["bfloat16"], "fp16": EXACT_STATE["float16"]}
+EXACT_BYTES = {"fp32": (4, 0, 8), "bf16": (2, 2, 8), "fp16": (2, 4, 8)}
+"""Of a weight, of what completes it to its fp32 master, and of the moments, by compute dtype. The exponent of fp16 is
+too short for a remainder: its master is kept whole."""
 
 
-def own_bytes(stage: Stage, dtype: str = "bf16", state_format: str = "exact") -> tuple[float, float]:
+def own_bytes(stage: int, dtype: str = "bf16", state_format: str = "exact") -> tuple[float, float]:
     """Of outsize with AdamW, for one parameter: (bytes that every rank holds, bytes that the ranks share)."""
-    state = _STATE[dtype]
-    weight, gradient = state.weight, state.weight
-    moments = state.moments if state_format == "exact" else 2 * COMPACT_MOMENT_BYTES
-    total = weight + gradient + state.remainder + moments
+    weight, remainder, moments = EXACT_BYTES[dtype]
+    total = 2 * weight + remainder + (moments if state_format == "exact" else 2 * COMPACT_MOMENT_BYTES)
     whole = {0: total, 1: weight, 2: weight, 3: 0}[stage]
     return whole, total - whole
+
+
+def zero_bytes_per_device(parameters: float, ranks: int, stage: int) -> float:
+    """Model states on one device with Adam, an fp32 master, and 2-byte parameters and gradients (ZeRO, Rajbhandari et
+    al. 2020, sections 3 and 5): stage 1 divides the optimizer's 12 bytes by `ranks`, stage 2 the gradients too, stage 3
+    the parameters too."""
+    divided = {0: 0, 1: 12, 2: 14, 3: 16}[stage]
+    return parameters * (16 - divided + divided / ranks)
 
 
 def zero_rows(
@@ -38,15 +39,14 @@ def zero_rows(
 ) -> list[tuple[int, float, float]]:
     """(stage, bytes on a rank by the ZeRO paper, bytes with outsize) for each stage.
 
-    The paper's 16 bytes a parameter (Rajbhandari et al. 2020, table 1), whatever `dtype` is; here the master is the
-    weight and a remainder, and gradients are reduced unit by unit from stage 1 on.
+    The paper's 16 bytes a parameter (table 1), whatever `dtype` is; here the master is the weight and a remainder, and
+    gradients are reduced unit by unit from stage 1 on.
     """
-    stages: tuple[Stage, ...] = (0, 1, 2, 3)
-    rows: list[tuple[int, float, float]] = []
-    for stage in stages:
+    rows = []
+    for stage in range(4):
         whole, shared = own_bytes(stage, dtype, state_format)
         own = parameters * (whole + shared / ranks)
-        rows.append((stage, zero_bytes_per_device(int(parameters), ranks, stage), own))
+        rows.append((stage, zero_bytes_per_device(parameters, ranks, stage), own))
     return rows
 
 
@@ -63,8 +63,8 @@ def zero_table(parameters: float, ranks: int, dtype: str = "bf16", state_format:
     return "\n".join(lines)
 
 
-TYPICAL = BytesPerSecond(host_to_device=20e9, device_to_host=20e9, dram=20e9, disk_read=1.5e9, disk_write=1.5e9)
-"""Rates assumed where none were measured; `outsize probe` measures them."""
+TYPICAL = {"disk": 1.5e9, "host memory": 20e9, "device link": 20e9}
+"""Bytes a second, assumed where none were measured; `outsize probe` measures them."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,28 @@ class PlannedUnit:
     name: str
     size: UnitBytes
     tiers: UnitTiers
-    traffic: DiskTraffic
+    read_bytes: int
+    written_bytes: int
 
     @property
     def likeness(self) -> tuple[object, ...]:
         """Equal for units that differ in their number only."""
         pattern = re.sub(r"\d+", "#", self.name)
         return pattern, self.size.params, self.size.grads, self.size.states, self.tiers
+
+
+def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch") -> PlannedUnit:
+    """A unit with the disk traffic of one forward and one backward.
+
+    The forward's fetch carries the update: whatever is on disk is read, and all but the gradient written back. The
+    backward's fetch reads the weights again, and the gradients are written once, unless they are used where they arise
+    (`update="backward"`). Frozen weights are only read.
+    """
+    params, grads, states = (getattr(size, kind) if getattr(tiers, kind) == "disk" else 0 for kind in KINDS)
+    if not size.states:
+        return PlannedUnit(size.name, size, tiers, 2 * params, 0)
+    changed = states + (0 if update == "backward" else grads)
+    return PlannedUnit(size.name, size, tiers, 2 * params + changed, params + changed)
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,7 @@ class Plan:
     budgets: Budgets
     update_bytes: int
     link_bytes: int
-    together: tuple[UsedTogether, ...] = ()
+    together: UsedTogether = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -114,20 +129,21 @@ class Plan:
     def generation_bytes(self) -> int:
         """Bytes of `disk` that each checkpoint which is kept on its file system takes beside the state in use."""
         return sum(
-            (unit.size.params if unit.tiers.params == "disk" else 0)
-            + (unit.size.states if unit.tiers.states == "disk" else 0)
+            getattr(unit.size, kind)
             for unit in self.units
+            for kind in ("params", "states")
+            if getattr(unit.tiers, kind) == "disk"
         )
 
     @property
     def read_bytes(self) -> int:
         """Bytes read from disk in one training step."""
-        return sum(unit.traffic.read_bytes for unit in self.units)
+        return sum(unit.read_bytes for unit in self.units)
 
     @property
     def written_bytes(self) -> int:
         """Bytes written to disk in one training step."""
-        return sum(unit.traffic.written_bytes for unit in self.units)
+        return sum(unit.written_bytes for unit in self.units)
 
     @property
     def memory_bytes(self) -> int:
@@ -143,22 +159,18 @@ class Plan:
     @property
     def _at_work(self) -> tuple[str, int]:
         """What takes most memory at once while computing, in words, and how much: a unit, or several used together."""
-        sizes = [unit.size for unit in self.units]
-        largest = max(sizes, key=lambda size: size.working)
-        most = "the largest unit at work", largest.name, largest.working
-        for each in self.together:
-            if each.nbytes(sizes) > most[2]:
-                most = "the units that one module uses at once", each.module, each.nbytes(sizes)
-        words, name, nbytes = most
+        nbytes, name, several = most_at_once([unit.size for unit in self.units], self.together)
+        words = "the units that one module uses at once" if several else "the largest unit at work"
         return f"{words}: {name!r} {format_bytes(nbytes)}", nbytes
 
-    def seconds(self, rates: BytesPerSecond = TYPICAL) -> dict[str, float]:
-        """Seconds a step that each resource is busy moving bytes, computation not counted."""
-        return {
-            "disk": self.read_bytes / rates.disk_read + self.written_bytes / rates.disk_write,
-            "host memory": self.update_bytes / rates.dram,
-            "device link": self.link_bytes / rates.host_to_device,
+    def seconds(self) -> dict[str, float]:
+        """Seconds a step that each resource is busy moving bytes at typical rates, computation not counted."""
+        moved = {
+            "disk": self.read_bytes + self.written_bytes,
+            "host memory": self.update_bytes,
+            "device link": self.link_bytes,
         }
+        return {name: nbytes / TYPICAL[name] for name, nbytes in moved.items()}
 
     @property
     def bound(self) -> str:
@@ -168,8 +180,7 @@ class Plan:
         return busiest if seconds[busiest] > 0 else "computation"
 
     def __str__(self) -> str:
-        lines = [*_table(_rows(self.units)), "", *self._totals(), *self._movement()]
-        return "\n".join(lines)
+        return "\n".join([*_table(_rows(self.units)), "", *self._totals(), *self._movement()])
 
     def _totals(self) -> list[str]:
         budgets = self.budgets
@@ -186,8 +197,14 @@ class Plan:
         if budgets.disk is not None:
             lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
         lines.append(f"a checkpoint is {format_bytes(self.checkpoint_bytes)}{self._sharing()}")
-        if any(unit.size.collected for unit in self.units):
-            lines.append(self._accumulation())
+        collected = sum(unit.size.collected for unit in self.units)
+        if collected and self.accumulates_whole:
+            lines.append(f"inside no_sync each rank adds up whole gradients ({format_bytes(collected)})")
+        elif collected:
+            lines.append(
+                f"inside no_sync each backward reduces its gradients: whole ones ({format_bytes(collected)}) do not "
+                f"fit the memory"
+            )
         return lines
 
     @property
@@ -195,12 +212,6 @@ class Plan:
         """Whether gradients are added up whole on each rank inside `no_sync`; otherwise each backward reduces them."""
         sizes, tiers = [unit.size for unit in self.units], [unit.tiers for unit in self.units]
         return accumulates_whole(sizes, tiers, self.budgets)
-
-    def _accumulation(self) -> str:
-        collected = format_bytes(sum(unit.size.collected for unit in self.units))
-        if self.accumulates_whole:
-            return f"inside no_sync each rank adds up whole gradients ({collected})"
-        return f"inside no_sync each backward reduces its gradients: whole ones ({collected}) do not fit the memory"
 
     def _sharing(self) -> str:
         if not self.generation_bytes:
@@ -225,26 +236,20 @@ class Plan:
 def _rows(units: Sequence[PlannedUnit]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("unit", "parameters", "gradients", "states", "tiers", "why")]
     for _, run in groupby(units, key=lambda unit: unit.likeness):
-        same = list(run)
-        first = same[0]
-        name = first.name if len(same) == 1 else f"{first.name} ... {same[-1].name} ({len(same)})"
-        size, tiers = first.size, first.tiers
-        where = "/".join((tiers.params, tiers.grads, tiers.states))
-        where = tiers.params if tiers.params == tiers.grads == tiers.states else where
-        rows.append(
-            (name, format_bytes(size.params), format_bytes(size.grads), format_bytes(size.states), where, tiers.why)
-        )
+        first, *more = run
+        name = f"{first.name} ... {more[-1].name} ({1 + len(more)})" if more else first.name
+        tiers = [getattr(first.tiers, kind) for kind in KINDS]
+        where = tiers[0] if len(set(tiers)) == 1 else "/".join(tiers)
+        rows.append((name, *(format_bytes(getattr(first.size, kind)) for kind in KINDS), where, first.tiers.why))
     return rows
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if 1 <= column <= 3 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = "<>>><<"
+    lines = [
+        "  ".join(f"{cell:{to}{width}}" for cell, to, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     lines.insert(1, "-" * min(sum(widths) + 2 * len(widths) - 2, 110))
     return lines

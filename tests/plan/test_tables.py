@@ -1,0 +1,65 @@
+"""What a plan costs: the oracle is the table of the ZeRO paper, and the engine's own promises."""
+
+import pytest
+
+from outsize.plan.placement import UnitBytes, UnitTiers
+from outsize.plan.tables import EXACT_BYTES, planned, zero_bytes_per_device, zero_rows, zero_table
+
+
+def test_one_rank_has_everything_at_any_stage() -> None:
+    assert {zero_bytes_per_device(1000, 1, stage) for stage in range(4)} == {16_000}
+
+
+def test_exact_state_is_twelve_bytes_and_fourteen_in_fp16() -> None:
+    assert {dtype: sum(parts) for dtype, parts in EXACT_BYTES.items()} == {"fp32": 12, "bf16": 12, "fp16": 14}
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "read_bytes", "written_bytes"),
+    [
+        ("", 0, 0),
+        ("params", 4, 2),
+        ("grads", 2, 2),
+        ("states", 10, 10),
+        ("params grads", 6, 4),
+        ("params states", 14, 12),  # the update's own: 12 bytes each way
+        ("grads states", 12, 12),
+        ("params grads states", 16, 14),
+    ],
+)
+def test_disk_traffic_of_a_parameter_in_bf16(on_disk: str, read_bytes: int, written_bytes: int) -> None:
+    tiers = ["disk" if kind in on_disk else "device" for kind in ("params", "grads", "states")]
+    unit = planned(UnitBytes("unit", 2, 2, 10), UnitTiers(*tiers, ""))
+    assert (unit.read_bytes, unit.written_bytes) == (read_bytes, written_bytes)
+
+
+def test_gradients_that_are_used_where_they_arise_are_not_moved() -> None:
+    unit = planned(UnitBytes("unit", 2, 2, 10), UnitTiers("device", "disk", "disk", ""), "backward")
+    assert (unit.read_bytes, unit.written_bytes) == (10, 10)
+
+
+def test_frozen_weights_are_read_twice_and_never_written() -> None:
+    unit = planned(UnitBytes("unit", 2, 0, 0), UnitTiers("disk", "disk", "disk", ""))
+    assert (unit.read_bytes, unit.written_bytes) == (4, 0)
+
+
+ZERO_TABLE = {
+    7.5e9: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
+            256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
+    128e9: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32), 256: (518, 263, 8),
+            1024: (513, 257, 2)},
+    1e12: {1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000), 64: (4187, 2218, 250),
+           256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)},
+}  # fmt: skip
+"""GB on a device with stage 1, 2 and 3 (Rajbhandari et al. 2020, table 1)."""
+
+
+@pytest.mark.parametrize("parameters", ZERO_TABLE)
+def test_the_table_of_the_zero_paper(parameters: float) -> None:
+    for ranks, published in ZERO_TABLE[parameters].items():
+        rows = zero_rows(parameters, ranks)
+        for (_, paper, own), value in zip(rows[1:], published, strict=True):
+            assert paper / 1e9 == pytest.approx(value, rel=0.006, abs=0.006)
+            assert own < paper
+        text = zero_table(parameters, ranks)
+        assert all(f"{paper / 1e9:,.2f}" in text for _, paper, _ in rows)
