@@ -37,7 +37,7 @@ def live(root: Path, killed: bool) -> None:
     model(torch.ones(2, WIDTH)).square().mean().backward()
     optimizer.step()
     if killed:
-        writer.UnfinishedCheckpoint.finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        writer.UnfinishedCheckpoint.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     outsize.save(root / "saves" / f"step-{steps + 1}", model, optimizer, steps + 1, keep=1).wait()
 
 

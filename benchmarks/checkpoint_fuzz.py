@@ -146,7 +146,7 @@ def _used_bytes(manifest: Manifest) -> dict[str, list[tuple[int, int]]]:
     """(first, end) of the bytes of each file that mean something."""
     regions = [record.region for record in manifest.buffers.values()]
     for record in manifest.parameters.values():
-        regions += [*record.weights(), *record.states()]
+        regions += record.leaves()
     found: dict[str, list[tuple[int, int]]] = {}
     for region in regions:
         for piece in region.pieces:

@@ -25,7 +25,7 @@ from benchmarks.models import llama, tokens, train_step
 from benchmarks.optimizer_engine import settle
 from outsize.api.assemble import prepared_of
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.parts import IN_PLACE_BYTES
+from outsize.checkpoint.unit_files import WRITE_BYTES
 from outsize.move.generations import PageTable
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.layout import round_up
@@ -151,15 +151,15 @@ class PlainWriter(threading.Thread):
     def __init__(self, path: Path, nbytes: int) -> None:
         super().__init__()
         self._path, self._nbytes = path, nbytes
-        self._piece = HostBuffer(IN_PLACE_BYTES)
+        self._piece = HostBuffer(WRITE_BYTES)
         self._piece.bytes.random_()
 
     def run(self) -> None:
         self._path.unlink(missing_ok=True)
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         content = memory_of(self._piece.bytes)
-        for start in range(0, self._nbytes, IN_PLACE_BYTES):
-            os.pwrite(fd, content[: min(IN_PLACE_BYTES, round_up(self._nbytes - start, PAGE_BYTES))], start)
+        for start in range(0, self._nbytes, WRITE_BYTES):
+            os.pwrite(fd, content[: min(WRITE_BYTES, round_up(self._nbytes - start, PAGE_BYTES))], start)
         os.fsync(fd)
         os.close(fd)
 

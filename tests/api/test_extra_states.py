@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.checkpoint.manifest import sealed
 
 
 class Scaled(nn.Module):
@@ -97,22 +95,6 @@ def test_what_only_one_side_has_is_refused_unless_it_is_passed_over(
         outsize.load(tmp_path / "with", without, withouts, strict=False)
     assert model[1].scale == 3.0
     assert "1 missing extra states, passed over" in caplog.text
-
-
-def test_a_checkpoint_from_before_there_were_extra_states_is_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = prepared(tmp_path, Scaled())
-    outsize.save(tmp_path / "ckpt", model, optimizer).wait()
-    manifest = tmp_path / "ckpt" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["extra_states"]
-    manifest.write_text(sealed(json.dumps(content)))
-    model[1].scale = 3.0
-    with caplog.at_level(logging.WARNING, "outsize"):
-        outsize.load(tmp_path / "ckpt", model, optimizer)
-    assert model[1].scale == 3.0
-    assert "1 missing extra states, passed over: 1._extra_state" in caplog.text
 
 
 def test_the_optimizer_alone_leaves_extra_states(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 import outsize
 from outsize.api.saving import settle
-from outsize.checkpoint import parts, shelf
+from outsize.checkpoint import shelf, writer
 from outsize.move import generations
 from tests.api.generation_runs import (
     Run,
@@ -99,7 +98,7 @@ def test_keep_bounds_the_space_and_recycles_the_files(tmp_path: Path) -> None:
         run.save(tmp_path / "ckpts" / f"step-{step}", keep=2)
         run.train()
         settle(run.prepared)
-        run.prepared.resources.saver.settle()
+        run.prepared.resources.settle_saving()
         used |= inodes(tmp_path)
         seen: set[int] = set()
         assert blocks(tmp_path / "ckpts", seen) + blocks(tmp_path / "disk", seen) <= 3 * one + (1 << 20)
@@ -108,20 +107,28 @@ def test_keep_bounds_the_space_and_recycles_the_files(tmp_path: Path) -> None:
     assert len([file for file in (tmp_path / "ckpts").rglob("unit-*.bin") if file.stat().st_ino in units]) == 6
 
 
-def test_keep_removes_a_checkpoint_once_the_training_has_read_the_next_one(tmp_path: Path) -> None:
+def test_keep_removes_a_checkpoint_once_the_next_one_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[bool] = []
+    plain = generations.Generation.check_rest
+
+    def check_rest(generation: generations.Generation) -> None:
+        there.append((tmp_path / "step-1").exists() and (tmp_path / "step-2").exists())
+        plain(generation)
+
+    monkeypatch.setattr(generations.Generation, "check_rest", check_rest)
     run = Run(tmp_path)
     run.train()
     run.save(tmp_path / "step-1", keep=1)
+    assert not there
     run.train()
     run.save(tmp_path / "step-2", keep=1)
-    assert {"step-1", "step-2"} <= {each.name for each in tmp_path.iterdir()}
-    run.train()
-    settle(run.prepared)
-    run.prepared.resources.saver.settle()
+    assert there == [True] * len(run.files)
     assert {each.name for each in tmp_path.iterdir()} == {"disk", "step-2"}
 
 
-def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(tmp_path: Path) -> None:
+def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path)
     run.train()
     run.save(tmp_path / "step-1", keep=1)
@@ -132,29 +139,12 @@ def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(tmp_
             os.truncate(file, 0)
             os.truncate(file, 1 << 20)
     run.save(tmp_path / "step-2", keep=1)
+    assert "step-1 stays: " in caplog.text and "bad checksum" in caplog.text
     with pytest.raises((OSError, RuntimeError), match="bad checksum"):
         run.train(2)
     run.prepared.resources.close()
     assert (tmp_path / "step-1").exists()
     del saved
-
-
-def test_the_end_of_a_run_waits_for_every_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.train()
-    for name in ("step-1", "step-2", "step-3"):
-        run.save(tmp_path / name, keep=1)
-    waiting = [each for each in threading.enumerate() if each.name == "outsize-keep"]
-    assert len(waiting) == 2
-    joined, join = [], threading.Thread.join
-
-    def joins(thread: threading.Thread, timeout: float | None = None) -> None:
-        joined.append(thread)
-        join(thread, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", joins)
-    run.prepared.resources.close()
-    assert set(waiting) <= set(joined)
 
 
 def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:
@@ -164,7 +154,7 @@ def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:
         run.save(tmp_path / name, keep=1 if name == "step-3" else None)
     run.train()
     settle(run.prepared)
-    run.prepared.resources.saver.settle()
+    run.prepared.resources.settle_saving()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "disk", "other-7", "step-3"]
     with pytest.raises(ValueError, match="ends in a number"):
         run.save(tmp_path / "best", keep=1)
@@ -201,8 +191,8 @@ def test_where_nothing_can_be_linked_the_files_are_cloned_or_copied(
             shutil.copy(generation.file.path, target)
         return way == "reflink"
 
-    monkeypatch.setattr(parts, "link", lambda generation, target: False)
-    monkeypatch.setattr(parts, "clone", clone)
+    monkeypatch.setattr(writer, "link", lambda generation, target: False)
+    monkeypatch.setattr(writer, "clone", clone)
     plain, run = Run(tmp_path), Run(tmp_path)
     for each in (plain, run):
         each.train()
@@ -217,7 +207,7 @@ def test_where_nothing_can_be_linked_the_files_are_cloned_or_copied(
 def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "link", lambda generation, target: False)
+    monkeypatch.setattr(writer, "link", lambda generation, target: False)
     at_rest = outsize.plan(Run(tmp_path).model).bytes_on("disk")
     run = Run(tmp_path, disk_space=at_rest)
     run.train()

@@ -144,7 +144,7 @@ def test_files_that_were_verified_are_read_though_the_checkpoint_is_removed(tmp_
     for at in range(40):
         (folder / f"{at}.bin").write_bytes(bytes([at]) * 100)
     records = {file.name: file_record(file) for file in folder.iterdir()}
-    reader = DataReader(folder, Manifest(records, {}, {}, None, {}, None), os.open(folder, os.O_RDONLY))
+    reader = DataReader(folder, Manifest(records, {}, {}, None, []), os.open(folder, os.O_RDONLY))
     reader.verify(files=records)
     shutil.rmtree(folder)
     for at in range(40):
@@ -163,25 +163,22 @@ def test_options_that_would_replace_the_parameters_of_a_group_are_damage(hyper: 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2)])
 def test_numbers_of_ranks_that_cannot_be_are_damage(ranks: tuple[int, int], run: Run, tmp_path: Path) -> None:
     world, tensor = ranks
-    own = [{"rng": {}, "extra": None}] * (world - 1)
+    own = [{"rng": {}, "extra": None}] * world
     edit(
         tmp_path / "ckpts" / "step-2",
-        lambda content: content.update(world_size=world, tensor_ranks=tensor, **({"ranks": own} if own else {})),
+        lambda content: content.update(world_size=world, tensor_ranks=tensor, ranks=own),
     )
     with pytest.raises(ValueError, match="manifest.json is damaged: .*ranks"):
         outsize.load(tmp_path / "ckpts" / "step-2", run.model, run.optimizer)
 
 
 def test_damage_that_stands_in_the_way_of_decoding_is_named_by_its_file(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     path = tmp_path / "with-tensors"
     outsize.save(path, run.model, run.optimizer, {"x": torch.ones(5)}).wait()
-    for name in ("extra.safetensors", "model.bin"):
-        content = (path / name).read_bytes()
-        (path / name).write_bytes(bytes(len(content)))
-        with pytest.raises(ValueError, match=rf"{path}/{name} is damaged: chunk 0"):
-            outsize.load(path, run.model, run.optimizer)
-        (path / name).write_bytes(content)
+    content = (path / "model.bin").read_bytes()
+    (path / "model.bin").write_bytes(bytes(len(content)))
+    with pytest.raises(ValueError, match=rf"{path}/model.bin is damaged: chunk 0"):
+        outsize.load(path, run.model, run.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +186,8 @@ def test_damage_that_stands_in_the_way_of_decoding_is_named_by_its_file(run: Run
     [
         ({"n": 10**5000}, ValueError, r"extra\['n'\] is an integer of 16610 bits"),
         ({"a": {-(10**5000): 1}}, ValueError, r"a key of extra\['a'\] is an integer of 16610 bits"),
-        ({"z": torch.ones(2, dtype=torch.complex128)}, TypeError, r"extra\['z'\] is a tensor of torch.complex128"),
     ],
-    ids=["integer", "key", "complex"],
+    ids=["integer", "key"],
 )
 def test_what_extra_cannot_hold_is_refused_at_the_call(
     extra: Any, error: type[Exception], match: str, run: Run, tmp_path: Path
@@ -299,7 +295,7 @@ def cut(source: Path, target: Path, ranks: int) -> None:
                 if isinstance(region, CodedRegion)
                 else slices(region)
             )
-    content["world_size"] = ranks
+    content["world_size"], content["ranks"] = ranks, content["ranks"][:1] * ranks
     content["files"] = {name: each for name, each in content["files"].items() if not name.startswith("unit-")}
     for rank, file in enumerate(files):
         file.close()
@@ -573,8 +569,7 @@ def test_what_is_renamed_while_it_is_listed_is_neither_incomplete_nor_damaged(
 def test_tensors_of_an_extra_are_memory_of_the_process(run: Run, tmp_path: Path) -> None:
     outsize.save(tmp_path / "ckpt", run.model, run.optimizer, {"ema": torch.ones(1 << 16)}).wait()
     extra = outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
-    assert "extra.safetensors" not in Path("/proc/self/maps").read_text()
-    os.truncate(tmp_path / "ckpt" / "extra.safetensors", 10)
+    os.truncate(tmp_path / "ckpt" / "model.bin", 10)
     assert extra["ema"].sum() == 1 << 16
 
 
@@ -583,16 +578,16 @@ def test_states_of_generators_are_bounded_together_and_unknown_ones_are_left_out
     region = {"file": "model.bin", "offset": 0, "dtype": "uint8", "shape": [4096]}
 
     def change(content: Any) -> None:
-        content["rng"]["more"] = [{"$tensor": region}] * 1000
+        content["ranks"][0]["rng"]["more"] = [{"$tensor": region}] * 1000
 
     edit(newest, change)
     outsize.load(newest, run.model, run.optimizer)
 
     def change_known(content: Any) -> None:
-        content["rng"]["cuda"] = content["rng"].pop("more")
+        content["ranks"][0]["rng"]["cuda"] = content["ranks"][0]["rng"].pop("more")
 
     edit(newest, change_known)
-    with pytest.raises(ValueError, match="random number generators are more than"):
+    with pytest.raises(ValueError, match="more bytes than the files"):
         outsize.load(newest, run.model, run.optimizer)
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import outsize
-from outsize.api import saving as saves
-from outsize.checkpoint import parts
+from outsize.checkpoint import unit_files
+from outsize.checkpoint.files import DataWriter
 from tests.api.generation_runs import (
     Run,
     assert_holds,
@@ -27,13 +27,13 @@ from tests.api.generation_runs import (
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds the writing behind the training until it is set."""
     opened = threading.Event()
-    plain = parts._NewFile.__init__
+    plain = DataWriter.__init__
 
-    def make(file: Any, path: Path, nbytes: int) -> None:
-        assert opened.wait(60)
-        plain(file, path, nbytes)
+    def make(file: Any, path: Path, nbytes: int, direct: bool = False) -> None:
+        assert not direct or opened.wait(60)
+        plain(file, path, nbytes, direct)
 
-    monkeypatch.setattr(parts._NewFile, "__init__", make)
+    monkeypatch.setattr(DataWriter, "__init__", make)
     yield opened
     opened.set()
 
@@ -42,19 +42,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as somebody who is about to change a unit has to wait for it to be written."""
     waits = threading.Event()
-    plain = parts.Image.__init__
+    plain = unit_files.HeldMemory.__init__
 
-    class Watched(threading.Condition):
-        def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
-            if not predicate():
+    class Watched(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.is_set():
                 waits.set()
-            return super().wait_for(predicate, timeout)
+            return super().wait(timeout)
 
-    def make(image: Any, *args: Any) -> None:
-        plain(image, *args)
-        image._changed = Watched()
+    def make(memory: Any, *args: Any) -> None:
+        plain(memory, *args)
+        memory._over = Watched()
 
-    monkeypatch.setattr(parts.Image, "__init__", make)
+    monkeypatch.setattr(unit_files.HeldMemory, "__init__", make)
     return waits
 
 
@@ -71,38 +71,6 @@ def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_i
     assert not (tmp_path / "ckpt").exists()
     gate.set()
     saving.wait()
-    assert_holds(tmp_path / "ckpt", saved, tmp_path)
-
-
-@pytest.mark.parametrize("case", ["the same cores", "other cores", "no threads any more"])
-def test_checksums_are_taken_while_the_cores_are_idle(
-    case: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
-    """Beside a computation on an accelerator they are taken behind the training."""
-    summed: list[bool] = []
-    plain = parts.sums_of
-
-    def sums(content: torch.Tensor, out: torch.Tensor) -> None:
-        summed.append(gate.is_set())
-        plain(content, out)
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(parts, "sums_of", sums)
-    if case == "other cores":
-        monkeypatch.setattr(saves, "update_threads", lambda: 0)
-    elif case == "no threads any more":
-        monkeypatch.setattr(parts, "ThreadPoolExecutor", refuse)
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    ahead = len(summed)
-    gate.set()
-    saving.wait()
-    same_cores = case == "the same cores" and device == "cpu"
-    assert (ahead > 0, len(summed) > ahead) == (same_cores, not same_cores)
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
@@ -133,26 +101,28 @@ def test_without_room_for_copies_what_is_about_to_change_is_waited_for(
 
 
 def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_back: threading.Event
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, opened = threading.Event(), threading.Event()
-    plain = parts._NewFile.write
+    run = Run(tmp_path, params="host", grads="host", states="host")
+    plain, here = DataWriter.write, threading.get_ident()
 
     def write(file: Any, offset: int, content: torch.Tensor) -> None:
-        begun.set()
-        assert opened.wait(60)
+        if threading.get_ident() != here:
+            begun.set()
+            assert opened.wait(60)
         plain(file, offset, content)
 
-    monkeypatch.setattr(parts._NewFile, "write", write)
-    monkeypatch.setattr(parts, "IN_PLACE_BYTES", 4096)
-    run = Run(tmp_path, params="host", grads="host", states="host")
+    monkeypatch.setattr(DataWriter, "write", write)
+    monkeypatch.setattr(unit_files, "WRITE_BYTES", 4096)
     run.train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
     assert begun.wait(60)
     changing = threading.Thread(target=run.prepared.engine.units[0].shard.before_change)
     changing.start()
-    assert held_back.wait(60) and changing.is_alive()
+    changing.join(0.05)
+    assert changing.is_alive()
     opened.set()
     changing.join(60)
     run.train()
@@ -225,7 +195,7 @@ def test_what_cannot_be_copied_is_waited_for(
     def no_memory(content: torch.Tensor) -> torch.Tensor:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(parts, "_copy_of", no_memory)
+    monkeypatch.setattr(unit_files, "_copy_of", no_memory)
 
     def open_when_waited_for() -> None:
         if held_back.wait(60):
@@ -239,23 +209,12 @@ def test_what_cannot_be_copied_is_waited_for(
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
-def test_without_room_weights_on_the_device_are_written_before_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_weights_on_the_device_are_written_before_save_returns(tmp_path: Path) -> None:
     run = Run(tmp_path, params="device", grads="device", states="device", host_memory="64MiB")
     run.train()
     run.prepared.resources.ledger.add("host/test", 64 << 20)
-    copied: list[int] = []
-    plain = parts._copy_of
-
-    def copy_of(content: torch.Tensor) -> torch.Tensor:
-        copied.append(content.numel())
-        return plain(content)
-
-    monkeypatch.setattr(parts, "_copy_of", copy_of)
     saved = run.values()
-    outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count).wait()
-    assert not copied
+    assert outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count).done()
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
@@ -285,7 +244,7 @@ def test_a_failure_behind_the_training_is_logged_and_raised_once(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts._NewFile, "write", full)
+        patch.setattr(unit_files.HeldMemory, "write", full)
         saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer)
         run.train()
         with pytest.raises(OSError, match="No space left"):

@@ -9,7 +9,6 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
 import outsize.api.ranks
-import outsize.checkpoint.library
 import outsize.run.paging
 
 with suppress(ImportError):

@@ -17,10 +17,10 @@ from torch import nn
 
 from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn
-from outsize.api.ranks import JobPeers, in_all_copies
+from outsize.api.ranks import in_all_copies
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, settle, take_state, tied_names, whole
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
-from outsize.checkpoint.joint import together
+from outsize.checkpoint.peers import Peers, together
 from outsize.checkpoint.values import NOT_HYPER
 from outsize.formats.pieces import NamedWeight, buffer_pieces, joined_pieces, parameter_pieces, tensor_pieces
 from outsize.formats.weights import Run, files_of, merged_folder, runs_of, write_shards
@@ -80,7 +80,7 @@ def _export(
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
     reduction = prepared.engine.reduction
-    peers = None if reduction is None else JobPeers(reduction.ranks, "export")
+    peers = None if reduction is None else Peers(reduction.ranks, "export")
     if peers is not None:
         peers.exchange("export")
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")

@@ -15,10 +15,11 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.extra_states import takers_of
-from outsize.api.ranks import JobPeers, check_same, everywhere
+from outsize.api.ranks import check_same, everywhere
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Live, check_match
+from outsize.checkpoint.peers import Peers
 from outsize.checkpoint.reader import LATEST, LOOKS, Checkpoint, Masters, Place, find_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
@@ -27,7 +28,6 @@ from outsize.formats.dcp import is_dcp
 from outsize.formats.dcp_reading import open_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES, UnitShard
-from outsize.optim.compact import codec_named
 from outsize.run.state_dict import stopping_on_errors
 from outsize.run.unit import Unit
 
@@ -74,7 +74,7 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> Any:
-    prepared.resources.saver.settle()
+    prepared.resources.settle_saving()
     source = Path(os.path.realpath(label))
     Saving.settle_at(source)
     ours = is_checkpoint(source)
@@ -157,7 +157,7 @@ def _opened(
     label: str,
     strict: bool,
 ) -> Checkpoint:
-    checkpoint = Checkpoint(folder, codec_named, _place_of(prepared), cuts_of(prepared))
+    checkpoint = Checkpoint(folder, _place_of(prepared), cuts_of(prepared))
     try:
         live = _live(prepared, model, optimizer)
         _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)
@@ -172,7 +172,7 @@ def _place_of(prepared: Prepared) -> Place:
     if prepared.engine.reduction is None:
         return Place()
     ranks = prepared.engine.reduction.ranks
-    peers, copies = JobPeers(ranks, "load"), ranks.copies
+    peers, copies = Peers(ranks, "load"), ranks.copies
     copy, count = (0, 1) if copies is None else (copies.rank, copies.size)
     return Place(copy, peers.rank, peers.size, peers.tensor, count)
 
@@ -404,24 +404,24 @@ def _has_bits(value: torch.Tensor, wanted: torch.Tensor) -> bool:
 def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:
     _drop_gradients(prepared, unit)
     keeper = prepared.engine.keepers[unit.index]
-    records = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
+    found = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
     keeper.restore_held(
         {
-            name: (_own_part(checkpoint, unit, name, record.held.region), record.held.ops)
-            for name, record in records.items()
-            if record.held is not None
+            name: (_own_part(checkpoint, unit, name, record.arrays["held"]), record.grads["held"][0])
+            for name, record in found.items()
+            if "held" in record.grads
         }
     )
-    for name, param in unit.parameters.items():
-        grad = records[name].grad if name in records else None
-        if grad is None:
+    for name, record in found.items():
+        if "grad" not in record.grads:
             continue
-        content = _own_part(checkpoint, unit, name, grad.region).to(param.device)
+        param, (ops, norms) = unit.parameters[name], record.grads["grad"]
+        content = _own_part(checkpoint, unit, name, record.arrays["grad"]).to(param.device)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
-            param.grad = grad.ops.apply_(content.to(param.dtype))
+            param.grad = ops.apply_(content.to(param.dtype))
         else:
             # Norms of whole gradients are found anew where this is a part of one.
-            keeper.restore(name, content, grad.ops, grad.norms if prepared.engine.reduction is None else {})
+            keeper.restore(name, content, ops, norms if prepared.engine.reduction is None else {})
     keeper.finish()
     keeper.flush_and_drop()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from outsize.checkpoint.joint import together
+from outsize.checkpoint.peers import Peers, together
 from outsize.config import Config, has_chosen_accelerator
 from outsize.move.comm import Ranks
 from outsize.plan.layout import ParamInfo
@@ -229,50 +229,23 @@ def description(
     return found | {"the optimizer": type(optimizer).__name__}
 
 
-@final
-class JobPeers:
-    """The ranks as a checkpoint sees them."""
-
-    def __init__(self, ranks: Ranks, verb: str, behind: bool = False) -> None:
-        """`verb`: what they do together, for errors: save, load or export."""
-        place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
-        self.rank = place * ranks.size + ranks.rank
-        self.size = self.tensor * ranks.size
-        self.name = dist.get_rank()
-        self.behind = behind
-        """Whether what follows is written behind the training, on a thread and a lane of its own."""
-        self._ranks = ranks
-        self._verb = verb
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of those that have the same parts of the parameters."""
-        return self._ranks.rank == 0
-
-    def exchange(self, value: object) -> list[Any]:
-        lane = "save" if self.behind else "control"
-        every = self._ranks.collect(value, self._verb, lane)
-        if self._ranks.tensor is None:
-            return every
-        places = self._ranks.tensor.collect(every, self._verb, lane)
-        return [each for place in places for each in place]
-
-
-def in_all_copies(ranks: Ranks, action: Callable[[], T], verb: str) -> list[T]:
+def in_all_copies(ranks: Ranks | None, action: Callable[[], T], verb: str) -> list[T]:
     """`action`, which fails on all ranks of a copy of the model or on none; where it fails in one copy, all raise.
 
     Returns what it gives in each copy."""
-    if ranks.copies is None:
+    if ranks is None or ranks.copies is None:
         return [action()]
-    return together(JobPeers(ranks.copies, verb), action, f"outsize.{verb}")
+    return together(Peers(ranks.copies, verb), action, f"outsize.{verb}")
 
 
-def everywhere(ranks: Ranks, action: Callable[[], T], verb: str) -> T:
+def everywhere(ranks: Ranks | None, action: Callable[[], T], verb: str) -> T:
     """`action`, which speaks to no other rank, on every rank of the job; where one fails, all raise."""
+    if ranks is None:
+        return action()
     done: list[T] = []
 
     def here() -> None:
-        together(JobPeers(ranks, verb), lambda: done.append(action()), f"outsize.{verb}")
+        together(Peers(ranks, verb), lambda: done.append(action()), f"outsize.{verb}")
 
     try:
         in_all_copies(ranks, here, verb)

@@ -44,7 +44,7 @@ def release(model: nn.Module) -> None:
     with engine.owner.turn("outsize.release"):
         if any(unit.holds for unit in engine.units):
             raise RuntimeError("outsize.release was called inside a forward or a gathered block; call it after that")
-        prepared.resources.saver.settle()
+        prepared.resources.settle_saving()
         take_state(prepared)
         if engine.reduction is not None:
             engine.reduction.complete()

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from outsize.checkpoint.background import Saver
+from outsize.checkpoint.background import Saving
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.device import Lanes
@@ -37,7 +37,7 @@ class Resources:
         self._pid = os.getpid()
         self._files: list[StripedFile | Generations] = []
         self._runs: list[RunDirectory] = []
-        self.saver = Saver()
+        self.saving: Saving | None = None  # the last one; there is one on its way at a time
         self.disk: DiskEngine | None = None
         try:
             for directory in directories:
@@ -74,6 +74,15 @@ class Resources:
         for run in self._runs:
             run.note_saves(directory)
 
+    def settle_saving(self) -> None:
+        """Block until no checkpoint of the model is on its way. Raises what went wrong with the last one, once."""
+        if self.saving is not None:
+            try:
+                self.saving.settle()
+            finally:
+                if self.saving.done():
+                    self.saving = None
+
     @property
     def run_directories(self) -> list[Path]:
         """This run's own directories, one for each `disk` directory."""
@@ -106,7 +115,6 @@ class Resources:
         if self.outbox is not None:
             self.outbox.close()
         self._close_disk()
-        self.saver.close()
 
     def _close_disk(self) -> None:
         if self.disk is not None:

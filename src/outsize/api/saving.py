@@ -15,32 +15,25 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.extra_states import extra_states_of
 from outsize.api.public import its_turn, require
-from outsize.api.ranks import JobPeers, everywhere, in_all_copies
+from outsize.api.ranks import everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
-from outsize.checkpoint.joint import Cut, together
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
-from outsize.checkpoint.own import Extra, Own, check_buffers
-from outsize.checkpoint.parts import UnsyncedError
+from outsize.checkpoint.peers import Cut, Peers, together
+from outsize.checkpoint.rank_state import RankState, check_buffers
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng, check_capturable
-from outsize.checkpoint.shelf import (
-    check_in_series,
-    given_back,
-    next_saved_at,
-    no_longer_kept,
-    remove_all,
-    set_all_aside,
-)
+from outsize.checkpoint.shelf import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
+from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
-from outsize.checkpoint.writer import AT_ONCE_BYTES, GradAtRest, Room, Snapshot, UnfinishedCheckpoint
-from outsize.move.comm import Ranks
+from outsize.checkpoint.writer import Room, SavedGrad, Snapshot, UnfinishedCheckpoint
 from outsize.move.disk import RUN_PREFIX
-from outsize.move.generations import Generation, Generations, crc32c_of
+from outsize.move.generations import Generations, crc32c_of
+from outsize.move.grad_ops import GradOps
+from outsize.move.gradients import GradShard
 from outsize.optim.rules import join_master, split_master
-from outsize.optim.update import update_threads
+from outsize.plan.layout import Slot
 from outsize.run.buffers import KEPT
-from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
 
@@ -89,20 +82,18 @@ def _save(
     keep: int | None,
 ) -> Saving:
     prepared = whole(model, optimizer, "save")
+    resources, reduction = prepared.resources, prepared.engine.reduction
     target = target_of(path)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
-    saver = prepared.resources.saver
-    reduction = prepared.engine.reduction
-    peers = None if reduction is None else JobPeers(reduction.ranks, "save")
-    first = peers is None or peers.rank == 0
-    copy = None if reduction is None else reduction.ranks.copies
+    ranks = None if reduction is None else reduction.ranks
+    peers = None if ranks is None else Peers(ranks, "save")
+    copies = None if ranks is None else ranks.copies
+    number = 0 if peers is None else peers.rank + (0 if copies is None else copies.rank * peers.size)
     buffers = buffers_of(model)
 
-    sums: dict[str, BufferSum] = {}
-
-    def look() -> tuple[Extra, list[Path], str, OptimizerRecord | None]:
-        saver.settle()
+    def look() -> tuple[RankState, list[Path], str, OptimizerRecord | None, Mapping[str, BufferSum]]:
+        resources.settle_saving()
         take_state(prepared)
         if keep is not None:
             check_in_series(target, keep)
@@ -111,108 +102,90 @@ def _save(
         check_not_current(target)
         check_replaceable(target)
         check_capturable()
-        prepared.resources.note_saves(target.parent)
+        resources.note_saves(target.parent)
         record = optimizer_record(prepared, optimizer, encoded=True)
-        sums.update({} if reduction is None else _sums(buffers))
-        outdated = no_longer_kept(target, keep) if first else []
-        return Extra(extra, extra_states_of(model)), outdated, next_saved_at(target.parent), record
+        sums = {} if ranks is None else {name: _sum(value) for name, (value, _) in buffers.items()}
+        outdated = no_longer_kept(target, keep) if peers is None or not peers.rank else []
+        return RankState(number, extra, extra_states_of(model)), outdated, next_saved_at(target.parent), record, sums
 
     # What may fail on one rank comes here, where it fails on all.
-    found = look() if reduction is None else everywhere(reduction.ranks, look, "save")
-    stored, outdated, saved_at, record = found
+    state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
     if reduction is not None and peers is not None:
-        in_all_copies(reduction.ranks, partial(_check_same_name, peers, target), "save")
-        buffers = _not_those_of_the_first(peers, copy, buffers, sums)
+        in_all_copies(ranks, partial(_check_same_name, peers, target), "save")
+        firsts = peers.exchange(sums if copies is None else copies.collect(sums, "save")[0])[0]
+        buffers = {name: each for name, each in buffers.items() if not number or _is_own(name, sums, firsts)}
         reduction.complete()
     settle(prepared)
-    own = Own(buffers, capture_rng(prepared.config.compute_device), stored)
-    of_copies = [] if copy is None else copy.collect(own.to_send() if copy.rank else None, "save")[1:]
+    state.add(buffers, capture_rng(prepared.config.compute_device))
+    states = [state]
+    if copies is not None:
+        if copies.rank:
+            state.file.bring_to_host()
+        states += copies.collect(state if copies.rank else None, "save")[1:]
     # What is whole on every data-parallel rank is saved by the first.
     leads = peers is None or peers.leads
     shards = [unit.shard for unit in prepared.engine.units if leads or unit.shard.ranks > 1]
-    whole_slots = (slot for shard in shards for slot in shard.whole.slots)
-    snapshot = Snapshot(
-        shards=shards,
-        grads=_gradients(prepared) if optimizer is not None else {},
-        held=_held(prepared) if optimizer is not None else {},
-        optimizer=record,
-        own=own,
-        saved_at=saved_at,
-        of_copies=of_copies,
-        peers=peers,
-        shapes={slot.name: slot.shape for slot in whole_slots} if peers is not None else {},
-        cuts=cuts_of(prepared),
-    )
+    grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
+    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared))
+    saves = copies is None or not copies.rank  # the first copy of the model does
     begun: list[UnfinishedCheckpoint] = []
 
     def begin() -> bool:
-        if copy is not None and copy.rank:  # the first copy of the model saves
+        if not saves:
             return False
         unfinished, pending = _begin(prepared, target, snapshot, _room(prepared, [*outdated, target]))
         begun.append(unfinished)
         return pending
 
-    pending = begin() if reduction is None else any(in_all_copies(reduction.ranks, begin, "save"))
-    files = [file for shard in shards for file in shard.generations()] if begun else []
-    linked = [generation for unfinished in begun for generation in unfinished.linked]
-    if prepared.config.verify and outdated and linked and _has_room(files, prepared.resources.run_directories):
-        later, outdated = outdated, []
-    else:
-        later = []
-    unread = linked if prepared.config.verify and outdated else []
-    if pending:
-        try:
-            _reserve(files)
-        except BaseException:
-            for unfinished in begun:
-                unfinished.abandon()
-            raise
-        if peers is not None:
-            peers.behind = True
-        saving = saver.begin(target)
-        # Made now: the thread may come to its turn when the process group is destroyed already.
-        copies = None if copy is None else JobPeers(copy, "save", behind=True)
-        saving.run_behind(partial(_finish_behind, [prepared.engine], begun, unread, outdated, copies))
-        if later:
-            saver.remove_when_read(saving, linked, later, _remove)
-        return saving
+    pending = any(in_all_copies(ranks, begin, "save"))
+    files = [file for shard in shards for file in shard.generations()] if saves else []
+    # Older checkpoints go only when the files that the new one shares with the run were read, and found as written.
+    unread = [generation.hold() for each in begun for generation in each.linked if outdated and prepared.config.verify]
     going: list[Path] = []
 
     def publish() -> None:
-        _check_linked(begun, unread)
         for unfinished in begun:
-            going.extend(_publish(unfinished.finish_now, outdated))
+            replaced = unfinished.finish(behind=pending)
+            going.extend([replaced] if replaced is not None else [])
 
-    def publish_with_copies() -> None:
-        publish() if reduction is None else in_all_copies(reduction.ranks, publish, "save")
+    def complete(here: Callable[[Callable[[], None]], object]) -> None:
+        try:
+            here(publish)
+        except BaseException:
+            for unfinished in begun:
+                unfinished.abandon()
+            for generation in unread:
+                generation.let_go()
+            raise
 
-    saving = saver.begin(target)
-    saving.run(publish_with_copies)
-    tidy = partial(_tidy, [prepared.engine], files, going)
-    takes_time = any(file.frozen for file in files) or sum(given_back(going).values()) > AT_ONCE_BYTES
-    if takes_time and _has_room(files, prepared.resources.run_directories):
-        saving.tidy_behind(tidy)
+    def tidy() -> None:
+        assert prepared.engine is not None  # it lives as long as its memory is written
+        try:
+            for generation in unread:
+                generation.check_rest()
+            remove_all([*going, *set_all_aside(outdated)])
+        except OSError as error:
+            logger.error("%s stays: %s", outdated[0], str(error))
+        finally:
+            while unread:
+                unread.pop().let_go()
+
+    saving = resources.saving = Saving(target)
+    if pending:
+        _reserve(files)
+        if peers is not None:
+            peers.behind = True
+        # Made now: the thread may come to its turn when the process group is destroyed already.
+        others = None if copies is None else Peers(copies, "save", behind=True)
+        saving.go_on_behind(lambda: complete(lambda action: together(others, action, "outsize.save")), tidy)
+        return saving
+    saving.complete(lambda: complete(lambda action: in_all_copies(ranks, action, "save")))
+    if any(file.frozen for file in files) and _reserve(files):
+        saving.go_on_behind(lambda: None, tidy)
     else:
-        remove_all(going)
-        tidy()
-    if later:
-        saver.remove_when_read(saving, linked, later, _remove)
+        tidy()  # what goes makes room
+        _reserve(files)
     return saving
-
-
-def _check_linked(begun: Sequence[UnfinishedCheckpoint], unread: Sequence[Generation]) -> None:
-    """Where there is room for no more, older checkpoints go at once: what the new one links is read before."""
-    try:
-        for generation in unread:
-            generation.check_rest()
-    except BaseException:
-        for unfinished in begun:
-            unfinished.give_up()
-        raise
-
-
-def _remove(outdated: Sequence[Path]) -> None:
-    remove_all(set_all_aside(outdated))
 
 
 def take_state(prepared: Prepared) -> None:
@@ -228,34 +201,20 @@ def cuts_of(prepared: Prepared) -> dict[str, Cut]:
 
 
 BufferSum = tuple[tuple[int, ...], str, int]
+"""(shape, dtype, checksum)."""
 
 
-def _sums(buffers: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, BufferSum]:
-    """(shape, dtype, checksum) by name."""
-    return {name: (tuple(value.shape), str(value.dtype), _sum(value)) for name, (value, _) in buffers.items()}
-
-
-def _sum(value: torch.Tensor) -> int:
+def _sum(value: torch.Tensor) -> BufferSum:
     distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # of what is expanded
-    return crc32c_of(value[distinct].resolve_conj().resolve_neg())
+    return tuple(value.shape), str(value.dtype), crc32c_of(value[distinct].resolve_conj().resolve_neg())
 
 
-def _not_those_of_the_first(
-    peers: JobPeers, copy: Ranks | None, buffers: dict[str, tuple[torch.Tensor, bool]], sums: Mapping[str, BufferSum]
-) -> dict[str, tuple[torch.Tensor, bool]]:
-    """The buffers that this rank saves: the first one of all, each other one those whose values are its own."""
-    of_first_copy = sums if copy is None else copy.collect(sums, "save")[0]
-    firsts: Mapping[str, BufferSum] = peers.exchange(of_first_copy)[0]
-    own = {
-        name
-        for name, found in sums.items()
-        if name in firsts and firsts[name][:2] == found[:2] and firsts[name] != found
-    }
-    is_first = not peers.rank and (copy is None or not copy.rank)
-    return {name: each for name, each in buffers.items() if is_first or name in own}
+def _is_own(name: str, sums: Mapping[str, BufferSum], firsts: Mapping[str, BufferSum]) -> bool:
+    """Whether a buffer has values of this rank's own, where the first rank has one of the same shape and dtype."""
+    return name in firsts and firsts[name][:2] == sums[name][:2] and firsts[name] != sums[name]
 
 
-def _check_same_name(peers: JobPeers, target: Path) -> None:
+def _check_same_name(peers: Peers, target: Path) -> None:
     named = peers.exchange(target.name)
     if len(set(named)) > 1:
         raise ValueError(f"the ranks save to different places: {', '.join(named)}; name one shared folder")
@@ -273,9 +232,6 @@ def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> 
             raise
         return made[0].pending
 
-    if snapshot.peers is None:
-        pending = begin()
-        return made[0], pending
     try:
         every = together(snapshot.peers, begin, "outsize.save")
     except BaseException:
@@ -283,42 +239,6 @@ def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> 
             each.give_up()
         raise
     return made[0], any(every)
-
-
-def _finish_behind(
-    alive: list[Engine],
-    begun: Sequence[UnfinishedCheckpoint],
-    unread: Sequence[Generation],
-    outdated: Sequence[Path],
-    copies: JobPeers | None,
-) -> None:
-    """Write what is left and publish, and wait for the copy of the model that does; or leave nothing of it. The engine
-    stays alive as long as its memory is being written, and no longer: its end would wait, on the very thread that
-    writes, for the conveyor, which may wait for what is written."""
-
-    def finish() -> None:
-        for generation in unread:
-            generation.check_rest()
-        for unfinished in begun:
-            remove_all(_publish(unfinished.finish, outdated))
-
-    try:
-        if copies is None:
-            finish()
-        else:
-            together(copies, finish, "outsize.save")
-    except BaseException:
-        for unfinished in begun:
-            unfinished.abandon()
-        raise
-    finally:
-        alive.clear()
-
-
-def _publish(finish: Callable[[], Path | None], outdated: Sequence[Path]) -> list[Path]:
-    """Bring the checkpoint to its place, then hide what it makes superfluous."""
-    replaced = finish()
-    return [*([replaced] if replaced is not None else []), *set_all_aside(outdated)]
 
 
 def _reserve(files: Sequence[Generations]) -> bool:
@@ -332,29 +252,6 @@ def _reserve(files: Sequence[Generations]) -> bool:
         logger.warning("no room for the next update yet: %s", str(error))  # not the error: a log may keep its frames
         return False
     return True
-
-
-def _has_room(files: Sequence[Generations], directories: Sequence[Path]) -> bool:
-    """Whether the next generations have room as things are, before anything is removed."""
-    needed = sum(file.reserved_bytes for file in files if file.frozen and not file.has_next)
-    try:
-        stats = [os.statvfs(directory) for directory in directories if needed]
-    except OSError:  # the next update will say
-        return False
-    return all(needed <= stat.f_bavail * stat.f_frsize for stat in stats)
-
-
-def _tidy(alive: list[Engine], files: Sequence[Generations], going: Sequence[Path]) -> None:
-    """Take the space of the next generations, then give that of what goes back. Making a hundred files takes its time,
-    and so does freeing gigabytes. The engine stays alive meanwhile, as in `_finish_behind`."""
-    try:
-        if _reserve(files):
-            remove_all(going)
-        else:
-            remove_all(going)
-            _reserve(files)
-    finally:
-        alive.clear()
 
 
 def _check_place(prepared: Prepared, target: Path) -> None:
@@ -376,8 +273,7 @@ def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
         return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers and name != KEPT)
 
     copies, disk = budgets.host - taken(memory), (budgets.disk or 0) - taken(("disk",))
-    same_cores = prepared.config.compute_device.type == "cpu"
-    return Room(max(copies, 0), max(disk, 0), going, update_threads() if same_cores else 0)
+    return Room(max(copies, 0), max(disk, 0), going)
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
@@ -436,7 +332,7 @@ def settle(prepared: Prepared) -> None:
         lanes.synchronize()
 
 
-def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
+def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
     found = {}
     for unit in prepared.engine.units:
         for name, param in unit.parameters.items():
@@ -449,21 +345,32 @@ def _gradients(prepared: Prepared) -> dict[str, GradAtRest]:
                     continue
                 grad.home.complete()  # a norm may be on its way
                 norms = {order: norm.item() for order, norm in grad.norms.items()}
-                found[name] = GradAtRest(grad.ops, norms, grad.loose, grad.shard)
+                found[name] = _saved_grad(unit.shard.slots[name], grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:
                 if grad.layout is not torch.strided:
                     raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); it cannot be saved")
-                found[name] = GradAtRest(content=unit.shard.part_of(name, local_gradient(param, grad)))
+                value = unit.shard.part_of(name, local_gradient(param, grad))
+                found[name] = SavedGrad(GradOps(), {}, value.dtype, value)
     return found
 
 
-def _held(prepared: Prepared) -> dict[str, GradAtRest]:
+def _held(prepared: Prepared) -> dict[str, SavedGrad]:
     """The gradients that a delayed update holds back until the next step."""
     return {
-        name: GradAtRest(owed.ops, {}, owed.loose, owed.resting)
+        name: _saved_grad(unit.shard.slots[name], owed.ops, {}, owed.loose, owed.resting)
         for unit in prepared.engine.units
         for name, owed in unit.held.items()
     }
+
+
+def _saved_grad(
+    slot: Slot, ops: GradOps, norms: Mapping[float, float], loose: torch.Tensor | None, resting: GradShard | None
+) -> SavedGrad:
+    if loose is not None or resting is None:
+        assert loose is not None
+        return SavedGrad(ops, norms, loose.dtype, loose)
+    dtype = resting.dtype(slot)
+    return SavedGrad(ops, norms, dtype, partial(resting.copy_of, slot) if slot.numel else torch.empty(0, dtype=dtype))
 
 
 def optimizer_record(

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 import torch
 
-from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer, copy, zero
 from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard, page_range
-from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout, chunk_ranges, slots_in
+from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, slots_in
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8
-"""Saving and loading hold one slab, whatever the size of the model."""
-
-
-class RestingArray(ABC):
-    """One array of a unit, settled: nothing of it is on its way."""
-
-    def __init__(self, unit: UnitLayout, layout: ArrayLayout) -> None:
-        self.unit = unit
-        self.layout = layout
-
-    @abstractmethod
-    def dtype(self, slot: Slot) -> torch.dtype:
-        """The dtype of the elements that belong to `slot`."""
-
-    @abstractmethod
-    def read(self, first: int, out: torch.Tensor) -> None:
-        """Fill `out` (uint8, whole pages) with the bytes from `first`. Blocks."""
-
-
-class WritableArray(RestingArray):
-    """An array that `load` places values into."""
-
-    @abstractmethod
-    def write(self, first: int, source: torch.Tensor) -> None:
-        """Store `source` (uint8, whole pages) at byte `first`. Blocks."""
+"""Loading and exporting hold one slab, whatever the size of the model."""
 
 
 @final
-class Weights(WritableArray):
-    """The parameters that rest here. A gathered buffer is kept equal to the store behind it, as far as that goes."""
+class Weights:
+    """The parameters that rest here. A gathered buffer is kept equal to the store behind it."""
 
     def __init__(self, shard: UnitShard) -> None:
-        super().__init__(shard.layout, shard.param_layout)
+        self.unit, self.layout = shard.layout, shard.param_layout
         self._shard = shard
 
     def dtype(self, slot: Slot) -> torch.dtype:
         return DTYPES[slot.dtype]
 
     def read(self, first: int, out: torch.Tensor) -> None:
+        """Fill `out` (uint8, whole pages) with the bytes from `first`. Blocks."""
         shard = self._shard
         if shard.params is None:
             shard.buffer.fetch(self._into(first, out.numel()), out).wait()
@@ -61,6 +36,7 @@ class Weights(WritableArray):
             shard.params.read(first, out).wait()
 
     def write(self, first: int, source: torch.Tensor) -> None:
+        """Store `source` (uint8, whole pages) at byte `first`. Blocks."""
         shard = self._shard
         shard.before_change()
         if shard.params is not None:
@@ -70,16 +46,16 @@ class Weights(WritableArray):
 
     def _into(self, first: int, nbytes: int) -> int:
         """Where in the gathered buffer these bytes lie."""
-        return self._shard.buffer_span(*self._shard.param_layout.elements(first, nbytes))[0]
+        return self._shard.buffer_span(*self.layout.elements(first, nbytes))[0]
 
 
 @final
-class States(WritableArray):
-    """One optimizer array, or what completes the masters. A compact one shows its values, not its codes."""
+class States:
+    """One optimizer array, or the rest of the masters. A compact one shows its values, not its codes."""
 
     def __init__(self, shard: UnitShard, array: StateArray) -> None:
         values = array_layout(shard.layout, STATE_BYTES, segments=shard.stated())
-        super().__init__(shard.layout, array.layout if array.codec is None else values)
+        self.unit, self.layout = shard.layout, array.layout if array.codec is None else values
         self._shard = shard
         self._array = array
 
@@ -104,21 +80,7 @@ class States(WritableArray):
         self._shard.write_array(self._array, start, end, source.view(dtype))
 
 
-@final
-class Gradients(RestingArray):
-    """The gradients of a unit that rest on host or disk; read only, they are laid to rest by their keeper."""
-
-    def __init__(self, unit: UnitLayout, grads: GradShard) -> None:
-        super().__init__(unit, grads.contents)
-        self._grads = grads
-
-    def dtype(self, slot: Slot) -> torch.dtype:
-        return self._grads.dtype(slot)
-
-    def read(self, first: int, out: torch.Tensor) -> None:
-        self._grads.read(first, out)
-
-
+Array = Weights | States
 Sink = Callable[[Slot, int, torch.Tensor], None]
 """Takes elements of a parameter: (slot, position of the first one in it, the elements, 1-D, valid until it returns)."""
 
@@ -126,7 +88,7 @@ Source = Callable[[Slot, int, int], torch.Tensor]
 """Gives the elements [start, end) of a parameter, 1-D, in the array's dtype."""
 
 
-def copy_out(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer, sink: Sink) -> None:
+def copy_out(array: Array, wanted: Mapping[str, object], slab: HostBuffer, sink: Sink) -> None:
     """Read the parts of an array that belong to the wanted parameters, in order of address."""
     for start, end, parts in _chunks(array.unit, wanted):
         first, nbytes = array.layout.span(start, end)
@@ -136,9 +98,7 @@ def copy_out(array: RestingArray, wanted: Mapping[str, object], slab: HostBuffer
             sink(slot, slot.first + low - slot.offset, _part(array, content, slot, start, low, high))
 
 
-def copy_in(
-    array: WritableArray, wanted: Mapping[str, object], slab: HostBuffer, source: Source, keep: bool = False
-) -> None:
+def copy_in(array: Array, wanted: Mapping[str, object], slab: HostBuffer, source: Source, keep: bool = False) -> None:
     """Write the parts of an array that belong to the wanted parameters; others between them stay with `keep`, else
     become zero."""
     for start, end, parts in _chunks(array.unit, wanted):
@@ -150,8 +110,7 @@ def copy_in(
             zero(content)
         for slot, low, high in parts:
             begin = slot.first - slot.offset
-            piece = source(slot, begin + low, begin + high)
-            copy(_part(array, content, slot, start, low, high), piece)
+            copy(_part(array, content, slot, start, low, high), source(slot, begin + low, begin + high))
         array.write(first, content)
 
 
@@ -167,6 +126,6 @@ def _chunks(unit: UnitLayout, wanted: Mapping[str, object]) -> Iterator[tuple[in
                 yield low, high, parts
 
 
-def _part(array: RestingArray, content: torch.Tensor, slot: Slot, start: int, low: int, high: int) -> torch.Tensor:
+def _part(array: Array, content: torch.Tensor, slot: Slot, start: int, low: int, high: int) -> torch.Tensor:
     offset, nbytes = array.layout.span(start, low)[1], array.layout.span(low, high)[1]
     return content[offset : offset + nbytes].view(array.dtype(slot))

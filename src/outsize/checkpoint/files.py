@@ -7,20 +7,24 @@ import os
 import resource
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
 from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
-from outsize.checkpoint.regions import AnyRegion, Joined, Narrowed, Region
+from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
+from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.disk import explain
 from outsize.move.generations import joined_sums, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
+from outsize.optim.compact import BLOCK, codec_named
+from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
+ALIGN_BYTES = 64
 MIN_OPEN_FILES = 16
 READ_BYTES = 8 << 20
 MAPPED_BYTES = 1 << 18
@@ -37,21 +41,20 @@ def naming(path: Path, doing: str) -> Iterator[None]:
         raise OSError(error.errno, f"{explain(error.errno)} ({doing})", str(path)) from error
 
 
-def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that goes back to the system when it is dropped; a large piece of the heap may be left in fragments."""
-    nbytes = numel * dtype.itemsize
-    if nbytes < MAPPED_BYTES:
-        return torch.empty(numel, dtype=dtype, device="cpu")
-    return HostBuffer(nbytes).bytes.view(dtype)  # [numel]
-
-
 @final
 class DataWriter:
     """A new file of known length, written at any offsets and synced when it is closed without an error."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, direct: bool = False) -> None:
+        """`direct`: in whole pages, past the page cache where the file system can."""
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o666)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self._fd = os.open(path, flags, 0o666)  # the failed attempt may have created it
         try:
             with naming(path, f"making a file of {format_bytes(nbytes)}"):
                 os.ftruncate(self._fd, nbytes)
@@ -76,6 +79,56 @@ class DataWriter:
                     os.fsync(self._fd)
         finally:
             os.close(self._fd)
+
+
+@final
+class PlannedFile:
+    """A file of arrays: each gets its place first, then all are written."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nbytes = 0
+        self._contents: list[tuple[Region, torch.Tensor | Callable[[], torch.Tensor]]] = []
+
+    def keep(self, tensor: torch.Tensor) -> Region:
+        """Where the tensor will lie; it must not change before `write`."""
+        return self.keep_later(tensor.dtype, tuple(tensor.shape), tensor)
+
+    def keep_later(
+        self, dtype: torch.dtype, shape: tuple[int, ...], value: torch.Tensor | Callable[[], torch.Tensor]
+    ) -> Region:
+        """Where an array will lie whose elements `value` has, or gives when they are written."""
+        region = Region.at(self.name, round_up(self.nbytes, ALIGN_BYTES), dtype, shape)
+        self.nbytes = region.pieces[0].offset + region.nbytes
+        self._contents.append((region, value))
+        return region
+
+    def small_or_kept(self, path: str, tensor: torch.Tensor) -> Any:
+        """For `encode`: a small tensor in the manifest itself, any other in the file."""
+        if tensor.numel() <= INLINE_NUMEL and not tensor.is_complex():
+            return inline(path, tensor)
+        return self.keep(tensor).to_json()
+
+    def kept(self, path: str, tensor: torch.Tensor) -> Any:
+        """For `encode`: a tensor in the file."""
+        return self.keep(tensor).to_json()
+
+    def bring_to_host(self) -> None:
+        """So that another process can be sent all of it."""
+        self._contents = [(region, _host_copy(value)) for region, value in self._contents]
+
+    def write(self, folder: Path, files: dict[str, FileRecord]) -> None:
+        """Write the file, add its record to `files`, and let go of the tensors."""
+        with DataWriter(folder / self.name, self.nbytes) as file:
+            for region, value in self._contents:
+                file.write(region.pieces[0].offset, _host_copy(value))
+        self._contents = []
+        files[self.name] = file_record(folder / self.name)
+
+
+def _host_copy(value: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    found = value if isinstance(value, torch.Tensor) else value()
+    return found.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def read_manifest(path: Path, most: int | None = None, folder: int | None = None) -> bytes:
@@ -143,6 +196,14 @@ def read_exactly(fd: int, offset: int, out: memoryview, path: Path) -> None:
         if not count:
             raise ValueError(f"{path} ends at {offset}; it was changed while it was being read")
         offset, out = offset + count, out[count:]
+
+
+def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that goes back to the system when it is dropped; a large piece of the heap may be left in fragments."""
+    nbytes = numel * dtype.itemsize
+    if nbytes < MAPPED_BYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return HostBuffer(nbytes).bytes.view(dtype)  # [numel]
 
 
 def _most_open() -> int:
@@ -216,17 +277,25 @@ class DataReader:
                 )
 
     def read(self, region: AnyRegion, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """The elements [start, end) of a region, 1-D; the whole region in its shape if no range is given."""
+        """The elements [start, end) of an array, 1-D; the whole array in its shape if no range is given."""
         whole = end is None
-        if isinstance(region, (Joined, Narrowed)):
-            found = region.read(start, region.numel if end is None else end, self.read)
-            return found.view(region.shape) if whole else found
-        assert isinstance(region, Region), "codes are decoded by who reads them"
         last = region.numel if end is None else end
+        if isinstance(region, CodedRegion):
+            found = self._decoded(region, start, last)
+            return found.view(region.shape) if whole else found
+        if not isinstance(region, Region):
+            found = region.read(start, last, self.read)
+            return found.view(region.shape) if whole else found
         out = _empty(last - start, region.dtype)
         for piece, first in region.within(start, last):
             _read(self._file(piece.file), piece.offset, out[first : first + piece.numel], self._folder / piece.file)
         return out.view(region.shape) if whole else out
+
+    def _decoded(self, region: CodedRegion, start: int, end: int) -> torch.Tensor:
+        first = start // BLOCK * BLOCK
+        codes = self.read(region.codes, first, end)
+        scales = self.read(region.scales, first // BLOCK, -(-end // BLOCK))
+        return codec_named(region.codec).decode(codes, scales)[start - first :]
 
     def _file(self, name: str) -> int:
         if name in self._open:
@@ -236,10 +305,6 @@ class DataReader:
                 os.close(self._open.popitem(last=False)[1])
             self._open[name] = _open_regular(self._folder / name, self._held)
         return self._open[name]
-
-    def path(self, name: str) -> str:
-        """Where another library finds the file until the next one is read, whatever the folder is called by now."""
-        return f"/proc/self/fd/{self._file(name)}"
 
     def close(self) -> None:
         while self._open:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,20 +15,20 @@ from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region, n
 from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.grad_ops import GradOps
-from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
 FORMAT = "outsize checkpoint"
-VERSION = 3
-READABLE = (2, 3)
+VERSION = 4
 MANIFEST_NAME = "manifest.json"
-ALIGN_BYTES = 64
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
 
 MAX_MANIFEST_BYTES = 256 << 20
 TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+GRADS = ("grad", "held")
+"""A gradient that was not used up, and the one that a delayed update holds back until the next step."""
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -52,43 +51,34 @@ class FileRecord:
         return cls(nbytes, sums)
 
 
-@dataclass(frozen=True)
-class GradRecord:
-    """A gradient at rest: its bytes, what was done to it and not yet applied, and its norms where they are known."""
-
-    region: AnyRegion
-    ops: GradOps = field(default_factory=GradOps)
-    norms: Mapping[float, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        ops = {"scale": self.ops.scale, "low": self.ops.low, "high": self.ops.high, "zero": self.ops.zero}
-        norms = [[order, norm] for order, norm in self.norms.items()]
-        return encode({"ops": ops, "norms": norms}, "grad", inline) | self.region.to_json()  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, value: Any) -> GradRecord:
-        ops, region = GradOps(**_numbers(value["ops"])), _uncoded(value)
-        if region.dtype not in TRAINABLE:
-            raise ValueError(f"a gradient of {region.dtype}")
-        norms = {float(order): float(norm) for order, norm in decode(value["norms"], _no_tensor)}
-        most = torch.finfo(torch.float64 if region.dtype is torch.float64 else torch.float32).max
-        if any(math.isfinite(norm) and not 0 <= norm <= most for norm in norms.values()):
-            raise ValueError(f"{norms} are not norms of a gradient")
-        return cls(region, ops, norms)
+GradNote = tuple[GradOps, Mapping[float, float]]
+"""What was done to a gradient and not yet applied, and its norms where they are known."""
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """One parameter: its weight, what completes a 16-bit one to its fp32 master, its optimizer state, its gradient."""
+    """One parameter.
 
-    weight: AnyRegion
-    master: AnyRegion | None = None
-    state: Mapping[str, AnyRegion] = field(default_factory=dict)
+    `arrays` has its "weight"; "master", where it is a 16-bit one with an fp32 master; "state.NAME" for each array of
+    the optimizer; "grad" and "held" (see `GRADS`), which `grads` has a note for.
+    """
+
+    arrays: Mapping[str, AnyRegion]
     scalars: Any = None
     """The optimizer's other values of this parameter, encoded; None where it has no state yet."""
-    grad: GradRecord | None = None
-    held: GradRecord | None = None
-    """The gradient that a delayed update holds back until the next step."""
+    grads: Mapping[str, GradNote] = field(default_factory=dict)
+
+    @property
+    def weight(self) -> AnyRegion:
+        return self.arrays["weight"]
+
+    @property
+    def master(self) -> AnyRegion | None:
+        return self.arrays.get("master")
+
+    @property
+    def state(self) -> dict[str, AnyRegion]:
+        return {key[6:]: region for key, region in self.arrays.items() if key.startswith("state.")}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,74 +88,76 @@ class ParameterRecord:
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
-    def weights(self) -> list[Region]:
-        """The arrays that make up the parameter's values."""
-        return [leaf for each in (self.weight, self.master) if each is not None for leaf in each.leaves()]
+    def leaves(self, weights: bool = True, state: bool = True) -> list[Region]:
+        """The arrays as they lie in files: of the values, and those of optimizer and gradients."""
+        return [
+            leaf
+            for key, region in self.arrays.items()
+            if (weights if key in ("weight", "master") else state)
+            for leaf in region.leaves()
+        ]
 
-    def states(self) -> list[Region]:
-        """The arrays of optimizer and gradients, those of codes and scales included."""
-        grads = [grad.region for grad in (self.grad, self.held) if grad is not None]
-        return [leaf for each in (*self.state.values(), *grads) for leaf in each.leaves()]
-
-    def arrays(self) -> list[AnyRegion]:
-        """All of them, in the order of `changed`."""
-        found: list[AnyRegion] = []
-
-        def note(region: AnyRegion) -> AnyRegion:
-            found.append(region)
-            return region
-
-        self.changed(note)
-        return found
+    def changed(self, change: Callable[[str, AnyRegion], AnyRegion]) -> ParameterRecord:
+        """The same with each array changed."""
+        return replace(self, arrays={key: change(key, region) for key, region in self.arrays.items()})
 
     def of_part(self, dim: int, first: int, count: int) -> ParameterRecord:
         """The same of these entries of a dimension alone."""
-        return self.changed(lambda region: narrow(region, dim, first, count))
-
-    def changed(self, change: Callable[[AnyRegion], AnyRegion]) -> ParameterRecord:
-        """The same with each array changed."""
-        grad, held = (
-            None if each is None else replace(each, region=change(each.region)) for each in (self.grad, self.held)
-        )
-        return replace(
-            self,
-            weight=change(self.weight),
-            master=None if self.master is None else change(self.master),
-            state={name: change(region) for name, region in self.state.items()},
-            grad=grad,
-            held=held,
-        )
+        return self.changed(lambda _, region: narrow(region, dim, first, count))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "weight": self.weight.to_json(),
-            "master": self.master and self.master.to_json(),
-            "state": {name: region.to_json() for name, region in self.state.items()},
-            "scalars": self.scalars,
-            "grad": self.grad and self.grad.to_json(),
-            "held": self.held and self.held.to_json(),
-        }
+        found: dict[str, Any] = {"weight": None, "master": None, "state": {}, "scalars": self.scalars}
+        found |= dict.fromkeys(GRADS)
+        for key, region in self.arrays.items():
+            if key.startswith("state."):
+                found["state"][key[6:]] = region.to_json()
+            else:
+                found[key] = region.to_json()
+        for key, (ops, norms) in self.grads.items():
+            note = {"ops": asdict(ops), "norms": [list(norm) for norm in norms.items()]}
+            found[key] |= encode(note, "grad", inline)
+        return found
 
     @classmethod
     def from_json(cls, value: Any) -> ParameterRecord:
-        record = cls(
-            weight=_uncoded(value["weight"]),
-            master=_uncoded(value["master"]) if value["master"] is not None else None,
-            state={str(name): region_from(each) for name, each in value["state"].items()},
-            scalars=value["scalars"],
-            grad=GradRecord.from_json(value["grad"]) if value["grad"] is not None else None,
-            held=GradRecord.from_json(value["held"]) if value["held"] is not None else None,
-        )
-        grads = [grad.region for grad in (record.grad, record.held) if grad is not None]
-        masters = [record.master] if record.master is not None else []
-        others = [*record.state.values(), *grads]
-        if any(region.shape != record.shape for region in (*masters, *others)):
+        stored = {key: value[key] for key in ("weight", "master", *GRADS) if value[key] is not None}
+        arrays = {key: region_from(each) for key, each in stored.items()}
+        if any(isinstance(part, CodedRegion) for each in arrays.values() for part in _parts(each)):
+            raise ValueError("8-bit codes are for optimizer state alone, not for weights, masters and gradients")
+        arrays |= {f"state.{name}": region_from(each) for name, each in value["state"].items()}
+        grads = {key: _grad_note(value[key], arrays[key].dtype) for key in GRADS if key in arrays}
+        record = cls(arrays, value["scalars"], grads)
+        if any(region.shape != record.shape for region in arrays.values()):
             raise ValueError("the arrays of one parameter have different shapes")
         if record.master is not None and MASTER_DTYPES.get(record.dtype) is not record.master.dtype:
             raise ValueError("a master is int16 beside a bfloat16 weight and float32 beside a float16 one")
-        if not all(region.dtype.is_floating_point for region in others):
-            raise ValueError("optimizer state and gradients are floating-point")
+        if not all(region.dtype.is_floating_point for region in record.state.values()):
+            raise ValueError("optimizer state is floating-point")
         return record
+
+
+def _parts(region: AnyRegion) -> Sequence[AnyRegion]:
+    return region.parts if isinstance(region, Joined) else (region,)
+
+
+def _grad_note(value: Any, dtype: torch.dtype) -> GradNote:
+    if dtype not in TRAINABLE:
+        raise ValueError(f"a gradient of {dtype}")
+    ops: Any = {key: each if isinstance(each, bool) else float(each) for key, each in _decoded(value["ops"]).items()}
+    if any(math.isfinite(each) and abs(each) > torch.finfo(torch.float32).max for each in ops.values()):
+        raise ValueError(f"{ops} are not fp32 numbers")
+    norms = {float(order): float(norm) for order, norm in _decoded(value["norms"])}
+    most = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
+    if any(math.isfinite(norm) and not 0 <= norm <= most for norm in norms.values()):
+        raise ValueError(f"{norms} are not norms of a gradient")
+    return GradOps(**ops), norms
+
+
+def _decoded(value: Any) -> Any:
+    def no_tensor(value: Any) -> torch.Tensor:
+        raise ValueError("a tensor where none can be")
+
+    return decode(value, no_tensor)
 
 
 @dataclass(frozen=True)
@@ -204,13 +196,8 @@ class OptimizerRecord:
 
     def to_json(self) -> dict[str, Any]:
         groups = [{"hyper": group.hyper, "parameters": list(group.parameters)} for group in self.groups]
-        return {
-            "class": self.kind,
-            "arrays": list(self.arrays),
-            "groups": groups,
-            "steps": self.steps,
-            "delayed": self.delayed,
-        }
+        named = {"class": self.kind, "arrays": list(self.arrays), "groups": groups}
+        return {**named, "steps": self.steps, "delayed": self.delayed}
 
     @classmethod
     def from_json(cls, value: Any) -> OptimizerRecord:
@@ -229,25 +216,14 @@ class Manifest:
     parameters: Mapping[str, ParameterRecord]
     buffers: Mapping[str, BufferRecord]
     optimizer: OptimizerRecord | None
-    rng: Any
-    extra: Any
+    ranks: Sequence[Any]
+    """Of each rank of each copy of the model: {"rng", "extra", "extra_states", "buffers"}, the last as far as they
+    differ from the first rank's."""
     written_by: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""
     world_size: int = 1
+    """Ranks of one copy of the model."""
     tensor_ranks: int = 1
-    ranks: Sequence[Any] = ()
-    """Of the ranks but the first: {"rng": ..., "extra": ...} each, and "buffers" where some are not the first one's."""
-    copies: Sequence[Sequence[Any]] = ()
-    """The same of all ranks of each further copy of the model."""
-    extra_states: Mapping[str, Any] | None = None
-    """Of the modules, encoded, by their names in torch's state dicts; None in a checkpoint from before that."""
-
-    def of_rank(self, copy: int, rank: int) -> Mapping[str, Any]:
-        """What a rank of a copy of the model had of its own; its buffers as far as they are not the first one's."""
-        if copy:
-            return self.copies[copy - 1][rank]  # type: ignore[no-any-return]
-        first = {"rng": self.rng, "extra": self.extra, "extra_states": self.extra_states or {}}
-        return self.ranks[rank - 1] if rank else first
 
     def to_text(self) -> str:
         """Raises `ValueError` for a text that is larger than any reader takes."""
@@ -263,14 +239,15 @@ class Manifest:
             "parameters": self.parameters,
             "buffers": self.buffers,
             "optimizer": self.optimizer and self.optimizer.to_json(),
-            "rng": self.rng,
-            "extra": self.extra,
-            **({"extra_states": self.extra_states} if self.extra_states is not None else {}),
-            **({"ranks": list(self.ranks)} if self.ranks else {}),
-            **({"copies": list(map(list, self.copies))} if self.copies else {}),
+            "ranks": list(self.ranks),
         }
-        text = sealed(_readable(content, 2, ""))
-        check_text_bytes(len(text), "the manifest of this checkpoint")  # it is ASCII
+        text = sealed(_readable(content, 2, ""))  # it is ASCII
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ValueError(
+                f"the manifest of this checkpoint would take {format_bytes(len(text))} of text, and has at most "
+                f"{format_bytes(MAX_MANIFEST_BYTES)}; put long lists and texts of extra into tensors "
+                f"(torch.tensor(values), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)) or into files"
+            )
         return text
 
     @classmethod
@@ -282,12 +259,13 @@ class Manifest:
             raise ValueError(f"is damaged: not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ValueError("is not the manifest of an outsize checkpoint")
-        if value.get("version") not in READABLE:
+        if value.get("version") != VERSION:
             raise ValueError(
-                f"has the format version {value.get('version')!r}; this version of outsize reads up to {VERSION}: "
+                f"has the format version {value.get('version')!r}; this version of outsize reads {VERSION}: "
                 f"load it with the version of outsize that wrote it ({value.get('written_by')})"
             )
-        if not _intact(text):
+        end = text.rfind(',\n  "crc32c": ')
+        if end < 0 or text != sealed(text[:end] + "}"):
             raise ValueError("is damaged: its text does not have its checksum; load an earlier checkpoint")
         try:
             return cls._from_json(value)
@@ -302,30 +280,24 @@ class Manifest:
             parameters={str(name): ParameterRecord.from_json(each) for name, each in value["parameters"].items()},
             buffers={str(name): BufferRecord.from_json(each) for name, each in value["buffers"].items()},
             optimizer=None if optimizer is None else OptimizerRecord.from_json(optimizer),
-            rng=value["rng"],
-            extra=value["extra"],
+            ranks=[dict(each) for each in value["ranks"]],
             written_by=dict(value["written_by"]),
             saved_at=str(value["saved_at"]),
             world_size=natural(value["world_size"]),
-            tensor_ranks=natural(value.get("tensor_ranks", 1)),
-            ranks=[dict(each) for each in value.get("ranks", [])],
-            copies=[[dict(each) for each in copy] for copy in value.get("copies", [])],
-            extra_states=dict(value["extra_states"]) if "extra_states" in value else None,
+            tensor_ranks=natural(value["tensor_ranks"]),
         )
-        size, tensor = manifest.world_size, manifest.tensor_ranks
+        size, tensor, ranks = manifest.world_size, manifest.tensor_ranks, len(manifest.ranks)
         if not 1 <= tensor <= size or size % tensor:
             raise ValueError(f"{tensor} tensor-parallel ranks of {size}")
-        if len(manifest.ranks) not in (0, size - 1):
-            raise ValueError(f"{len(manifest.ranks)} further ranks of {size}")
-        if any(len(copy) != size for copy in manifest.copies):
-            raise ValueError(f"copies of the model of {[len(copy) for copy in manifest.copies]} ranks, not of {size}")
+        if not ranks or ranks % size:
+            raise ValueError(f"what {ranks} ranks have of their own, in copies of {size} ranks")
         if value["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError(f"checksums of {value['chunk_bytes']!r} bytes; they are of {CHUNK_BYTES}")
         for name in manifest.files:
             if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
                 raise ValueError(f"{name!r} is not a file name that a checkpoint may use")
         for record in manifest.parameters.values():
-            for region in (*record.weights(), *record.states()):
+            for region in record.leaves():
                 manifest.check(region)
         for buffer in manifest.buffers.values():
             manifest.check(buffer.region)
@@ -341,64 +313,10 @@ class Manifest:
                 raise ValueError(f"an array of {nbytes} bytes at {piece.offset} lies outside of {piece.file!r}")
 
 
-def check_values(value: Any, what: str) -> None:
-    """Raise `ValueError` for encoded values that no manifest has room for."""
-    # A look that costs next to nothing: no value is more than 8 times as long in JSON as in this form.
-    if 8 * len(marshal.dumps(value, 2)) > MAX_MANIFEST_BYTES:
-        check_text_bytes(len(_one_line(value)), what)
-
-
-def check_text_bytes(nbytes: int, what: str) -> None:
-    if nbytes > MAX_MANIFEST_BYTES:
-        raise ValueError(
-            f"{what} would take {format_bytes(nbytes)} of text, and a manifest has at most "
-            f"{format_bytes(MAX_MANIFEST_BYTES)}; put long lists and texts of extra into tensors "
-            f"(torch.tensor(values), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)) or into files"
-        )
-
-
 def sealed(text: str) -> str:
     """A JSON object with the checksum of its text as the last entry."""
     body = text.rstrip().removesuffix("}").rstrip()
     return f'{body},\n  "crc32c": "{crc32c(body.encode()):08x}"\n}}\n'
-
-
-def _intact(text: str) -> bool:
-    end = text.rfind(',\n  "crc32c": ')
-    return end > 0 and text == sealed(text[:end] + "}")
-
-
-class FilePlan:
-    """Hands out regions of one file, one behind the other."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.nbytes = 0
-
-    def reserve(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
-        region = Region.at(self.name, round_up(self.nbytes, ALIGN_BYTES), dtype, shape)
-        self.nbytes = region.pieces[0].offset + region.nbytes
-        return region
-
-
-def _uncoded(value: Any) -> AnyRegion:
-    """An array of anything but optimizer state, whole or joined."""
-    region = region_from(value)
-    parts = region.parts if isinstance(region, Joined) else (region,)
-    if any(isinstance(part, CodedRegion) for part in parts):
-        raise ValueError("8-bit codes are for optimizer state alone, not for weights, masters and gradients")
-    return region
-
-
-def _numbers(value: Any) -> Any:
-    numbers = {key: each if isinstance(each, bool) else float(each) for key, each in decode(value, _no_tensor).items()}
-    if any(math.isfinite(each) and abs(each) > torch.finfo(torch.float32).max for each in numbers.values()):
-        raise ValueError(f"{numbers} are not fp32 numbers")
-    return numbers
-
-
-def _no_tensor(value: Any) -> torch.Tensor:
-    raise ValueError("a tensor where none can be")
 
 
 def _plain(record: FileRecord | ParameterRecord | BufferRecord) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outsize.checkpoint.manifest import Manifest, OptimizerRecord, ParameterRecord
+from outsize.checkpoint.manifest import Manifest, OptimizerRecord
 
 LISTED = 10
 _PASSABLE = ("missing", "unexpected")
@@ -36,7 +36,8 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
 
     With `strict` False, what is missing and unexpected is returned, and the rest must fit.
     """
-    found = _differences("parameter", _shapes(manifest.parameters), live.parameters)
+    stored = {name: (record.shape, record.dtype) for name, record in manifest.parameters.items()}
+    found = _differences("parameter", stored, live.parameters)
     if live.buffers is not None:
         persistent = {
             name: (record.region.shape, record.region.dtype)
@@ -44,21 +45,12 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
             if record.persistent
         }
         found |= _differences("buffer", persistent, live.buffers)
-    older: Differences = {}
     if live.extra_states is not None:
-        sides = _one_sided("extra state", manifest.extra_states or {}, live.extra_states)
-        if manifest.extra_states is None:  # from before they were saved
-            older = sides
-        else:
-            found |= sides
-    passed_over = check_same_model(f"the checkpoint {label}", found, strict) | older
+        found |= _one_sided("extra state", manifest.ranks[0]["extra_states"], live.extra_states)
+    passed_over = check_same_model(f"the checkpoint {label}", found, strict)
     if live.optimizer is not None:
         _check_optimizer(manifest, live.optimizer, label, strict)
     return passed_over
-
-
-def _shapes(records: Mapping[str, ParameterRecord]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {name: (record.shape, record.dtype) for name, record in records.items()}
 
 
 def _one_sided(kind: str, stored: Collection[str], live: Collection[str]) -> Differences:
@@ -117,7 +109,7 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, stri
     problems = []
     if stored.kind != live.kind:
         problems.append(f"its optimizer is {stored.kind}, this one is {live.kind}")
-    if not live.delayed and any(record.held is not None for record in manifest.parameters.values()):
+    if not live.delayed and any("held" in record.arrays for record in manifest.parameters.values()):
         problems.append("it holds gradients of a delayed update, which only a run with delayed_update=True can apply")
     if set(stored.arrays) != set(live.arrays):
         problems.append(f"its optimizer keeps {listed(stored.arrays)}, this one {listed(live.arrays)}")

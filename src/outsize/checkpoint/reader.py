@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -16,27 +15,20 @@ import torch
 from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
 from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import locate
-from outsize.checkpoint.joint import Cut, own_name
-from outsize.checkpoint.library import require_safetensors
 from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest, ParameterRecord
-from outsize.checkpoint.own import EXTRA_FILE, MODEL_FILE
-from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
+from outsize.checkpoint.peers import Cut, name_of_rank
+from outsize.checkpoint.rank_state import MODEL_FILE
+from outsize.checkpoint.regions import Region
 from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in, was_removed
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import BLOCK, DTYPES, MASTER, MASTER_DTYPE, Codec, SlotState, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, SlotState, UnitShard
 from outsize.plan.layout import Slot
 
 LATEST = "latest"
 LOOKS = 10
 """How often a directory is looked through that another process changes meanwhile."""
-
-MAX_RNG_BYTES = 1 << 20
-"""Of all generators of a rank."""
-
-Codecs = Callable[[str], Codec]
-"""The codec of a kind of 8-bit array, by its name in checkpoints."""
 
 logger = logging.getLogger("outsize")
 
@@ -59,11 +51,12 @@ class Place:
     tensor_ranks: int = 1
     copies: int = 1
 
-    def among(self, manifest: Manifest) -> tuple[int, int]:
-        """(copy, rank) of what was saved at this place; in a job cut otherwise, the first of all."""
+    def among(self, manifest: Manifest) -> int:
+        """The number of the rank that saved at this place; in a job cut otherwise, the first of all."""
         if (self.ranks, self.tensor_ranks) != (manifest.world_size, manifest.tensor_ranks):
-            return 0, 0  # what one rank had of its own belongs to nobody in particular any more
-        return (self.copy if self.copies == len(manifest.copies) + 1 else 0), self.rank
+            return 0  # what one rank had of its own belongs to nobody in particular any more
+        same = self.copies * self.ranks == len(manifest.ranks)
+        return (self.copy * self.ranks if same else 0) + self.rank
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -113,17 +106,6 @@ def _newest_in(folder: Path) -> Path | None:
     return None
 
 
-@contextmanager
-def _naming_damage(folder: Path) -> Iterator[None]:
-    """Whatever a damaged checkpoint leads to is a `ValueError` that names it."""
-    try:
-        yield
-    except (OSError, ImportError):
-        raise
-    except Exception as error:
-        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
-
-
 @final
 class Checkpoint:
     """A checkpoint opened for reading, its values decoded. Close it after use.
@@ -131,26 +113,27 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        codecs: Codecs,
-        place: Place | None = None,
-        cuts: Mapping[str, Cut] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, place: Place | None = None, cuts: Mapping[str, Cut] | None = None) -> None:
         """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
-        self._codecs = codecs
-        self._cuts = cuts or {}
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
-        self._copy, self._rank = (place or Place()).among(self.manifest)
-        self._number = self._copy * self.manifest.world_size + self._rank
+        self._number = (place or Place()).among(self.manifest)
+        self.records = {
+            name: record.of_part(cut.dim, cut.first, cut.count)
+            if (cut := (cuts or {}).get(name)) is not None and cut.fits(record.shape)
+            else record
+            for name, record in self.manifest.parameters.items()
+        }
         try:
-            others = {own_name(name, of) for name in (MODEL_FILE, EXTRA_FILE) for of in (0, self._number)}
-            self.data.verify(files=sorted(others & self.manifest.files.keys()))
-            with _naming_damage(folder):
+            models = {name_of_rank(MODEL_FILE, number) for number in (0, self._number)}
+            self.data.verify(files=sorted(models & self.manifest.files.keys()))
+            try:
                 self._decode()
+            except OSError:
+                raise
+            except Exception as error:  # whatever damage leads to
+                raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         except BaseException:
             self.data.close()
             raise
@@ -160,19 +143,14 @@ class Checkpoint:
         chunk. The files that were decoded were compared before that."""
         regions = [record.region for record in self.buffers.values()] + self._scalar_regions
         for record in self.manifest.parameters.values():
-            regions += record.weights() if weights else []
-            regions += record.states() if state else []
+            regions += record.leaves(weights, state)
         self.data.verify(regions)
 
     def _decode(self) -> None:
         manifest = self.manifest
-        self.records = dict(manifest.parameters)
-        for name, cut in self._cuts.items():
-            if name in self.records and cut.fits(self.records[name].shape):
-                self.records[name] = self.records[name].of_part(cut.dim, cut.first, cut.count)
-        own = manifest.of_rank(self._copy, self._rank)
+        first, own = manifest.ranks[0], manifest.ranks[self._number]
         self.buffers = dict(manifest.buffers)
-        for name, value in own.get("buffers", {}).items():
+        for name, value in own["buffers"].items():
             record, firsts = BufferRecord.from_json(value), manifest.buffers[name].region
             manifest.check(record.region)
             if (record.region.shape, record.region.dtype) != (firsts.shape, firsts.dtype):
@@ -180,56 +158,44 @@ class Checkpoint:
                     f"buffer {name!r} of rank {self._number} has another shape or dtype than the first rank's"
                 )
             self.buffers[name] = record
-        tensors: dict[str, torch.Tensor] = {}
-        extra = own_name(EXTRA_FILE, self._number)
-        if extra in manifest.files:
-            mapped = require_safetensors("outsize.load of an extra with tensors").load_file(self.data.path(extra))
-            # Copies: a mapped file keeps its space when it is removed, and ends who reads it when it is cut.
-            tensors = {name: mapped.pop(name).clone() for name in list(mapped)}
-        self.extra = decode(own["extra"], tensors.__getitem__)
-        states = own.get("extra_states", {})
-        if states.keys() != (manifest.extra_states or {}).keys():
+        if own["extra_states"].keys() != first["extra_states"].keys():
             raise ValueError(f"rank {self._number} has the extra states of other modules than the first rank")
-        self.extra_states = {name: decode(state, tensors.__getitem__) for name, state in states.items()}
-        self._unread_rng = MAX_RNG_BYTES
+        self._unread = sum(file.nbytes for name, file in manifest.files.items() if name.endswith(MODEL_FILE))
+        self.extra = decode(own["extra"], self._tensor)
+        self.extra_states = {name: decode(state, self._tensor) for name, state in own["extra_states"].items()}
         self.rng: dict[str, Any] = {
-            kind: decode(own["rng"][kind], self._rng_tensor) for kind in own["rng"] if is_known(kind)
+            kind: decode(own["rng"][kind], self._tensor) for kind in own["rng"] if is_known(kind)
         }
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()
         self.hyper: list[dict[str, Any]] = [decode(group.hyper, from_inline) for group in groups]
         if any(type(values) is not dict or {"params", "param_names"} & values.keys() for values in self.hyper):
             raise ValueError("the options of a parameter group are no dict, or hold its parameters")
-        self._unread = sum(file.nbytes for name, file in manifest.files.items() if name.endswith(MODEL_FILE))
         self.scalars: dict[str, dict[str, Any]] = {
             name: dict(decode(record.scalars, self._scalar))
             for name, record in manifest.parameters.items()
             if record.scalars is not None
         }
 
-    def _rng_tensor(self, value: Any) -> torch.Tensor:
-        region = Region.from_json(value)
-        self.manifest.check(region)
-        self._unread_rng -= region.nbytes
-        if self._unread_rng < 0:
-            raise ValueError(f"the states of the random number generators are more than {MAX_RNG_BYTES} bytes")
-        return self.data.read(region)
+    def _tensor(self, value: Any) -> torch.Tensor:
+        """A tensor among the values of a rank.
 
-    def _scalar(self, value: Any) -> torch.Tensor:
-        """A tensor among the optimizer's values of a parameter, from the manifest itself or from a file.
-
-        Those from files are together no larger than the files that they are written to, so a damaged manifest in which
-        many parameters share one array takes no more memory than that.
+        All that are read are together no larger than the files that they lie in, so a damaged manifest in which many
+        values share one array takes no more memory than that.
         """
-        if "values" in value:
-            return from_inline(value)
         region = Region.from_json(value)
         self.manifest.check(region)
         self._unread -= region.nbytes
         if self._unread < 0:
-            raise ValueError("the optimizer's values of the parameters are more bytes than the files that hold them")
-        self._scalar_regions.append(region)
+            raise ValueError("the values of the ranks and parameters are more bytes than the files that hold them")
         return self.data.read(region)
+
+    def _scalar(self, value: Any) -> torch.Tensor:
+        """A tensor among the optimizer's values of a parameter, from the manifest itself or from a file."""
+        if "values" in value:
+            return from_inline(value)
+        self._scalar_regions.append(Region.from_json(value))
+        return self._tensor(value)
 
     def close(self) -> None:
         self.data.close()
@@ -240,14 +206,13 @@ class Checkpoint:
         A parameter that the checkpoint has not got keeps its values.
         """
         slab = HostBuffer(SLAB_BYTES)
-        master = shard.arrays.get(MASTER)
         known = {name: slot for name, slot in shard.slots.items() if name in self.records}
         halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
         weights = _Weights(self.data, self.records, masters, halves)
         keep = len(known) < len(shard.slots)
         copy_in(Weights(shard), known, slab, weights.weight, keep)
-        if master is not None:
-            copy_in(States(shard, master), halves, slab, weights.master, keep)
+        if halves:
+            copy_in(States(shard, shard.arrays[MASTER]), halves, slab, weights.master, keep)
 
     def stated(self, shard: UnitShard) -> set[str]:
         """Those of the unit's parameters that have optimizer state here."""
@@ -259,35 +224,23 @@ class Checkpoint:
         There is room for those that have.
         """
         slab = HostBuffer(SLAB_BYTES)
-        records = self.records
-        known = {name for name in shard.slots if name in records}
+        known = {name for name in shard.slots if name in self.records}
         filled = self.stated(shard)
         stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
         for array in shard.arrays.values():
             if array.public:
-                wanted = dict.fromkeys(filled | stale)
 
-                def source(slot: Slot, start: int, end: int, key: str = array.name) -> torch.Tensor:
+                def source(slot: Slot, start: int, end: int, key: str = f"state.{array.name}") -> torch.Tensor:
                     if slot.name not in filled:
                         return torch.zeros(end - start, device="cpu")
-                    return self._state(records[slot.name].state[key], start, end)
+                    return self.data.read(self.records[slot.name].arrays[key], start, end)
 
+                wanted = dict.fromkeys(filled | stale)
                 copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
         for name in known:
             shard.slot_states.pop(name, None)
         for name in filled:
             shard.slot_states[name] = SlotState(self.scalars[name], initialised=True)
-
-    def _state(self, region: AnyRegion, start: int, end: int) -> torch.Tensor:
-        """The values [start, end) of an optimizer array, decoded where they are codes."""
-        if isinstance(region, Region):
-            return self.data.read(region, start, end)
-        if not isinstance(region, CodedRegion):
-            return region.read(start, end, self._state)
-        first = start // BLOCK * BLOCK
-        codes = self.data.read(region.codes, first, end)
-        scales = self.data.read(region.scales, first // BLOCK, -(-end // BLOCK))
-        return self._codecs(region.codec).decode(codes, scales)[start - first :]
 
 
 class _Weights:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from outsize.checkpoint.values import DTYPE_NAMES, DTYPES
-from outsize.move.shard import BLOCK
+from outsize.optim.compact import BLOCK, CODE_DTYPES
 
-CODECS = {"signed": torch.int8, "root": torch.uint8}
 MAX_DIMS = 64
 """As in torch's own kernels."""
 
@@ -110,7 +109,7 @@ class CodedRegion:
     @classmethod
     def from_json(cls, value: Any) -> CodedRegion:
         codes, scales = Region.from_json(value["codes"]), Region.from_json(value["scales"])
-        if value["codec"] not in CODECS or codes.dtype is not CODECS[value["codec"]]:
+        if value["codec"] not in CODE_DTYPES or codes.dtype is not CODE_DTYPES[value["codec"]]:
             raise ValueError(f"unknown code {value['codec']!r} in {codes.dtype}")
         if scales.dtype is not torch.float32 or scales.shape != (-(-codes.numel // BLOCK),):
             raise ValueError("the scales do not fit the codes")

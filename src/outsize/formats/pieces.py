@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from outsize.checkpoint.joint import Cut
+from outsize.checkpoint.peers import Cut
 from outsize.checkpoint.reader import Masters
 from outsize.move.memory import COPIED_NUMEL
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard

@@ -20,7 +20,11 @@ def stored_weights(
 ) -> list[NamedWeight]:
     """Every parameter and persistent buffer, in `dtype` or its own; in another one it comes from the master."""
     records = dict(manifest.parameters)
-    records |= {name: ParameterRecord(buffer.region) for name, buffer in manifest.buffers.items() if buffer.persistent}
+    records |= {
+        name: ParameterRecord({"weight": buffer.region})
+        for name, buffer in manifest.buffers.items()
+        if buffer.persistent
+    }
     found = []
     for name, record in records.items():
         # The option is for floating-point values; parameters are no others.

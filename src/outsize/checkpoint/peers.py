@@ -1,0 +1,164 @@
+"""A checkpoint that several ranks write together: each its part, one manifest over all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import torch.distributed as dist
+
+from outsize.checkpoint.manifest import FileRecord, ParameterRecord
+from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region
+from outsize.move.comm import Ranks
+from outsize.optim.compact import blocks_of
+
+T = TypeVar("T")
+
+# Note [One checkpoint of several ranks]
+# Rank 0 makes the hidden folder; every rank links, copies and writes the files of its slices into it, under names of
+# its own. When all have said that their part is on the drive, rank 0 writes the manifest over all parts and publishes.
+# If one rank fails, it says so in the same place, and nothing is published. The arrays of a parameter are the pieces of
+# the ranks, one behind the other: a reader asks for elements, and does not see how many ranks there were.
+
+
+@final
+class Peers:
+    """The ranks that save together: those of one tensor-parallel place, then those of the next."""
+
+    def __init__(self, ranks: Ranks, verb: str, behind: bool = False) -> None:
+        """`verb`: what they do together, for errors: save, load or export."""
+        place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
+        self.rank = place * ranks.size + ranks.rank
+        self.size = self.tensor * ranks.size
+        self.name = dist.get_rank()
+        """This rank's number in the job."""
+        self.behind = behind
+        """Whether what follows is written behind the training, on a thread and a lane of its own."""
+        self._ranks = ranks
+        self._verb = verb
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that have the same parts of the parameters."""
+        return self._ranks.rank == 0
+
+    def exchange(self, value: object) -> list[Any]:
+        """`value` of every rank, in the order of ranks. Raises where a rank is gone."""
+        lane = "save" if self.behind else "control"
+        every = self._ranks.collect(value, self._verb, lane)
+        if self._ranks.tensor is None:
+            return every
+        places = self._ranks.tensor.collect(every, self._verb, lane)
+        return [each for place in places for each in place]
+
+
+class PeerFailedError(OSError):
+    """Another rank could not write its part."""
+
+
+def together(peers: Peers | None, action: Callable[[], T], what: str) -> list[T]:
+    """What `action` gives on every rank. Where it fails on one, every rank raises: that one its error, the others which
+    rank it was."""
+    if peers is None:
+        return [action()]
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = action()
+    except Exception as raised:
+        error = raised
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        every = peers.exchange((peers.name, said, value))
+    except Exception as ended:  # the others cannot go on without this one
+        raise ended if error is None else error from ended
+    gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first, unless all miss it
+    all_gone = all((other or "").startswith(FileNotFoundError.__name__) for _, other, _ in every)
+    if error is not None and (not gone or all_gone):
+        raise error
+    for name, other, _ in every:
+        if other is not None and name != peers.name:
+            raise PeerFailedError(f"{what}: rank {name} failed ({other})") from error
+    if error is not None:
+        raise error
+    return [each for _, _, each in every]
+
+
+def name_of_rank(name: str, rank: int) -> str:
+    """A file's name, told apart from those of the other ranks."""
+    return name if not rank else f"rank-{rank:04d}-{name}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that a tensor-parallel rank has: `count` entries from `first` on of dimension `dim`."""
+
+    dim: int
+    first: int
+    count: int
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return self.dim < len(shape) and self.first + self.count <= shape[self.dim]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has written: its files, and its slices of the parameters' arrays."""
+
+    files: Mapping[str, FileRecord]
+    parameters: Mapping[str, ParameterRecord]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole parameters, as far as they are this tensor-parallel place's."""
+    states: Sequence[Any]
+    """What the rank, and those at its place in the further copies of the model, have of their own, encoded."""
+    cuts: Mapping[str, Cut]
+
+
+def merged_parts(parts: Sequence[RankPart], tensor: int) -> tuple[dict[str, FileRecord], dict[str, ParameterRecord]]:
+    """The files of all ranks, and each parameter with the pieces of all ranks."""
+    files = {name: record for part in parts for name, record in part.files.items()}
+    size = len(parts) // tensor
+    places = [_of_one_place(parts[first : first + size]) for first in range(0, len(parts), size)]
+    cuts = parts[0].cuts
+
+    def whole(name: str, record: ParameterRecord) -> ParameterRecord:
+        if name not in cuts:
+            return record
+        return record.changed(lambda key, _: _side_by_side([place[name].arrays[key] for place in places], cuts[name]))
+
+    return files, {name: whole(name, record) for name, record in places[0].items()}
+
+
+def _side_by_side(regions: Sequence[AnyRegion], cut: Cut) -> AnyRegion:
+    return Joined(cut.dim, tuple(each for each in regions if isinstance(each, (Region, CodedRegion))))
+
+
+def _of_one_place(parts: Sequence[RankPart]) -> dict[str, ParameterRecord]:
+    """What the data-parallel ranks of one tensor-parallel place have."""
+    found = {}
+    for name, first in parts[0].parameters.items():
+        records = [part.parameters[name] for part in parts if name in part.parameters]
+        shape = parts[0].shapes[name]
+        keys = dict.fromkeys(key for record in records for key in record.arrays)
+        found[name] = ParameterRecord(
+            {key: _joined([each.arrays[key] for each in records if key in each.arrays], shape) for key in keys},
+            first.scalars,
+            {key: note for record in reversed(records) for key, note in record.grads.items()},
+        )
+    return found
+
+
+def _joined(regions: Sequence[AnyRegion], shape: tuple[int, ...]) -> AnyRegion:
+    """One array of the slices of all ranks."""
+    if isinstance(regions[0], CodedRegion):
+        coded = [each for each in regions if isinstance(each, CodedRegion)]
+        codes = _pieces([each.codes for each in coded], shape)
+        scales = _pieces([each.scales for each in coded], (blocks_of(codes.numel),))
+        return CodedRegion(codes, scales, regions[0].codec)
+    return _pieces([each for each in regions if isinstance(each, Region)], shape)
+
+
+def _pieces(regions: Sequence[Region], shape: tuple[int, ...]) -> Region:
+    pieces = [piece for region in regions for piece in region.pieces if piece.numel]
+    return Region(regions[0].dtype, shape, tuple(pieces or regions[0].pieces))

@@ -1,0 +1,46 @@
+"""What each rank has of its own in a checkpoint: buffers, random numbers, `extra` and the modules' extra states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from outsize.checkpoint.files import PlannedFile
+from outsize.checkpoint.manifest import BufferRecord
+from outsize.checkpoint.peers import name_of_rank
+from outsize.checkpoint.values import DTYPE_NAMES, encode
+
+MODEL_FILE = "model.bin"
+Buffers = Mapping[str, tuple[torch.Tensor, bool]]
+"""The values of buffers by name, and whether each is persistent."""
+
+
+@final
+class RankState:
+    """The values of one rank, encoded, and the file that their tensors go to."""
+
+    def __init__(self, rank: int, extra: Any, extra_states: Mapping[str, Any]) -> None:
+        """Raises `TypeError` or `ValueError` for what cannot be saved, with its place."""
+        self.file = PlannedFile(name_of_rank(MODEL_FILE, rank))
+        self.buffers: dict[str, BufferRecord] = {}
+        self._rng: Any = None
+        self._extra = encode(extra, "extra", self.file.kept)
+        self._states = {name: encode(state, name, self.file.kept) for name, state in extra_states.items()}
+
+    def add(self, buffers: Buffers, rng: Any) -> None:
+        """`buffers`: on a further rank those that differ from the first one's."""
+        self.buffers = {name: BufferRecord(self.file.keep(value), kept) for name, (value, kept) in buffers.items()}
+        self._rng = encode(rng, "the states of the random number generators", self.file.kept)
+
+    def to_json(self, with_buffers: bool = True) -> dict[str, Any]:
+        buffers = {name: record.to_json() for name, record in self.buffers.items()} if with_buffers else {}
+        return {"rng": self._rng, "extra": self._extra, "extra_states": self._states, "buffers": buffers}
+
+
+def check_buffers(buffers: Buffers) -> None:
+    """Raise `TypeError` for a buffer that no checkpoint can hold."""
+    for name, (value, _) in buffers.items():
+        if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES:
+            raise TypeError(f"buffer {name!r} is a {value.layout} tensor of {value.dtype}; it cannot be saved")
