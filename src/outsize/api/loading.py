@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +18,20 @@ from outsize.api.extra_states import takers_of
 from outsize.api.ranks import check_same, everywhere
 from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.match import Live, check_match
+from outsize.checkpoint.match import Live
 from outsize.checkpoint.peers import Peers
-from outsize.checkpoint.reader import LATEST, LOOKS, Checkpoint, Masters, Place, find_checkpoint
+from outsize.checkpoint.reader import LATEST, LOOKS, Checkpoint, Place, find_checkpoint, open_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
 from outsize.checkpoint.shelf import checkpoints_in, is_checkpoint, was_removed
 from outsize.formats.dcp import is_dcp
-from outsize.formats.dcp_reading import open_dcp
-from outsize.formats.hugging import is_safetensors, open_safetensors
-from outsize.move.shard import DTYPES, UnitShard
+from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
+from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors
+from outsize.move.shard import DTYPES
 from outsize.run.state_dict import stopping_on_errors
 from outsize.run.unit import Unit
 
+Opened = Checkpoint | SafetensorsWeights | DcpCheckpoint
 logger = logging.getLogger("outsize")
 
 
@@ -75,97 +76,67 @@ def _load(
     strict: bool,
 ) -> Any:
     prepared.resources.settle_saving()
-    source = Path(os.path.realpath(label))
-    Saving.settle_at(source)
-    ours = is_checkpoint(source)
-    of_weights, of_dcp = not ours and is_safetensors(source), not ours and is_dcp(source)
-    if of_weights or of_dcp:
-        _check_alone(source)
-    if (of_weights or of_dcp) and cuts_of(prepared):
-        raise ValueError(
-            f"{source} cannot be loaded into tensor-parallel parameters: load it into the model before "
-            f"parallelize_module, or load a checkpoint of outsize.save"
-        )
-    if of_weights:
-        return _load_safetensors(prepared, source, model, optimizer, strict)
-    if of_dcp:
-        return _load_dcp(prepared, source, model, optimizer, label, strict)
-    checkpoint = _together(prepared, partial(_open, prepared, source, model, optimizer, label, strict))
+    path, reduction = Path(os.path.realpath(label)), prepared.engine.reduction
+    Saving.settle_at(path)
+    ranks = None if reduction is None else reduction.ranks
+    opened = everywhere(ranks, partial(_open, prepared, path, model, optimizer, label, strict), "load")
     try:
-        _check_same_checkpoint(prepared, checkpoint)
+        own = opened if isinstance(opened, Checkpoint) else None
+        if own is not None and ranks is not None:
+            # A directory's newest checkpoint may be another one where a file system shows it later.
+            mine = {"the checkpoint": f"{own.folder.name}, saved at {own.manifest.saved_at}"}
+            check_same(ranks.everyone(), "what they load", mine, "load")
+        for what, names in opened.passed_over.items():
+            logger.warning("%s: %d %s, passed over: %s", path, len(names), what, ", ".join(names))
         settle(prepared)
         with stopping_on_errors(prepared.engine, "outsize.load"), _gathered_anew(prepared):
-            _together(prepared, partial(_restore, prepared, checkpoint, model, optimizer))
-        return checkpoint.extra
+            everywhere(ranks, partial(_fill, prepared, opened, model, optimizer), "load")
+        return None if own is None else own.extra
     finally:
-        checkpoint.close()
-
-
-def _check_alone(source: Path) -> None:
-    """Raise `ValueError` for a folder of another library's that is a directory of checkpoints too."""
-    newest = next((each.path for each in checkpoints_in(source)), None)
-    if newest is not None:
-        raise ValueError(
-            f"{source} holds both weights of their own and checkpoints of outsize.save, the newest {newest.name!r}; "
-            f"name the one that is meant: {newest}, {source / LATEST} for the newest one, or a folder of the weights "
-            f"alone"
-        )
-
-
-T = TypeVar("T")
-
-
-def _together(prepared: Prepared, action: Callable[[], T]) -> T:
-    """`action` on every rank; where one fails, all raise."""
-    reduction = prepared.engine.reduction
-    return action() if reduction is None else everywhere(reduction.ranks, action, "load")
-
-
-def _check_same_checkpoint(prepared: Prepared, checkpoint: Checkpoint) -> None:
-    """A directory's newest checkpoint may be another one where a file system shows it later."""
-    mine = {"the checkpoint": f"{checkpoint.folder.name}, saved at {checkpoint.manifest.saved_at}"}
-    if prepared.engine.reduction is not None:
-        check_same(prepared.engine.reduction.ranks.everyone(), "what they load", mine, "load")
+        opened.close()
 
 
 def _open(
     prepared: Prepared,
-    source: Path,
+    path: Path,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     label: str,
     strict: bool,
-) -> Checkpoint:
-    """The checkpoint, found to be whole and to fit. In a directory another one is taken where that which was the newest
-    is removed by a run that saves with `keep`."""
-    looks = 0
+) -> Opened:
+    """What is at the path, found to be whole and to fit."""
+    live, cuts = _live(prepared, model, optimizer), cuts_of(prepared)
+    ours = is_checkpoint(path)
+    if not ours and (is_safetensors(path) or is_dcp(path)):
+        for newest in checkpoints_in(path)[:1]:
+            raise ValueError(
+                f"{path} holds both weights of their own and checkpoints of outsize.save, the newest {newest.name!r}; "
+                f"name the one that is meant: {newest}, {path / LATEST} for the newest one, or a folder of the weights "
+                f"alone"
+            )
+        if cuts:
+            raise ValueError(
+                f"{path} cannot be loaded into tensor-parallel parameters: load it into the model before "
+                f"parallelize_module, or load a checkpoint of outsize.save"
+            )
+    if not ours and is_safetensors(path):
+        if model is None or optimizer is not None:
+            raise ValueError(f"{path} holds weights alone: load it with outsize.load(path, model)")
+        buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
+        optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        slots = [slot for unit in prepared.engine.units for slot in unit.shard.whole.slots]
+        return open_safetensors(path, slots, buffers, tied_names(model), optional, strict)
+    if not ours and is_dcp(path):
+        return open_dcp(path, live, label, tied_names(prepared.model), strict)
+    place, looks = _place_of(prepared), 0
     while True:
         looks += 1
-        folder = find_checkpoint(source)
+        folder = find_checkpoint(path)
         try:
-            return _opened(prepared, folder, model, optimizer, label, strict)
-        except FileNotFoundError as error:
+            return open_checkpoint(folder, live, label, strict, place, cuts)
+        except FileNotFoundError as error:  # a run that saves with `keep` has just removed what was the newest
             if looks == LOOKS or not was_removed(folder, error):
                 raise
-
-
-def _opened(
-    prepared: Prepared,
-    folder: Path,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    label: str,
-    strict: bool,
-) -> Checkpoint:
-    checkpoint = Checkpoint(folder, _place_of(prepared), cuts_of(prepared))
-    try:
-        live = _live(prepared, model, optimizer)
-        _tell(check_match(checkpoint.manifest, live, label, strict), checkpoint.folder)
-        checkpoint.verify(weights=model is not None, state=optimizer is not None)
-    except BaseException:
-        checkpoint.close()
-        raise
-    return checkpoint
 
 
 def _place_of(prepared: Prepared) -> Place:
@@ -193,83 +164,12 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
     whole_shapes = {name: tuple(param.shape) for name, param in prepared.survey.parameters.items()}
     slots = (slot for unit in prepared.engine.units for slot in unit.shard.whole.slots)
     parameters = {slot.name: (whole_shapes[slot.name], DTYPES[slot.dtype]) for slot in slots}
-    buffers = buffers_of(prepared.model)
-    persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
     record = optimizer_record(prepared, optimizer, encoded=False)
     if model is None:
         return Live(parameters, None, record)
+    buffers = buffers_of(prepared.model)
+    persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
     return Live(parameters, persistent, record, takers_of(model).keys())
-
-
-def _load_safetensors(
-    prepared: Prepared,
-    source: Path,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    strict: bool,
-) -> None:
-    """A folder in the Hugging Face layout: weights and buffers."""
-    if model is None or optimizer is not None:
-        raise ValueError(f"{source} holds weights alone: load it with outsize.load(path, model)")
-    buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
-    optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    slots = [slot for unit in prepared.engine.units for slot in unit.shard.whole.slots]
-    names = tied_names(model)
-    weights = _together(prepared, lambda: open_safetensors(source, slots, buffers, names, optional, strict))
-
-    def place() -> None:
-        for unit in prepared.engine.units:
-            _place_weights(unit, weights)
-        _fill_buffers(buffers_of(model), weights.buffer)
-
-    _fill(prepared, weights, source, place)
-
-
-def _load_dcp(
-    prepared: Prepared,
-    source: Path,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    label: str,
-    strict: bool,
-) -> None:
-    """A folder of torch.distributed.checkpoint: it has no gradients, no random numbers and no `extra`."""
-    live = _live(prepared, model, optimizer)
-    names = tied_names(prepared.model)
-    checkpoint = _together(prepared, lambda: open_dcp(source, live, label, names, strict))
-
-    def place() -> None:
-        for unit in prepared.engine.units:
-            _place(prepared, unit, checkpoint, model, optimizer)
-            if optimizer is not None:
-                _drop_gradients(prepared, unit)
-        if model is not None:
-            _fill_buffers(buffers_of(model), checkpoint.buffer)
-        if optimizer is not None:
-            _restore_stepping(prepared, optimizer, checkpoint.steps, checkpoint.hyper)
-            assert prepared.stepper is not None
-            prepared.stepper.state.put_options_right()
-
-    _fill(prepared, checkpoint, source, place)
-
-
-class _Opened(Protocol):
-    """A folder of another library's that was found to fit."""
-
-    passed_over: Mapping[str, list[str]]
-
-    def close(self) -> None: ...
-
-
-def _fill(prepared: Prepared, opened: _Opened, source: Path, place: Callable[[], None]) -> None:
-    """Overwrite the live state by `place`, on every rank or on none, and close what it comes from."""
-    try:
-        _tell(opened.passed_over, source)
-        settle(prepared)
-        with stopping_on_errors(prepared.engine, "outsize.load"), _gathered_anew(prepared):
-            _together(prepared, place)
-    finally:
-        opened.close()
 
 
 def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Prepared:
@@ -284,80 +184,41 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
     return ready(prepared.model, optimizer, "load")
 
 
-def _tell(passed_over: Mapping[str, list[str]], folder: Path) -> None:
-    for what, names in passed_over.items():
-        logger.warning("%s: %d %s, passed over: %s", folder, len(names), what, ", ".join(names))
-
-
-class _Weights(Protocol):
-    """What weights of any format offer for one unit."""
-
-    def load_weights(self, shard: UnitShard, masters: Masters) -> None: ...
-
-
-class _Source(_Weights, Protocol):
-    """What a checkpoint of any format offers for one unit."""
-
-    def stated(self, shard: UnitShard) -> set[str]: ...
-
-    def load_state(self, shard: UnitShard) -> None: ...
-
-
-def _restore(
-    prepared: Prepared, checkpoint: Checkpoint, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> None:
+def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    """Overwrite the live state. Only a checkpoint of ours has gradients, extra states and random numbers."""
+    own = opened if isinstance(opened, Checkpoint) else None
     for unit in prepared.engine.units:
-        _place(prepared, unit, checkpoint, model, optimizer)
-        if optimizer is not None:
-            _restore_gradients(prepared, checkpoint, unit)
+        if optimizer is not None and not isinstance(opened, SafetensorsWeights):
+            unit.shard.make_room(opened.stated(unit.shard))  # before the weights, whose masters lie there too
+        if model is not None:
+            opened.load_weights(unit.shard, MASTERS)
+            unit.updates += 1  # a graph of before must not be used
+        if optimizer is not None and not isinstance(opened, SafetensorsWeights):
+            opened.load_state(unit.shard)
+            _fill_gradients(prepared, own, unit)
     if model is not None:
         buffers = buffers_of(model)
-        _fill_buffers(buffers, partial(_stored_buffer, checkpoint, buffers))
-        for name, module in takers_of(model).items():
-            if name in checkpoint.extra_states:
-                module.set_extra_state(checkpoint.extra_states[name])
-    if optimizer is not None:
-        assert checkpoint.manifest.optimizer is not None
-        _restore_stepping(prepared, optimizer, checkpoint.manifest.optimizer.steps, checkpoint.hyper)
-        if model is not None:
-            restore_rng(checkpoint.rng, prepared.config.compute_device)
+        _fill_buffers(
+            buffers, partial(_own_buffer, opened, buffers) if isinstance(opened, Checkpoint) else opened.buffer
+        )
+        for name, module in takers_of(model).items() if own is not None else ():
+            if own is not None and name in own.extra_states:
+                module.set_extra_state(own.extra_states[name])
+    if optimizer is not None and not isinstance(opened, SafetensorsWeights):
+        assert prepared.stepper is not None
+        prepared.stepper.forget()
+        prepared.stepper.state.keep()
+        prepared.stepper.steps = opened.steps
+        if prepared.engine.reduction is not None:
+            prepared.engine.reduction.ranks.model.step = opened.steps
+        for group, values in zip(optimizer.param_groups, opened.hyper, strict=True):
+            group.update(values)
+        prepared.stepper.state.put_options_right()
+        if own is not None and model is not None:
+            restore_rng(own.rng, prepared.config.compute_device)
 
 
-def _place(
-    prepared: Prepared,
-    unit: Unit,
-    source: _Source,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    """One unit's weights and states."""
-    if optimizer is not None:
-        unit.shard.make_room(source.stated(unit.shard))  # before the weights, whose masters lie there too
-    if model is not None:
-        _place_weights(unit, source)
-    if optimizer is not None:
-        source.load_state(unit.shard)
-
-
-def _place_weights(unit: Unit, source: _Weights) -> None:
-    source.load_weights(unit.shard, MASTERS)
-    unit.updates += 1  # a graph of before must not be used
-
-
-def _restore_stepping(
-    prepared: Prepared, optimizer: torch.optim.Optimizer, steps: int, hyper: Sequence[Mapping[str, Any]]
-) -> None:
-    assert prepared.stepper is not None
-    prepared.stepper.forget()
-    prepared.stepper.state.keep()
-    prepared.stepper.steps = steps
-    if prepared.engine.reduction is not None:
-        prepared.engine.reduction.ranks.model.step = steps
-    for group, values in zip(optimizer.param_groups, hyper, strict=True):
-        group.update(values)
-
-
-def _stored_buffer(
+def _own_buffer(
     checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]], name: str
 ) -> torch.Tensor | None:
     """Persistent buffers were checked to match; of the others those that do are restored too."""
@@ -401,9 +262,15 @@ def _has_bits(value: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.equal(torch.empty_like(wanted).copy_(value).view(torch.uint8), wanted.view(torch.uint8))
 
 
-def _restore_gradients(prepared: Prepared, checkpoint: Checkpoint, unit: Unit) -> None:
-    _drop_gradients(prepared, unit)
+def _fill_gradients(prepared: Prepared, checkpoint: Checkpoint | None, unit: Unit) -> None:
+    """Drop the unit's gradients, and take those of the checkpoint."""
     keeper = prepared.engine.keepers[unit.index]
+    keeper.flush_and_drop()
+    for param in unit.parameters.values():
+        param.grad = None
+    if checkpoint is None:
+        keeper.restore_held({})
+        return
     found = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
     keeper.restore_held(
         {
@@ -432,11 +299,3 @@ def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: AnyRegion) 
         return checkpoint.data.read(region)
     slot = unit.shard.slots[name]
     return checkpoint.data.read(region, slot.first, slot.first + slot.numel)
-
-
-def _drop_gradients(prepared: Prepared, unit: Unit) -> None:
-    keeper = prepared.engine.keepers[unit.index]
-    keeper.flush_and_drop()
-    for param in unit.parameters.values():
-        param.grad = None
-    keeper.restore_held({})

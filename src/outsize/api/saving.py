@@ -23,7 +23,7 @@ from outsize.checkpoint.peers import Cut, Peers, together
 from outsize.checkpoint.rank_state import RankState, check_buffers
 from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng, check_capturable
-from outsize.checkpoint.shelf import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
+from outsize.checkpoint.shelf import next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.checkpoint.writer import Room, SavedGrad, Snapshot, UnfinishedCheckpoint
@@ -95,8 +95,6 @@ def _save(
     def look() -> tuple[RankState, list[Path], str, OptimizerRecord | None, Mapping[str, BufferSum]]:
         resources.settle_saving()
         take_state(prepared)
-        if keep is not None:
-            check_in_series(target, keep)
         check_buffers(buffers)
         _check_place(prepared, target)
         check_not_current(target)
@@ -105,7 +103,7 @@ def _save(
         resources.note_saves(target.parent)
         record = optimizer_record(prepared, optimizer, encoded=True)
         sums = {} if ranks is None else {name: _sum(value) for name, (value, _) in buffers.items()}
-        outdated = no_longer_kept(target, keep) if peers is None or not peers.rank else []
+        outdated = no_longer_kept(target, keep) if keep is not None and (peers is None or not peers.rank) else []
         return RankState(number, extra, extra_states_of(model)), outdated, next_saved_at(target.parent), record, sums
 
     # What may fail on one rank comes here, where it fails on all.

@@ -36,11 +36,15 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old|gone)-[0-9a-f]{12}")
 class NewFolder:
     """A fresh folder, `path`, that is to be at `target` once it is complete. Either `publish` or `abandon` follows."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, path: Path | None = None) -> None:
+        """`path`: the folder that another rank has made and will publish or abandon."""
         self.target = target
+        self._lock = -1
+        if path is not None:
+            self.path = path
+            return
         _make_parents(target.parent)
         remove_leftovers(target.parent)
-        self._lock = -1
         while self._lock < 0:
             self.path = target.parent / f".{target.name}.new-{secrets.token_hex(6)}"
             try:
@@ -50,13 +54,6 @@ class NewFolder:
                 with suppress(OSError):
                     self.path.rmdir()
                 raise
-
-    @classmethod
-    def of_another_rank(cls, target: Path, path: Path) -> NewFolder:
-        """The same folder, which rank 0 has made and will publish or abandon."""
-        folder = cls.__new__(cls)
-        folder.target, folder.path, folder._lock = target, path, -1
-        return folder
 
     def publish(self) -> Path | None:
         """Bring it to its place; gives the folder that was there, under a hidden name, for the caller to remove.
@@ -69,20 +66,17 @@ class NewFolder:
         try:
             sync(self.target.parent)
         except OSError:
-            self._take_back(replaced)
+            # The names as they were before: the new one may not survive a loss of power.
+            if replaced == self.path:
+                _exchange(self.path, self.target)
+            else:
+                os.rename(self.target, self.path)
+                if replaced is not None:
+                    os.rename(replaced, self.target)
             raise
         os.close(self._lock)
         self._lock = -1
         return replaced
-
-    def _take_back(self, replaced: Path | None) -> None:
-        """The names as they were before: what was there stays, since the new one may not survive a loss of power."""
-        if replaced == self.path:
-            _exchange(self.path, self.target)
-            return
-        os.rename(self.target, self.path)
-        if replaced is not None:
-            os.rename(replaced, self.target)
 
     def abandon(self) -> None:
         """Leave nothing of it, unless it is published."""
@@ -119,7 +113,7 @@ def _locked(folder: Path) -> int:
 
 
 def _lock(fd: int) -> bool:
-    """Lock a folder that nobody else has locked."""
+    """Lock a folder that nobody else has locked; whether it is not being swept."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -260,10 +254,8 @@ def remove_leftovers(parent: Path) -> None:
     """Remove what killed saves left beside the checkpoints of a folder."""
     for entry in parent.glob(".*-*"):
         found = _LEFTOVER.fullmatch(entry.name)
-        if found is None or entry.is_symlink():
+        if found is None or entry.is_symlink() or is_stranded(entry):  # that is the only one: see Note [One instant]
             continue
-        if is_stranded(entry):
-            continue  # it is the only one: see Note [One instant]
         with suppress(OSError):
             fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

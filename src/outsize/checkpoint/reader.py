@@ -16,6 +16,7 @@ from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
 from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest, ParameterRecord
+from outsize.checkpoint.match import Differences, Live, check_match
 from outsize.checkpoint.peers import Cut, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
 from outsize.checkpoint.regions import Region
@@ -95,14 +96,14 @@ def _names_in(folder: Path) -> set[str]:
 
 
 def _newest_in(folder: Path) -> Path | None:
-    for shelved in checkpoints_in(folder):
+    for path in checkpoints_in(folder):
         try:
-            open_manifest(shelved.path)[1].close()
+            open_manifest(path)[1].close()
         except (ValueError, OSError) as error:
-            if not was_removed(shelved.path, error):
-                logger.warning("passed over %s: %s", shelved.path, str(error))
+            if not was_removed(path, error):
+                logger.warning("passed over %s: %s", path, str(error))
         else:
-            return shelved.path
+            return path
     return None
 
 
@@ -116,6 +117,7 @@ class Checkpoint:
     def __init__(self, folder: Path, place: Place | None = None, cuts: Mapping[str, Cut] | None = None) -> None:
         """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
+        self.passed_over: Differences = {}
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
         self._number = (place or Place()).among(self.manifest)
@@ -197,6 +199,11 @@ class Checkpoint:
         self._scalar_regions.append(Region.from_json(value))
         return self._tensor(value)
 
+    @property
+    def steps(self) -> int:
+        """That the optimizer has taken."""
+        return 0 if self.manifest.optimizer is None else self.manifest.optimizer.steps
+
     def close(self) -> None:
         self.data.close()
 
@@ -241,6 +248,20 @@ class Checkpoint:
             shard.slot_states.pop(name, None)
         for name in filled:
             shard.slot_states[name] = SlotState(self.scalars[name], initialised=True)
+
+
+def open_checkpoint(
+    folder: Path, live: Live, label: str, strict: bool, place: Place, cuts: Mapping[str, Cut]
+) -> Checkpoint:
+    """The checkpoint, found to be whole and to fit what is `live`."""
+    checkpoint = Checkpoint(folder, place, cuts)
+    try:
+        checkpoint.passed_over = check_match(checkpoint.manifest, live, label, strict)
+        checkpoint.verify(weights=live.buffers is not None, state=live.optimizer is not None)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
 
 
 class _Weights:

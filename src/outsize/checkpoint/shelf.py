@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -25,28 +24,24 @@ _NO_TIME = datetime.min.replace(tzinfo=timezone.utc)
 _LAST_YEAR = 8999
 """A later time is of no clock, and what is saved next could not be newer."""
 
-_OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?((unit-.*|grads|model)\.bin|extra\.safetensors)")
+_OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?(unit-.*|grads|model)\.bin")
 
 logger = logging.getLogger("outsize")
 
 
-@dataclass(frozen=True)
-class Shelved:
-    """One checkpoint folder that has a manifest. `saved_at` orders by age; where it says no time that can be, it is the
-    oldest."""
-
-    path: Path
-    saved_at: datetime
-
-
-def checkpoints_in(parent: Path) -> list[Shelved]:
+def checkpoints_in(parent: Path) -> list[Path]:
     """The folders with a manifest of ours, newest first. Reads their first lines only. Links are passed over."""
+    return [path for _, _, path in _dated_in(parent)]
+
+
+def _dated_in(parent: Path) -> list[tuple[datetime, str, Path]]:
+    """(when it was saved, its name, the checkpoint), newest first."""
     found = []
     for entry in parent.iterdir() if parent.is_dir() else ():
         saved_at = _saved_at(entry / MANIFEST_NAME) if not _is_hidden(entry) else None
         if saved_at is not None:
-            found.append(Shelved(entry, saved_at))
-    return sorted(found, key=lambda each: (each.saved_at, each.path.name), reverse=True)
+            found.append((saved_at, entry.name, entry))
+    return sorted(found, reverse=True)
 
 
 def incomplete_in(parent: Path) -> list[Path]:
@@ -63,17 +58,13 @@ def damaged_in(parent: Path) -> list[Path]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether it holds a manifest of ours, be it damaged."""
-    return _saved_at(folder / MANIFEST_NAME) is not None or (_has_data(folder) and _has_damaged_manifest(folder))
+    return _saved_at(folder / MANIFEST_NAME) is not None or bool(_data_of(folder) and _has_damaged_manifest(folder))
 
 
 def _lookalikes(parent: Path) -> list[Path]:
     return sorted(
-        entry for entry in (parent.iterdir() if parent.is_dir() else ()) if entry.is_dir() and _has_data(entry)
+        entry for entry in (parent.iterdir() if parent.is_dir() else ()) if entry.is_dir() and _data_of(entry)
     )
-
-
-def _has_data(folder: Path) -> bool:
-    return bool(_data_of(folder))
 
 
 def _data_of(folder: Path) -> list[Path]:
@@ -96,25 +87,45 @@ def _is_hidden(entry: Path) -> bool:
     return entry.is_symlink() or (entry.name.startswith(".") and not is_stranded(entry))
 
 
-def check_in_series(target: Path, keep: int) -> None:
-    """Raise `ValueError` for a name that is of no series."""
-    if _SERIES.fullmatch(target.name) is None:
+def _saved_at(manifest: Path) -> datetime | None:
+    """When it was saved, out of the first lines of a manifest; None if they are not those of one of ours. A time that
+    cannot be makes it the oldest."""
+    try:
+        head = read_manifest(manifest, _HEAD_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
+    found = _SAVED_AT.search(head)
+    if found is None or FORMAT not in head:
+        return None
+    try:
+        time = datetime.fromisoformat(found[1])
+    except ValueError:
+        return _NO_TIME
+    return time if time.tzinfo is not None and time.year <= _LAST_YEAR else _NO_TIME
+
+
+def next_saved_at(parent: Path) -> str:
+    """The time, or just after the newest checkpoint of the directory where the clock was set back."""
+    now = datetime.now(timezone.utc)
+    for newest, _, _ in _dated_in(parent)[:1]:
+        now = max(now, newest + timedelta(microseconds=1))
+    return now.astimezone(timezone.utc).isoformat(timespec="microseconds")
+
+
+def no_longer_kept(target: Path, keep: int) -> list[Path]:
+    """What goes once `target` is complete: the oldest of its series beyond `keep` whole ones, itself included.
+
+    A series are the folders of one directory whose names differ in their last digits only: step-100, step-200. Raises
+    `ValueError` for a name that is of no series.
+    """
+    series = _SERIES.fullmatch(target.name)
+    if series is None:
         raise ValueError(
             f"keep={keep} needs a name that ends in a number, such as 'step-100'; {target.name!r} does not, and only "
             f"checkpoints of one series are removed"
         )
-
-
-def no_longer_kept(target: Path, keep: int | None) -> list[Path]:
-    """What goes once `target` is complete: the oldest of its series beyond `keep` whole ones, itself included.
-
-    A series are the folders of one directory whose names differ in their last digits only: step-100, step-200.
-    """
-    if keep is None:
-        return []
-    check_in_series(target, keep)
-    same = [each for each in checkpoints_in(target.parent) if _stem(each.path.name) == _stem(target.name)]
-    return without_foreign(beyond([each.path for each in same if each.path != target], keep - 1))
+    named = [(path, _SERIES.fullmatch(path.name)) for path in checkpoints_in(target.parent) if path != target]
+    return without_foreign(beyond([path for path, found in named if found and found[1] == series[1]], keep - 1))
 
 
 def beyond(checkpoints: Iterable[Path], keep: int) -> list[Path]:
@@ -124,17 +135,10 @@ def beyond(checkpoints: Iterable[Path], keep: int) -> list[Path]:
     """
     older = iter(checkpoints)
     while keep and (path := next(older, None)) is not None:
-        if _opens(path):
+        with suppress(ValueError, OSError):
+            open_manifest(path)[1].close()
             keep -= 1
     return list(older)
-
-
-def _opens(folder: Path) -> bool:
-    try:
-        open_manifest(folder)[1].close()
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
@@ -155,29 +159,6 @@ def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
         else:
             found.append(path)
     return found
-
-
-def _stem(name: str) -> str | None:
-    found = _SERIES.fullmatch(name)
-    return found[1] if found else None
-
-
-def _saved_at(manifest: Path) -> datetime | None:
-    """When it was saved, out of the first lines of a manifest; None if they are not those of one of ours."""
-    try:
-        head = read_manifest(manifest, _HEAD_BYTES).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return None
-    found = _SAVED_AT.search(head)
-    return _time(found[1]) if found is not None and FORMAT in head else None
-
-
-def _time(text: str) -> datetime:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return _NO_TIME
-    return time if time.tzinfo is not None and time.year <= _LAST_YEAR else _NO_TIME
 
 
 def set_all_aside(checkpoints: Iterable[Path]) -> list[Path]:
@@ -201,41 +182,24 @@ def remove_all(folders: Iterable[Path]) -> None:
             logger.warning("%s is superfluous and could not be removed; remove it by hand", folder)
 
 
-def next_saved_at(parent: Path) -> str:
-    """The time, or just after the newest checkpoint of the directory where the clock was set back."""
-    now = datetime.now(timezone.utc)
-    for newest in checkpoints_in(parent)[:1]:
-        now = max(now, newest.saved_at + timedelta(microseconds=1))
-    return now.astimezone(timezone.utc).isoformat(timespec="microseconds")
+def check_room(directory: Path, needed: Mapping[int, int], going: Iterable[Path]) -> None:
+    """Raise `OSError` (ENOSPC) unless the file system of the directory has room.
 
-
-def given_back(going: Iterable[Path]) -> dict[int, int]:
-    """Bytes that are free on each file system (`st_dev`) when these checkpoints are gone, as far as one can know."""
-    returned: dict[int, int] = {}
-    for folder in going:
-        for file in _data_of(folder):
-            with suppress(FileNotFoundError):
-                status = file.lstat()
-                if status.st_nlink == 1:
-                    returned[status.st_dev] = returned.get(status.st_dev, 0) + status.st_blocks * 512
-    return returned
-
-
-def check_room(directories: Iterable[Path], needed: Mapping[int, int], going: Iterable[Path]) -> None:
-    """Raise `OSError` (ENOSPC) unless the file systems have room.
-
-    `needed` gives, for each file system (`st_dev`), the bytes that the checkpoint and the next update write there,
-    `directories` lie on them, and the checkpoints `going` are removed in between.
+    `needed` gives, for each file system (`st_dev`), the bytes that the checkpoint and the next update write there. The
+    checkpoints `going` are removed in between.
     """
-    returned = given_back(going)
-    for directory in directories:
-        device, free = directory.stat().st_dev, os.statvfs(directory)
-        room = free.f_bavail * free.f_frsize + returned.get(device, 0)
-        if needed.get(device, 0) > room:
-            raise OSError(
-                errno.ENOSPC,
-                f"no room for this checkpoint and to train on: {format_bytes(needed[device])} are written beside the "
-                f"files that it shares, and {format_bytes(room)} are free; remove older checkpoints (keep=), or save "
-                f"to another file system",
-                str(directory),
-            )
+    device, free = directory.stat().st_dev, os.statvfs(directory)
+    room = free.f_bavail * free.f_frsize
+    for file in (file for folder in going for file in _data_of(folder)):
+        with suppress(FileNotFoundError):
+            status = file.lstat()
+            if status.st_nlink == 1 and status.st_dev == device:
+                room += status.st_blocks * 512
+    if needed.get(device, 0) > room:
+        raise OSError(
+            errno.ENOSPC,
+            f"no room for this checkpoint and to train on: {format_bytes(needed[device])} are written beside the "
+            f"files that it shares, and {format_bytes(room)} are free; remove older checkpoints (keep=), or save "
+            f"to another file system",
+            str(directory),
+        )

@@ -139,7 +139,7 @@ class UnfinishedCheckpoint:
             elif not file.has_next:
                 needed[here] += file.reserved_bytes
         # What goes makes room only for what is written after it: the next generations, unless there is more to come.
-        check_room([self._folder.target.parent], needed, room.going if not pending else ())
+        check_room(self._folder.target.parent, needed, room.going if not pending else ())
 
     def _take_files(self, units: Sequence[UnitFiles], small: bool, disk_bytes: int) -> None:
         """Link or clone the files that hold the state where the file system can, else copy them: now, or later if
@@ -274,7 +274,7 @@ def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
         for each in made:
             each.abandon()
         raise
-    return made[0] if made else NewFolder.of_another_rank(target, Path(path))
+    return made[0] if made else NewFolder(target, Path(path))
 
 
 def _versions() -> dict[str, Any]:

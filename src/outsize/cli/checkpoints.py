@@ -64,9 +64,7 @@ def _found(path: Path, incomplete: Sequence[Path] = ()) -> list[Path]:
     if (path / MANIFEST_NAME).is_file():
         return [path]
     folders = [path, *sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime, reverse=True)]
-    found = [
-        each for folder in folders for each in (*(one.path for one in checkpoints_in(folder)), *damaged_in(folder))
-    ]
+    found = [each for folder in folders for each in (*checkpoints_in(folder), *damaged_in(folder))]
     if not found and not incomplete:
         raise FileNotFoundError(f"{path}: there is no checkpoint")
     return found
@@ -158,7 +156,7 @@ def _prune(args: argparse.Namespace) -> int:
         raise ValueError(f"--keep is {args.keep}; at least one checkpoint stays")
     if not args.path.is_dir():
         raise FileNotFoundError(f"{args.path}: there is no such directory")
-    outdated = without_foreign(beyond((each.path for each in checkpoints_in(args.path)), args.keep))
+    outdated = without_foreign(beyond(checkpoints_in(args.path), args.keep))
     if not args.dry_run:
         remove_leftovers(args.path)
         remove_all(set_all_aside(outdated))
