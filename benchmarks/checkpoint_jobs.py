@@ -26,7 +26,7 @@ from benchmarks.optimizer_engine import settle
 from outsize.api.assemble import prepared_of
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.unit_files import WRITE_BYTES
-from outsize.move.generations import PageTable
+from outsize.move.generations import Generation
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.plan.layout import round_up
 
@@ -190,14 +190,14 @@ class Stopwatch:
         self.seconds = 0.0
 
     def around(self, name: str) -> None:
-        inner = getattr(PageTable, name)
+        inner = getattr(Generation, name)
 
         def measured(*args: Any) -> None:
             began = time.perf_counter()
             inner(*args)
             self.seconds += time.perf_counter() - began
 
-        setattr(PageTable, name, measured)
+        setattr(Generation, name, measured)
 
 
 def verify(directory: str, layers: str, rounds: str) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.move.buffer import AcceleratorBuffer
-from outsize.move.device import DeviceMemory, EventTransfer, Lanes
+from outsize.move.device import EventTransfer, Lanes
 from outsize.move.gradients import GradShard
 from outsize.move.outbox import LandStep, Outbox
 from outsize.move.shard import UnitShard
-from outsize.move.store import DeviceStore
+from outsize.move.store import MemoryStore
 from outsize.move.transfer import ARRIVED
 from outsize.optim.update import ChunkUpdater
 from tests.accelerator import sim as simulator
@@ -192,17 +192,16 @@ def await_nobody(memory: Any) -> None:
 
 def grow_without_event(memory: Any) -> None:
     with memory._lanes.on(memory._lanes.incoming):
-        memory.bytes.untyped_storage().resize_(memory.nbytes)
+        memory.flat.untyped_storage().resize_(memory.nbytes)
 
 
 def fetch_without_waiting(memory: Any, first: int, out: Tensor) -> Any:
-    return memory._lanes.bring_home(memory.bytes[first : first + out.numel()], out)
+    return memory._lanes.bring_home(memory.flat[first : first + out.numel()], out)
 
 
 def send_and_forget(outbox: Any, source: Tensor, target: Tensor, ops: Any, norm: Any = None) -> Any:
     job = _send(outbox, source, target, ops, norm)
-    for piece in outbox._pieces:
-        piece.source = None
+    outbox._pieces[:] = [(None, land) for _, land in outbox._pieces]
     return job
 
 
@@ -228,7 +227,7 @@ def fill_and_forget(memory: Any, first: int, source: Tensor) -> Any:
     return ARRIVED
 
 
-_fill = DeviceMemory.fill
+_fill = AcceleratorBuffer.fill
 _send = Outbox.send
 _steps = ChunkUpdater.steps
 
@@ -243,27 +242,27 @@ def steps_without_change(updater: Any, shard: Any, pending: Any, fetch: bool) ->
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a stream does not wait for what was filled": (DeviceMemory, "use", use_without_waiting),
+    "a stream does not wait for what was filled": (AcceleratorBuffer, "use", use_without_waiting),
     "an operation does not say that it uses the buffer": (AcceleratorBuffer, "use", nothing),
-    "the users of memory are forgotten": (DeviceMemory, "leave", forget_users),
-    "memory is filled before its users are through": (DeviceMemory, "_await_users", await_nobody),
+    "the users of memory are forgotten": (AcceleratorBuffer, "leave", forget_users),
+    "memory is filled before its users are through": (AcceleratorBuffer, "_await_users", await_nobody),
     "memory that was given back is used before its last reader is through": (
-        DeviceMemory,
-        "grow",
+        AcceleratorBuffer,
+        "_grow",
         grow_without_event,
     ),
-    "bytes are fetched before they are written": (DeviceMemory, "fetch", fetch_without_waiting),
+    "bytes are fetched before they are written": (AcceleratorBuffer, "fetch", fetch_without_waiting),
     "a gradient leaves before it is computed": (Lanes, "follow", nothing),
     "nobody waits for an event": (EventTransfer, "wait", nothing),
     "a copy passes for done": (Lanes, "sent", lambda lanes: ARRIVED),
-    "a slab is used again before it was copied": (DeviceMemory, "fill", fill_and_forget),
-    "parameters change while they are copied": (DeviceMemory, "await_filled", nothing),
+    "a slab is used again before it was copied": (AcceleratorBuffer, "fill", fill_and_forget),
+    "parameters change while they are copied": (AcceleratorBuffer, "await_sources", nothing),
     "the update does not wait for copies of what it changes": (ChunkUpdater, "steps", steps_without_change),
     "gradients are laid to rest before they have arrived": (LandStep, "begin", lambda step, slabs: ()),
     "a gradient's memory goes before it was copied": (Outbox, "send", send_and_forget),
     "the ring is used again before it is empty": (Outbox, "_overlaps", lambda outbox, first, end: False),
     "gradients are read before they have landed": (GradShard, "await_landed", read_at_once),
-    "states on the device do not know who uses them": (DeviceStore, "use", nothing),
+    "states on the device do not know who uses them": (MemoryStore, "use", nothing),
     "an engine is closed while copies run": (Lanes, "synchronize", nothing),
 }
 

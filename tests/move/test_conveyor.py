@@ -14,7 +14,6 @@ from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.move.memory import Ledger
-from outsize.move.staging import Staging
 from outsize.move.transfer import ARRIVED, Promise, Transfer
 from outsize.plan.layout import ParamInfo, UnitLayout, lay_out
 
@@ -68,7 +67,7 @@ class Note(Step):
 
 @pytest.fixture
 def conveyor() -> Iterator[Conveyor]:
-    conveyor = Conveyor(Staging(PAGE, 2, Ledger()))
+    conveyor = Conveyor(PAGE, 2, Ledger())
     yield conveyor
     conveyor.close()
     conveyor.close()
@@ -200,7 +199,7 @@ def test_a_wake_that_ctrl_c_has_interrupted_takes_no_other_wake(conveyor: Convey
 
 
 def test_closing_breaks_what_has_not_begun_and_refuses_more() -> None:
-    conveyor = Conveyor(Staging(PAGE, 1, Ledger()))
+    conveyor = Conveyor(PAGE, 1, Ledger())
     held = Held()
     log: list[str] = []
     running = conveyor.submit(Job([Note(log, "running", 1, read=held)]))

@@ -18,9 +18,10 @@ import torch
 
 from outsize import _native
 from outsize.move import disk as disk_tier
-from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, DiskStore, RunDirectory, StripedFile, free_bytes
+from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, RunDirectory, StripedFile, free_bytes
+from outsize.move.generations import Generations
 from outsize.move.memory import HostBuffer, Ledger
-from outsize.move.store import HostStore, Store
+from outsize.move.store import DiskStore, MemoryStore, Store
 from outsize.run.buffers import unused
 
 PAGE = 4096
@@ -57,12 +58,13 @@ def places(root: Path, count: int) -> list[Path]:
 def store(request: pytest.FixtureRequest, tmp_path: Path, engine: _native.DiskEngine) -> Iterator[Store]:
     nbytes = 3 * STRIPE_BYTES + 5 * PAGE
     if request.param == "host":
-        host = HostStore(nbytes, Ledger(), "states")
+        host = MemoryStore(nbytes, Ledger(), "host/states")
         yield host
         host.close()
         return
     count = {"one file": 1, "two stripes": 2, "three stripes": 3}[request.param]
-    file = StripedFile(engine, places(tmp_path, count), "unit", nbytes + 2 * PAGE)
+    folders = places(tmp_path, count)
+    file = Generations(lambda number: StripedFile(engine, folders, f"unit.{number}", nbytes + 2 * PAGE), verify=True)
     store = DiskStore(file, 2 * PAGE, nbytes, Ledger(), "states")
     yield store
     store.close()
@@ -98,6 +100,16 @@ def test_parts_land_where_they_belong(store: Store) -> None:
         assert torch.equal(part, expected[start : start + length])
 
 
+def test_bytes_that_are_no_whole_pages_leave_their_neighbours_as_they_are(store: Store) -> None:
+    expected = torch.zeros(store.nbytes, dtype=torch.uint8)
+    for seed, (start, length) in enumerate([(0, store.nbytes), (5, 3), (PAGE - 1, 2 * PAGE), (store.nbytes - 7, 7)]):
+        content = noise(length, seed)
+        store.put(start, content)
+        expected[start : start + length] = content
+    assert torch.equal(store.get(0, store.nbytes), expected)
+    assert torch.equal(store.get(PAGE - 9, PAGE + 20), expected[PAGE - 9 : 2 * PAGE + 11])
+
+
 def test_what_was_never_written_reads_as_zeros(store: Store) -> None:
     out = noise(2 * PAGE)
     store.read(PAGE, out).wait()
@@ -125,13 +137,12 @@ def test_an_empty_transfer_is_over_at_once(store: Store) -> None:
 
 def test_closing_twice_is_safe_and_gives_the_bytes_back(tmp_path: Path, engine: _native.DiskEngine) -> None:
     ledger = Ledger()
-    file = StripedFile(engine, [tmp_path], "unit", PAGE)
-    stores = [HostStore(PAGE, ledger, "params"), DiskStore(file, 0, PAGE, ledger, "params")]
+    file = Generations(lambda number: StripedFile(engine, [tmp_path], f"unit.{number}", PAGE))
+    stores: list[Store] = [MemoryStore(PAGE, ledger, "host/params"), DiskStore(file, 0, PAGE, ledger, "params")]
     assert ledger.now == {"host/params": PAGE, "disk/params": PAGE}
     for store in stores:
         store.close()
         store.close()
-    file.close()
     file.close()
     assert ledger.now == {"host/params": 0, "disk/params": 0}
     assert ledger.peak == {"host/params": PAGE, "disk/params": PAGE}

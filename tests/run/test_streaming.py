@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
 from outsize.plan.sizes import parse_bytes
 from tests.conftest import Stack, Workshop, adamw, batches, forget_last_graph, prepared, squared_error, train, weights
@@ -307,7 +306,7 @@ def requests_of_a_step(workshop: Workshop) -> dict[str, int]:
         step(pair.model, pair.optimizer)
     workshop.settle(pair.model)
     counted = Counted(resources.disk)
-    files = [file.now.file if isinstance(file, Generations) else file for file in resources._files]
+    files = [file.now.file for file in resources._files]
     for file in files:
         file._engine = counted
     step(pair.model, pair.optimizer)

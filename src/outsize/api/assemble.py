@@ -237,8 +237,8 @@ def _build(
         for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
     ]
     resources.shards, resources.ranks = shards, ranks
-    staging = resources.staging
-    updater = None if rule is None else ChunkUpdater(rule, staging.slab_bytes, staging.count, clock)
+    conveyor = resources.conveyor
+    updater = None if rule is None else ChunkUpdater(rule, conveyor.slab_bytes, conveyor.slabs, clock)
     units = [
         Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
     ]
@@ -309,7 +309,7 @@ def _open_streamer(
         keepers,
         resources.conveyor,
         updater,
-        resources.staging.slab_bytes,
+        resources.conveyor.slab_bytes,
         _capacity(plan, units, 0 if resources.outbox is None else resources.outbox.nbytes),
         resources.ledger,
         plan.budgets,

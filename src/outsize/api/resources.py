@@ -20,7 +20,6 @@ from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
 from outsize.move.outbox import Outbox
 from outsize.move.shard import UnitShard
-from outsize.move.staging import Staging
 
 
 @final
@@ -35,7 +34,7 @@ class Resources:
         self.shards: list[UnitShard] = []
         self.ranks: Ranks | None = None
         self._pid = os.getpid()
-        self._files: list[StripedFile | Generations] = []
+        self._files: list[Generations] = []
         self._runs: list[RunDirectory] = []
         self.saving: Saving | None = None  # the last one; there is one on its way at a time
         self.disk: DiskEngine | None = None
@@ -44,30 +43,21 @@ class Resources:
                 self._runs.append(RunDirectory(directory))
             if directories:
                 self.disk = open_engine()
-            self.staging = Staging(slab_bytes, slabs, self.ledger, self.lanes is not None)
+            self.conveyor = Conveyor(slab_bytes, slabs, self.ledger, self.lanes)
         except BaseException:
             self._close_disk()
             raise
-        self.conveyor = Conveyor(self.staging)
         self.outbox = (
             Outbox(outbox_bytes, self.lanes, self.conveyor, self.ledger)
             if self.lanes is not None and outbox_bytes
             else None
         )
 
-    def open_generations(self, name: str, nbytes: int, verify: bool) -> Generations:
-        """The file of parameters and optimizer state, which checkpoints may hold."""
-
-        file = Generations(partial(_make_file, self.disk, self.run_directories, name, nbytes), verify)
-        self._files.append(file)
-        return file
-
-    def open_file(self, name: str, nbytes: int) -> StripedFile:
-        """A file that is of use to this run alone."""
-        assert self.disk is not None
-        file = StripedFile(self.disk, self.run_directories, name, nbytes)
-        self._files.append(file)
-        return file
+    def open_file(self, name: str, nbytes: int, verify: bool, summed: bool) -> Generations:
+        """A unit's file; checkpoints may hold one that is `summed`."""
+        make = partial(_make_file, self.disk, self.run_directories, name, nbytes)
+        self._files.append(Generations(make, verify, summed))
+        return self._files[-1]
 
     def note_saves(self, directory: Path) -> None:
         """The run is about to save into a directory. See `RunDirectory.note_saves`."""
@@ -106,12 +96,9 @@ class Resources:
         if self.ranks is not None:
             self.ranks.close()
         self.conveyor.close()
-        if self.lanes is not None:
-            self.lanes.synchronize()
         for shard in self.shards:
             shard.close()
         self.shards = []
-        self.staging.close()
         if self.outbox is not None:
             self.outbox.close()
         self._close_disk()

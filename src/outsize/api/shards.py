@@ -12,7 +12,6 @@ from outsize.api.resources import Resources
 from outsize.api.survey import Survey
 from outsize.config import Config
 from outsize.move.buffer import open_buffer
-from outsize.move.disk import DiskStore, PagedFile
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import (
@@ -27,10 +26,10 @@ from outsize.move.shard import (
     StateArray,
     UnitShard,
 )
-from outsize.move.store import DeviceStore, HostStore, Store
+from outsize.move.store import DiskStore, MemoryStore, Store
 from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule
-from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, slice_of
+from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
 from outsize.run.buffers import KEPT
@@ -69,7 +68,7 @@ def open_shard(
     grads = []
     if tiers.grads != "device":
         for _ in range(copies):
-            disk = scratch.open("grads", tiers.grads, wide, resources) if tiers.grads == "disk" else None
+            disk = scratch.open_on_disk("grads", wide, resources) if tiers.grads == "disk" else None
             grads.append(GradShard(layout, disk, ledger, resources.outbox))
     buffer = open_buffer(whole.param_bytes, ledger, resources.lanes)
     lanes = resources.lanes
@@ -217,22 +216,21 @@ class UnitFile:
     """
 
     def __init__(self, resources: Resources, name: str, nbytes: int, verify: bool, lasting: bool = True) -> None:
-        self._file: PagedFile | None = None
+        self._file = resources.open_file(name, nbytes, verify, lasting) if nbytes else None
         self._position = 0
-        if nbytes and (lasting or verify):
-            self._file = resources.open_generations(name, nbytes, verify)
-        elif nbytes:
-            self._file = resources.open_file(name, nbytes)
 
     def open(self, kind: str, tier: str, nbytes: int, resources: Resources) -> Store:
         if tier == "disk":
-            assert self._file is not None
-            store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
-            self._position += nbytes
-            return store
-        if tier == "device" and resources.lanes is not None:
-            return DeviceStore(nbytes, resources.ledger, kind, resources.lanes)
-        return HostStore(nbytes, resources.ledger, kind, tier, pinned=resources.lanes is not None)
+            return self.open_on_disk(kind, nbytes, resources)
+        lanes = resources.lanes
+        on_device = lanes if tier == "device" else None
+        return MemoryStore(nbytes, resources.ledger, f"{tier}/{kind}", on_device, pinned=lanes is not None)
+
+    def open_on_disk(self, kind: str, nbytes: int, resources: Resources) -> DiskStore:
+        assert self._file is not None
+        store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
+        self._position += nbytes
+        return store
 
 
 def _preallocate(shard: UnitShard, plan: Survey) -> None:
@@ -241,7 +239,7 @@ def _preallocate(shard: UnitShard, plan: Survey) -> None:
         shard.params.preallocate(0, shard.params.nbytes)
     trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
     for slot in trained:
-        low, high = shard.pages(slot.offset, slot.end)
+        low, high = page_range(slot.offset, slot.end)
         for grads in shard.grad_shards:
             if isinstance(grads.store, DiskStore):
                 grads.store.preallocate(*grads.span(low, high))

@@ -8,8 +8,8 @@ from typing import final
 import torch
 
 from outsize.move.memory import HostBuffer, copy, zero
-from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard, page_range
-from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, slots_in
+from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard
+from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8

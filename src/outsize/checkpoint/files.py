@@ -8,7 +8,6 @@ import resource
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -17,7 +16,7 @@ import torch
 from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
-from outsize.move.disk import explain
+from outsize.move.disk import naming as naming
 from outsize.move.generations import joined_sums, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
 from outsize.optim.compact import BLOCK, codec_named
@@ -28,17 +27,6 @@ ALIGN_BYTES = 64
 MIN_OPEN_FILES = 16
 READ_BYTES = 8 << 20
 MAPPED_BYTES = 1 << 18
-
-
-@contextmanager
-def naming(path: Path, doing: str) -> Iterator[None]:
-    """Give an `OSError` of the block the path and what was being done, unless it names a file already."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, f"{explain(error.errno)} ({doing})", str(path)) from error
 
 
 @final

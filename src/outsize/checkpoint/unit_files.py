@@ -18,11 +18,10 @@ from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.manifest import CHUNK_BYTES, FileRecord
 from outsize.checkpoint.peers import name_of_rank
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
-from outsize.move.disk import DiskStore
 from outsize.move.generations import ZERO_SUM, Generation, Generations, joined_sums, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
-from outsize.move.store import Store
+from outsize.move.store import DiskStore, Store
 from outsize.optim.compact import blocks_of
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
@@ -56,7 +55,7 @@ def sync_all(files: Iterable[Generations]) -> None:
 
 def record_of(generation: Generation) -> FileRecord:
     """The record of a file that does not change: out of the page sums, without a look at the data."""
-    return FileRecord(generation.nbytes, tuple(joined_sums(generation.pages.sums, generation.nbytes, CHUNK_BYTES)))
+    return FileRecord(generation.nbytes, tuple(joined_sums(generation.sums, generation.nbytes, CHUNK_BYTES)))
 
 
 @final
@@ -74,7 +73,7 @@ class FrozenFile:
         with DataWriter(folder / self.name, generation.nbytes, direct=True) as file:
             for start in range(0, generation.nbytes, WRITE_BYTES):
                 end = min(start + WRITE_BYTES, generation.nbytes)
-                if generation.pages.touched[start // PAGE_BYTES : end // PAGE_BYTES].any():
+                if generation.touched[start // PAGE_BYTES : end // PAGE_BYTES].any():
                     content = slab.bytes[: end - start]
                     generation.read_checked(start, content)
                     file.write(start, content)
@@ -231,7 +230,6 @@ class UnitFiles:
     def _place(self, store: Store, ranges: Ranges) -> tuple[str, int]:
         """(file, byte in it) of a store's first byte. `ranges`: of it that mean anything."""
         if isinstance(store, DiskStore):
-            assert isinstance(store.file, Generations)
             return self._names[store.file], store.base
         return self._place_in_memory(store.nbytes, ranges, store.in_place)
 

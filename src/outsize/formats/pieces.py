@@ -16,7 +16,7 @@ from outsize.checkpoint.reader import Masters
 from outsize.move.memory import COPIED_NUMEL
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import PAGE_ELEMENTS, Slot
+from outsize.plan.layout import PAGE_ELEMENTS, Slot, page_range
 
 SLAB_BYTES = 4 << 20
 
@@ -77,7 +77,7 @@ def _read(
     slab: torch.Tensor,
 ) -> Arriving:
     """The elements [low, high) of a unit's element space, which belong to `slot`."""
-    first_page, end_page = shard.pages(low, high)
+    first_page, end_page = page_range(low, high)
     first, nbytes = shard.param_layout.span(first_page, end_page)
     own = slab[:nbytes]
     if shard.params is None:

@@ -21,7 +21,7 @@ from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
 from outsize.checkpoint.shelf import is_checkpoint
 from outsize.formats.pieces import SLAB_BYTES, Arriving, NamedWeight, drain_all
-from outsize.move.disk import Engine, StripedFile, open_engine
+from outsize.move.disk import DiskEngine, StripedFile, open_engine
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
@@ -144,7 +144,7 @@ def write_shards(folder: Path, files: Sequence[Sequence[NamedWeight]], runs: Ite
 
 
 def _write_file(
-    path: Path, weights: Sequence[NamedWeight], runs: Iterator[Run], engine: Engine, slabs: Sequence[torch.Tensor]
+    path: Path, weights: Sequence[NamedWeight], runs: Iterator[Run], engine: DiskEngine, slabs: Sequence[torch.Tensor]
 ) -> None:
     """See Note [One stream]."""
     header = _header(weights)

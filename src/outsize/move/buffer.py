@@ -1,16 +1,17 @@
-"""The gathered buffer of a unit on the computing device: a cache that comes and goes, at a fixed identity."""
+"""Memory that holds a unit's bytes: on the host, or on an accelerator where several streams use it."""
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import final
 
 import torch
 
-from outsize.move.device import DeviceMemory, Lanes
+from outsize.move.device import EventTransfer, Lanes
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
 
@@ -20,24 +21,20 @@ from outsize.move.transfer import ARRIVED, Transfer
 # memory]); on an accelerator the storage is resized to 0 and back. Either way the views stay what they are.
 
 
-class DeviceBuffer(ABC):
-    """`flat` (uint8 [nbytes]) holds a unit's parameters while it is resident."""
+class Buffer(ABC):
+    """`flat` (uint8 [nbytes]), which holds bytes only while `resident`, and then counts under `account`.
 
-    def __init__(self, nbytes: int, ledger: Ledger) -> None:
-        self.nbytes = nbytes
+    `values` are the same bytes, of which the parameters are views.
+    """
+
+    def __init__(self, flat: torch.Tensor, values: torch.Tensor, ledger: Ledger, account: str) -> None:
+        self.nbytes = flat.numel()
+        self.flat = flat
+        self.values = values
         self.resident = False
         self._ledger = ledger
+        self._account = account
         self._known_views = 0
-
-    @property
-    @abstractmethod
-    def flat(self) -> torch.Tensor:
-        """The buffer's bytes; they exist only while `resident`."""
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The same bytes, of which the parameters are views."""
-        return self.flat
 
     @cached_property
     def _storage(self) -> torch.UntypedStorage:
@@ -61,12 +58,12 @@ class DeviceBuffer(ABC):
         if not self.resident:
             self._grow()  # raises where the accelerator has no memory: then nothing has changed
             self.resident = True
-            self._ledger.add("device/resident", self.nbytes)
+            self._ledger.add(self._account, self.nbytes)
 
     def drop(self) -> None:
         if self.resident:
             self.resident = False
-            self._ledger.remove("device/resident", self.nbytes)
+            self._ledger.add(self._account, -self.nbytes)
             self._shrink()
 
     @abstractmethod
@@ -79,11 +76,11 @@ class DeviceBuffer(ABC):
 
     @abstractmethod
     def use(self) -> None:
-        """The computation that is launched next may read or write the buffer; never blocks the host."""
+        """The current stream is about to read or write the buffer; never blocks the host."""
 
     @abstractmethod
     def leave(self) -> None:
-        """The computation that was launched so far was the last that uses the buffer, for now."""
+        """The streams that use the buffer were given the last of their work with it, for now."""
 
     @abstractmethod
     def filling(self) -> AbstractContextManager[None]:
@@ -120,21 +117,14 @@ def alone(value: torch.Tensor, owner: object) -> torch.Tensor:
 
 
 @final
-class HostDeviceBuffer(DeviceBuffer):
-    """The buffer where computation runs on the CPU."""
+class MemoryBuffer(Buffer):
+    """Host memory. A `lasting` one is pinned where an accelerator reads it, and ends with its last view."""
 
-    def __init__(self, nbytes: int, ledger: Ledger) -> None:
-        super().__init__(nbytes, ledger)
-        self._memory = HostBuffer(nbytes)
-        self._values = alone(self.flat, self.flat)  # so that no transfer counts as a view
-
-    @property
-    def flat(self) -> torch.Tensor:
-        return self._memory.bytes
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self._values
+    def __init__(self, nbytes: int, ledger: Ledger, account: str, lasting: bool = False, pinned: bool = False) -> None:
+        self._memory = HostBuffer(nbytes, pinned)
+        self._lasting = lasting
+        flat = self._memory.bytes
+        super().__init__(flat, alone(flat, flat), ledger, account)  # no transfer counts as a view of the values
 
     def fill(self, first: int, source: torch.Tensor) -> Transfer:
         self.flat[first : first + source.numel()].copy_(source)
@@ -160,48 +150,81 @@ class HostDeviceBuffer(DeviceBuffer):
         return  # pages appear when they are touched
 
     def _shrink(self) -> None:
-        self._memory.drop()
+        if self._lasting:
+            self._memory.close()
+        else:
+            self._memory.drop()
 
 
 @final
-class AcceleratorBuffer(DeviceBuffer):
-    """The buffer in an accelerator's memory."""
+class AcceleratorBuffer(Buffer):
+    """An accelerator's memory. See Note [Streams]."""
 
-    def __init__(self, nbytes: int, ledger: Ledger, lanes: Lanes) -> None:
-        super().__init__(nbytes, ledger)
-        self._memory = DeviceMemory(nbytes, lanes)
-        self._memory.shrink()
-
-    @property
-    def flat(self) -> torch.Tensor:
-        return self._memory.bytes
+    def __init__(self, nbytes: int, ledger: Ledger, lanes: Lanes, account: str = "device/resident") -> None:
+        self._lanes = lanes
+        self._users: dict[int, torch.Stream] = {}  # by number: those that may have work with the memory in their queues
+        self._left: dict[int, torch.Event] = {}  # where the users of before have left it
+        self._filling: EventTransfer | None = None  # of what `fill` was given
+        with lanes.on(lanes.incoming):
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+            self._filled = lanes.incoming.record_event()  # what comes before anybody's use
+        super().__init__(flat, flat, ledger, account)
+        self._shrink()
 
     def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        return self._memory.fill(first, source)
+        with self.filling():
+            self.flat[first : first + source.numel()].copy_(source, non_blocking=True)
+        self._filling = EventTransfer(self._filled)
+        return self._filling
 
     def fetch(self, first: int, out: torch.Tensor) -> Transfer:
-        return self._memory.fetch(first, out)
+        outgoing = self._lanes.outgoing
+        outgoing.wait_event(self._filled)
+        for event in [*self._left.values(), *(stream.record_event() for stream in list(self._users.values()))]:
+            outgoing.wait_event(event)
+        return self._lanes.bring_home(self.flat[first : first + out.numel()], out)
 
     def use(self) -> None:
-        self._memory.use()
+        stream = self._lanes.current()
+        if stream.stream_id not in self._users:
+            stream.wait_event(self._filled)
+            self._users[stream.stream_id] = stream
 
     def leave(self) -> None:
-        self._memory.leave()
+        for number, stream in self._users.items():
+            self._left[number] = stream.record_event()
+        self._users.clear()
 
-    def filling(self) -> AbstractContextManager[None]:
-        return self._memory.filling()
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        self._await_users()
+        with self._lanes.on(self._lanes.incoming):
+            yield
+            self._filled = self._lanes.incoming.record_event()
 
     def await_sources(self) -> None:
-        self._memory.await_filled()
+        if self._filling is not None:
+            self._filling.wait()
+            self._filling = None
 
     def _grow(self) -> None:
         # Resize, don't reallocate: autograd saved views. See Note [Resized storage].
-        self._memory.grow()
+        with self._lanes.on(self._lanes.incoming):
+            self.flat.untyped_storage().resize_(self.nbytes)
+            self._filled = self._lanes.incoming.record_event()
 
     def _shrink(self) -> None:
-        self._memory.shrink()
+        self._await_users()
+        with self._lanes.on(self._lanes.incoming):
+            self.flat.untyped_storage().resize_(0)
+
+    def _await_users(self) -> None:
+        self.leave()
+        for event in self._left.values():
+            self._lanes.incoming.wait_event(event)
+        self._left.clear()
 
 
-def open_buffer(nbytes: int, ledger: Ledger, lanes: Lanes | None) -> DeviceBuffer:
+def open_buffer(nbytes: int, ledger: Ledger, lanes: Lanes | None, account: str = "device/resident") -> Buffer:
     """The kind of buffer that the device needs; an accelerator has `lanes`."""
-    return HostDeviceBuffer(nbytes, ledger) if lanes is None else AcceleratorBuffer(nbytes, ledger, lanes)
+    return MemoryBuffer(nbytes, ledger, account) if lanes is None else AcceleratorBuffer(nbytes, ledger, lanes, account)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,8 @@ from typing import final
 
 import torch
 
-from outsize.move.staging import Staging
+from outsize.move.device import Lanes
+from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.transfer import Promise, Transfer, in_a_fork
 
 MAX_STARTED = 6
@@ -41,15 +43,17 @@ class Step(ABC):
 
 @final
 class Job(Transfer):
-    """Steps that belong together. `wait` waits until the last step is finished; `written` for its writes as well."""
+    """Steps that belong together. `wait` waits until the last step is finished; `written` for its writes as well.
+
+    `after`: jobs that must be written before the first step may begin.
+    """
 
     def __init__(self, steps: Iterable[Step], after: Sequence[Job] = ()) -> None:
-        self._steps: Iterator[Step] = iter(steps)
-        self._after = after
+        self._steps: Iterator[Step] | None = iter(steps)
+        self.after = after
         self._ready = Promise()
         self.written = Promise()
         self._open_steps = 0
-        self._exhausted = False
         self._writes = 0
 
     def wait(self) -> None:
@@ -62,43 +66,30 @@ class Job(Transfer):
     def broken(self) -> bool:
         return self._ready.broken or self.written.broken
 
-    def predecessors(self) -> Sequence[Job]:
-        """Jobs that must be written before the first step may begin; dropped once that holds."""
-        return self._after
-
     def next_step(self) -> Step | None:
         """The next step to begin, None when there is no more. Called by the conveyor only, as all below."""
-        self._after = ()
-        step = next(self._steps, None)
+        self.after = ()
+        step = None if self._steps is None else next(self._steps, None)
         if step is None:
-            self._exhausted = True
-            self._settle()
-        else:
-            self._open_steps += 1
+            self._steps = None
+        self.settle(steps=int(step is not None))
         return step
 
-    def step_finished(self, writes: bool) -> None:
-        self._open_steps -= 1
+    def settle(self, steps: int = 0, writes: int = 0) -> None:
+        """So many more steps and writes are under way."""
+        self._open_steps += steps
         self._writes += writes
-        self._settle()
-
-    def write_done(self) -> None:
-        self._writes -= 1
-        self._settle()
-
-    def fail(self, error: BaseException) -> None:
-        self._steps = iter(())
-        self._exhausted = True
-        for promise in (self._ready, self.written):
-            if not promise.done():
-                promise.break_(error)
-
-    def _settle(self) -> None:
-        if self._exhausted and not self._open_steps:
+        if self._steps is None and not self._open_steps:
             if not self._ready.done():
                 self._ready.keep()
             if not self._writes and not self.written.done():
                 self.written.keep()
+
+    def fail(self, error: BaseException) -> None:
+        self._steps = None
+        for promise in (self._ready, self.written):
+            if not promise.done():
+                promise.break_(error)
 
 
 @dataclass
@@ -113,18 +104,28 @@ class _Moving:
 
 @final
 class Conveyor:
-    """Runs jobs in order on its own thread. Nothing calls back up: whoever submitted a job waits on it."""
+    """Runs jobs in order on its own thread. Nothing calls back up: whoever submitted a job waits on it.
 
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
+    Its staging arena is `slabs` slabs of exactly `slab_bytes` bytes, reserved once and pinned where an accelerator
+    reads them; bytes pass through it between tiers.
+    """
+
+    def __init__(self, slab_bytes: int, slabs: int, ledger: Ledger, lanes: Lanes | None = None) -> None:
+        self.slab_bytes = slab_bytes
+        self.slabs = slabs
+        self._arena: HostBuffer | None = HostBuffer(slab_bytes * slabs, pinned=lanes is not None)
+        self._free = [self._arena.bytes[at * slab_bytes : (at + 1) * slab_bytes] for at in range(slabs)]
+        self._lanes = lanes
+        self._ledger = ledger
+        ledger.add("host/staging", slab_bytes * slabs)
         self._pid = os.getpid()
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._idle = False  # the thread waits for a job
         self._error: BaseException | None = None  # a fault of ours, which has ended the thread
+        self._unwritten: weakref.WeakSet[Job] = weakref.WeakSet()  # all that were submitted, and some that are over
         self._job: Job | None = None
-        self._at_hand: Job | None = None  # whose step is just being finished, or whose writes are over
         self._held: tuple[Job, Step] | None = None
         self._started: deque[_Moving] = deque()
         self._writing: deque[_Moving] = deque()
@@ -152,6 +153,7 @@ class Conveyor:
                 return job
             self._idle = False
             self._queue.append(job)
+            self._unwritten.add(job)
             self._changed.notify_all()
         return job
 
@@ -166,7 +168,7 @@ class Conveyor:
             raise in_a_fork()
 
     def close(self) -> None:
-        """Finish what has begun, break what has not, end the thread; safe to repeat."""
+        """Finish what has begun, break what has not, end the thread, give the arena back; safe to repeat."""
         with self._changed:
             self._closing = True
             queued, self._queue = list(self._queue), deque()
@@ -175,60 +177,65 @@ class Conveyor:
             job.fail(RuntimeError("outsize was closed before this transfer began"))
         if self._thread.is_alive():
             self._thread.join()
+        if self._lanes is not None:
+            self._lanes.synchronize()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena, self._free = None, []
+            self._ledger.add("host/staging", -self.slab_bytes * self.slabs)
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # grad mode belongs to the thread
         try:
-            self._serve()
-        except BaseException as error:
-            self._give_up(error)
+            while self._await_work():
+                self._serve()
+        except BaseException as error:  # nobody waits for a thread that is gone: all hear of the error
+            with self._changed:
+                self._error = error
+                self._queue.clear()
+                jobs = list(self._unwritten)
+            for job in jobs:
+                job.fail(error)
             raise
-
-    def _give_up(self, error: BaseException) -> None:
-        """Nobody waits for a thread that is gone: who waits for a job, or brings another one, hears of the error."""
-        with self._changed:
-            self._error = error
-            jobs = [*self._queue, *(moving.job for moving in (*self._started, *self._writing))]
-            self._queue.clear()
-        jobs += [job for job in (self._job, self._at_hand, self._held and self._held[0]) if job is not None]
-        for job in jobs:
-            job.fail(error)
-
-    def _serve(self) -> None:
-        while self._await_work():
-            self._reap_finished_writes()
-            self._start_what_fits()
-            for moving in self._writing:  # the drive has its reads, so there is time
-                for transfer in moving.transfers:
-                    transfer.meanwhile()
-            if self._started:
-                self._finish_oldest()
-            elif self._writing:
-                self._reap(self._writing.popleft())
 
     def _await_work(self) -> bool:
         with self._changed:
-            while not (self._queue or self._job or self._held or self._started or self._writing or self._closing):
+            while not (self._has_work or self._closing):
                 self._idle = True
                 self._changed.wait()
             self._idle = False
-            return bool(self._queue or self._job or self._held or self._started or self._writing)
+            return self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._job or self._held or self._started or self._writing)
+
+    def _serve(self) -> None:
+        while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
+            self._reap_oldest()
+        self._start_what_fits()
+        for moving in self._writing:  # the drive has its reads, so there is time
+            for transfer in moving.transfers:
+                transfer.meanwhile()
+        if self._started:
+            self._finish_oldest()
+        elif self._writing:
+            self._reap_oldest()
 
     def _start_what_fits(self) -> None:
         while len(self._started) < MAX_STARTED:
-            held = self._held or self._next()
-            self._held = held
-            if held is None:
+            self._held = self._held or self._next()
+            if self._held is None:
                 return
-            job, step = held
-            assert step.slabs <= self._staging.count, "a step never needs more than the whole staging arena"
-            if step.slabs > self._staging.free:
-                if self._started:
-                    return
-                self._reap(self._writing.popleft())
-                continue
-            self._held = None
-            self._begin(job, step, self._staging.take(step.slabs))
+            job, step = self._held
+            assert step.slabs <= self.slabs, "a step never needs more than the whole staging arena"
+            if step.slabs <= len(self._free):
+                self._held = None
+                self._begin(job, step)
+            elif self._started:
+                return
+            else:
+                self._reap_oldest()
 
     def _next(self) -> tuple[Job, Step] | None:
         """The next step in order, None when there is none or when it must wait for a step that has begun."""
@@ -239,11 +246,11 @@ class Conveyor:
                         return None
                     self._job = self._queue.popleft()
             job = self._job
-            for earlier in job.predecessors():
+            for earlier in job.after:
                 while not earlier.written.done():
                     if self._started:
                         return None
-                    self._reap(self._writing.popleft())
+                    self._reap_oldest()
                 error = _wait_all([earlier.written])
                 if error is not None:
                     job.fail(error)  # what it would read was never written
@@ -256,45 +263,40 @@ class Conveyor:
                 return job, step
             self._job = None
 
-    def _begin(self, job: Job, step: Step, slabs: list[torch.Tensor]) -> None:
+    def _begin(self, job: Job, step: Step) -> None:
+        slabs = [self._free.pop() for _ in range(step.slabs)]
         try:
-            transfers = step.begin(slabs)
+            self._started.append(_Moving(job, step, slabs, step.begin(slabs)))
         except BaseException as error:
             job.fail(error)
-            job.step_finished(writes=False)
-            self._staging.give(slabs)
-            return
-        self._started.append(_Moving(job, step, slabs, transfers))
+            job.settle(steps=-1)
+            self._free += slabs
 
     def _finish_oldest(self) -> None:
         moving = self._started.popleft()
-        self._at_hand = moving.job
         error = _wait_all(moving.transfers)
-        writes: Sequence[Transfer] = ()
+        moving.transfers = ()
         if error is None and not moving.job.broken:
             try:
-                writes = moving.step.finish()
+                moving.transfers = moving.step.finish()
             except BaseException as raised:
                 error = raised
         if error is not None:
             moving.job.fail(error)
-        moving.job.step_finished(writes=bool(writes))
-        if writes:
-            self._writing.append(_Moving(moving.job, moving.step, moving.slabs, writes))
+        moving.job.settle(steps=-1, writes=int(bool(moving.transfers)))
+        if moving.transfers:
+            self._writing.append(moving)
         else:
-            self._staging.give(moving.slabs)
+            self._free += moving.slabs
 
-    def _reap_finished_writes(self) -> None:
-        while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
-            self._reap(self._writing.popleft())
-
-    def _reap(self, moving: _Moving) -> None:
-        self._at_hand = moving.job
+    def _reap_oldest(self) -> None:
+        """Wait for the writes of the step that finished first."""
+        moving = self._writing.popleft()
         error = _wait_all(moving.transfers)
         if error is not None:
             moving.job.fail(error)
-        moving.job.write_done()
-        self._staging.give(moving.slabs)
+        moving.job.settle(writes=-1)
+        self._free += moving.slabs
 
 
 def _run_here(job: Job) -> None:
@@ -306,7 +308,7 @@ def _run_here(job: Job) -> None:
                 error = _wait_all(step.begin([])) or _wait_all(step.finish())
                 if error is not None:
                     raise error
-                job.step_finished(writes=False)
+                job.settle(steps=-1)
     except BaseException as error:
         job.fail(error)
         if not isinstance(error, Exception):

@@ -1,4 +1,4 @@
-"""An accelerator's memory that several streams use, and the streams on which bytes come to it and leave it."""
+"""The streams on which bytes come to an accelerator and leave it."""
 
 from __future__ import annotations
 
@@ -85,78 +85,3 @@ class EventTransfer(Transfer):
 
     def done(self) -> bool:
         return bool(self._event.query())
-
-
-@final
-class DeviceMemory:
-    """`bytes` (uint8 [nbytes]), there only between `grow` and `shrink`. See Note [Streams]."""
-
-    def __init__(self, nbytes: int, lanes: Lanes) -> None:
-        self.nbytes = nbytes
-        self._lanes = lanes
-        self._users: dict[int, torch.Stream] = {}  # by number: those that may have work with the memory in their queues
-        self._left: dict[int, torch.Event] = {}  # where the users of before have left it
-        with lanes.on(lanes.incoming):
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
-            self._filled = lanes.incoming.record_event()  # what comes before anybody's use
-        self._filling: EventTransfer | None = None  # of what `fill` was given
-
-    def grow(self) -> None:
-        """Make the memory exist, its contents undefined. Raises `torch.OutOfMemoryError`, with nothing changed."""
-        with self._lanes.on(self._lanes.incoming):
-            self.bytes.untyped_storage().resize_(self.nbytes)
-            self._filled = self._lanes.incoming.record_event()
-
-    def shrink(self) -> None:
-        """Give the memory back, and keep the storage, of which there are views."""
-        self._await_users()
-        with self._lanes.on(self._lanes.incoming):
-            self.bytes.untyped_storage().resize_(0)
-
-    def use(self) -> None:
-        """The current stream is about to read or write the memory."""
-        stream = self._lanes.current()
-        if stream.stream_id not in self._users:
-            stream.wait_event(self._filled)
-            self._users[stream.stream_id] = stream
-
-    def leave(self) -> None:
-        """The streams that use the memory were given the last of their work with it."""
-        for number, stream in self._users.items():
-            self._left[number] = stream.record_event()
-        self._users.clear()
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """What is started in the block writes into the memory on the incoming stream, after all its users."""
-        self._await_users()
-        with self._lanes.on(self._lanes.incoming):
-            yield
-            self._filled = self._lanes.incoming.record_event()
-
-    def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        """Start to copy `source` (uint8) into the memory at byte `first`."""
-        with self.filling():
-            self.bytes[first : first + source.numel()].copy_(source, non_blocking=True)
-        self._filling = EventTransfer(self._filled)
-        return self._filling
-
-    def await_filled(self) -> None:
-        """Block until nothing is read any more that `fill` was given."""
-        if self._filling is not None:
-            self._filling.wait()
-            self._filling = None
-
-    def fetch(self, first: int, out: torch.Tensor) -> Transfer:
-        """Start to copy the bytes from `first` into `out` (uint8, host memory)."""
-        outgoing = self._lanes.outgoing
-        outgoing.wait_event(self._filled)
-        for event in [*self._left.values(), *(stream.record_event() for stream in list(self._users.values()))]:
-            outgoing.wait_event(event)
-        return self._lanes.bring_home(self.bytes[first : first + out.numel()], out)
-
-    def _await_users(self) -> None:
-        self.leave()
-        for event in self._left.values():
-            self._lanes.incoming.wait_event(event)
-        self._left.clear()

@@ -12,17 +12,16 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Protocol, final
+from typing import ClassVar, final
 
 import torch
 
 from outsize import _native
 from outsize._native import DiskEngine as DiskEngine
-from outsize.move.memory import PAGE_BYTES, Ledger, memory_of
-from outsize.move.store import Store
+from outsize.move.memory import PAGE_BYTES, memory_of
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
@@ -37,6 +36,8 @@ _NEW_SUFFIX = ".new"
 _SAVES = "saves"
 _RUN_NAME = re.compile(rf"{RUN_PREFIX}\d+-[0-9a-f]{{12}}(\{_NEW_SUFFIX})?")
 _UNLOCKED_IS_DEAD_AFTER_SECONDS = 3600
+
+Work = Callable[[], None]
 
 # Note [Whose directory]
 # Each run works in a sub-directory of its own that holds a file named `lock`, under a POSIX lock for as long as the
@@ -55,15 +56,6 @@ class DiskDirectoryError(OSError, ValueError):
     """The directory given as `disk` cannot be used: a user's mistake or the system's, so it is both."""
 
 
-class Engine(Protocol):
-    """The part of the native disk engine that stores use."""
-
-    def read(self, fd: int, offset: int, address: int, nbytes: int) -> int: ...
-    def write(self, fd: int, offset: int, address: int, nbytes: int) -> int: ...
-    def wait(self, ticket: int) -> None: ...
-    def done(self, ticket: int) -> bool: ...
-
-
 def open_engine() -> DiskEngine:
     """The fastest disk engine that works here, or the one that the environment variable names."""
     wanted = os.environ.get(ENGINE_VARIABLE, "")
@@ -71,12 +63,23 @@ def open_engine() -> DiskEngine:
         raise ValueError(f"{ENGINE_VARIABLE} is {wanted!r}; it must be 'uring' or 'threads'")
     refused = 0 if wanted == "threads" else _native.probe_uring()
     if wanted == "uring" and refused:
-        message = (
+        raise OSError(
+            refused,
             f"{ENGINE_VARIABLE} is 'uring', and this kernel or container refuses io_uring ({os.strerror(refused)}); "
-            f"unset it, or set it to 'threads'"
+            f"unset it, or set it to 'threads'",
         )
-        raise OSError(refused, message)
     return DiskEngine("threads" if wanted == "threads" or refused else "uring")
+
+
+@contextmanager
+def naming(path: str | Path, doing: str) -> Iterator[None]:
+    """Give an `OSError` of the block the path and what was being done, unless it names a file already."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, f"{explain(error.errno)} ({doing})", str(path)) from error
 
 
 def explain(code: int | None) -> str:
@@ -190,11 +193,11 @@ def _is_dead(entry: Path) -> bool:
         return False  # another user's: not ours to judge
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except OSError:
         return False
     finally:
         os.close(lock)
-    return True
 
 
 def free_bytes(directories: Sequence[Path]) -> int:
@@ -210,15 +213,27 @@ def free_bytes(directories: Sequence[Path]) -> int:
 
 @final
 class DiskTransfer(Transfer):
-    """Requests of the disk engine that belong together."""
+    """Requests of the disk engine that belong together. `beside` is work for while they are under way, `then` for when
+    they are over and nobody has used the bytes yet."""
 
-    def __init__(self, engine: Engine, parts: Sequence[tuple[int, str]]) -> None:
+    def __init__(self, engine: DiskEngine, beside: Work | None = None, then: Work | None = None) -> None:
         self._engine = engine
-        self._parts = list(parts)  # (ticket, path)
+        self._parts: list[tuple[int, str]] = []  # (ticket, path)
+        self._beside = beside
+        self._then = then
         self._error: OSError | None = None
+
+    def add(self, ticket: int, path: str) -> None:
+        self._parts.append((ticket, path))
+
+    def meanwhile(self) -> None:
+        if self._beside is not None:
+            self._beside()
+            self._beside = None
 
     def wait(self) -> None:
         """Wait for every part before raising, so that the memory is free to use whatever happened."""
+        self.meanwhile()
         while self._parts:
             ticket, path = self._parts.pop()
             try:
@@ -228,6 +243,9 @@ class DiskTransfer(Transfer):
                 self._error = self._error or OSError(code, explain(code), path)
         if self._error is not None:
             raise self._error
+        if self._then is not None:
+            self._then()
+            self._then = None
 
     def done(self) -> bool:
         return all(self._engine.done(ticket) for ticket, _ in self._parts)
@@ -240,19 +258,21 @@ class StripedFile:
     Opened with O_DIRECT where the file system has it; elsewhere (tmpfs, some overlays) through the page cache.
     """
 
-    def __init__(self, engine: Engine, directories: Sequence[Path], name: str, nbytes: int) -> None:
+    def __init__(self, engine: DiskEngine, directories: Sequence[Path], name: str, nbytes: int) -> None:
         self._engine = engine
         self.nbytes = round_up(nbytes, PAGE_BYTES)
         self._paths = [str(directory / name) for directory in directories]
         self._files: list[int] = []
         rows = -(-self.nbytes // (STRIPE_BYTES * len(directories)))
-        self._file_bytes = self.nbytes if len(directories) == 1 else rows * STRIPE_BYTES
+        file_bytes = self.nbytes if len(directories) == 1 else rows * STRIPE_BYTES
         try:
             for path in self._paths:
                 self._files.append(_create(path))
-                _set_length(self._files[-1], self._file_bytes, path)
+                with naming(path, f"a file of {format_bytes(file_bytes)}"):
+                    os.ftruncate(self._files[-1], file_bytes)
             for directory in directories:
-                _touch_lock(directory)
+                with suppress(OSError):  # a new lock would not be under the run's. See Note [Whose directory]
+                    os.utime(directory / "lock")
         except BaseException:
             self.close()
             raise
@@ -267,55 +287,45 @@ class StripedFile:
         """The file descriptor where all bytes lie in one file, in order; None where they are striped."""
         return self._files[0] if len(self._files) == 1 else None
 
-    def preallocate(self, start: int, nbytes: int) -> None:
-        """Take the blocks now, so that a full disk is an error before anything is written."""
-        for index, offset, _, length in self._pieces(start, nbytes):
-            try:
-                os.posix_fallocate(self._files[index], offset, length)
-            except OSError as error:
-                message = f"{explain(error.errno)} (reserving {format_bytes(length)})"
-                raise OSError(error.errno, message, self._paths[index]) from error
-
-    def read(self, start: int, out: torch.Tensor) -> Transfer:
-        address = out.data_ptr()
-        return DiskTransfer(
-            self._engine,
-            [
-                (self._engine.read(self._files[index], offset, address + at, length), self._paths[index])
-                for index, offset, at, length in self._pieces(start, out.numel())
-            ],
-        )
-
-    def write(self, start: int, source: torch.Tensor) -> Transfer:
-        address = source.data_ptr()
-        return DiskTransfer(
-            self._engine,
-            [
-                (self._engine.write(self._files[index], offset, address + at, length), self._paths[index])
-                for index, offset, at, length in self._pieces(start, source.numel())
-            ],
-        )
-
     @property
     def device(self) -> int:
         """The file system (`st_dev`); -1 where the file is striped."""
-        return os.fstat(self._files[0]).st_dev if len(self._files) == 1 else -1
+        return -1 if self.single is None else os.fstat(self.single).st_dev
 
     @property
     def links(self) -> int:
         """How many names the file has."""
         return max(os.fstat(file).st_nlink for file in self._files)
 
+    def preallocate(self, start: int, nbytes: int) -> None:
+        """Take the blocks now, so that a full disk is an error before anything is written."""
+        for index, offset, _, length in self._pieces(start, nbytes):
+            with naming(self._paths[index], f"reserving {format_bytes(length)}"):
+                os.posix_fallocate(self._files[index], offset, length)
+
+    def read(self, start: int, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
+        """Start to fill `out`; `then` runs before anybody uses it."""
+        transfer = DiskTransfer(self._engine, then=then)
+        for index, offset, at, length in self._pieces(start, out.numel()):
+            ticket = self._engine.read(self._files[index], offset, out.data_ptr() + at, length)
+            transfer.add(ticket, self._paths[index])
+        return transfer
+
+    def write(self, start: int, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
+        """Start to write `source`; `beside` runs meanwhile."""
+        transfer = DiskTransfer(self._engine, beside)
+        for index, offset, at, length in self._pieces(start, source.numel()):
+            ticket = self._engine.write(self._files[index], offset, source.data_ptr() + at, length)
+            transfer.add(ticket, self._paths[index])
+        return transfer
+
     def read_now(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` without the engine, so that other threads may read while it is being closed. Blocks."""
         for index, offset, at, length in self._pieces(start, out.numel()):
             left = memory_of(out)[at : at + length]
             while left:
-                try:
+                with naming(self._paths[index], f"reading {len(left)} bytes at {offset}"):
                     count = os.preadv(self._files[index], [left], offset)
-                except OSError as error:
-                    message = f"{os.strerror(error.errno or 0)} (reading {len(left)} bytes at {offset})"
-                    raise OSError(error.errno, message, self._paths[index]) from error
                 if not count:
                     raise OSError(errno.EIO, f"the file ends at {offset}", self._paths[index])
                 offset, left = offset + count, left[count:]
@@ -323,10 +333,8 @@ class StripedFile:
     def sync(self) -> None:
         """Bring everything that was written to the drive."""
         for file, path in zip(self._files, self._paths, strict=True):
-            try:
+            with naming(path, "syncing"):
                 os.fsync(file)
-            except OSError as error:
-                raise OSError(error.errno, f"{os.strerror(error.errno or 0)} (syncing)", path) from error
 
     def unlink(self) -> None:
         """Give up the name; the bytes stay readable until `close`. Safe to repeat."""
@@ -334,38 +342,24 @@ class StripedFile:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def _pieces(self, start: int, nbytes: int) -> list[tuple[int, int, int, int]]:
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def _pieces(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """The range as (file, offset in it, offset in memory, length)."""
         assert start % PAGE_BYTES == 0 and nbytes % PAGE_BYTES == 0, "the disk tier moves whole pages"
         assert start + nbytes <= self.nbytes
         if len(self._files) == 1:
-            return [(0, start, 0, nbytes)] if nbytes else []
-        pieces = []
+            yield from [(0, start, 0, nbytes)] if nbytes else []
+            return
         position = start
         while position < start + nbytes:
             stripe, within = divmod(position, STRIPE_BYTES)
             length = min(STRIPE_BYTES - within, start + nbytes - position)
             row, index = divmod(stripe, len(self._files))
-            pieces.append((index, row * STRIPE_BYTES + within, position - start, length))
+            yield index, row * STRIPE_BYTES + within, position - start, length
             position += length
-        return pieces
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
-
-
-def _set_length(file: int, nbytes: int, path: str) -> None:
-    try:
-        os.ftruncate(file, nbytes)
-    except OSError as error:
-        raise OSError(error.errno, f"{explain(error.errno)} (a file of {format_bytes(nbytes)})", path) from error
-
-
-def _touch_lock(directory: Path) -> None:
-    """Nothing where it is gone: a new one would not be under the run's lock. See Note [Whose directory]."""
-    with suppress(OSError):
-        os.utime(directory / "lock")
 
 
 def _create(path: str) -> int:
@@ -376,51 +370,6 @@ def _create(path: str) -> int:
         if error.errno != errno.EINVAL:
             raise
     return os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed attempt may have created the file
-
-
-class PagedFile(Protocol):
-    """The part of a file that stores use: whole pages, read and written at any offset."""
-
-    def preallocate(self, start: int, nbytes: int) -> None: ...
-    def read(self, start: int, out: torch.Tensor) -> Transfer: ...
-    def write(self, start: int, source: torch.Tensor) -> Transfer: ...
-
-
-@final
-class DiskStore(Store):
-    """One array at rest in a file. Never touched space is a hole and costs nothing."""
-
-    def __init__(self, file: PagedFile, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
-        super().__init__(nbytes)
-        self.file = file
-        self.base = base
-        self._ledger = ledger
-        self._account = f"disk/{kind}"
-        self._open = True
-        self._held = nbytes
-        ledger.add(self._account, nbytes)
-
-    def hold(self, nbytes: int) -> None:
-        """So many bytes of it are used; the rest stays a hole."""
-        self._ledger.add(self._account, nbytes - self._held)
-        self._held = nbytes
-
-    def preallocate(self, start: int, nbytes: int) -> None:
-        self.file.preallocate(self.base + start, nbytes)
-
-    def view(self, start: int, nbytes: int) -> torch.Tensor | None:
-        return None
-
-    def read(self, start: int, out: torch.Tensor) -> Transfer:
-        return self.file.read(self.base + start, out)
-
-    def write(self, start: int, source: torch.Tensor) -> Transfer:
-        return self.file.write(self.base + start, source)
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._ledger.remove(self._account, self._held)
 
 
 def allow_open_files(files: int) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -36,38 +37,6 @@ _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # Note [Page sums]
 # Each page's CRC-32C is taken from memory when it is written. A save needs no second look at the data, and a checkpoint
 # says what the run meant to write, not what the drive made of it. Five bytes of memory for a page of 4096.
-
-
-@final
-class PageTable:
-    """For each page of a file: its CRC-32C, and whether it may hold anything but zeros."""
-
-    def __init__(self, nbytes: int) -> None:
-        count = nbytes // PAGE_BYTES
-        self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32, device="cpu")  # [pages], the bits of a uint32
-        self.touched = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
-        self.checked = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]: read, and found as written
-
-    def record(self, start: int, source: torch.Tensor) -> None:
-        """`source` (whole pages) is being written at byte `start`."""
-        page, count = start // PAGE_BYTES, source.numel() // PAGE_BYTES
-        sums_of(source, self.sums[page : page + count])
-        self.touched[page : page + count] = True
-        self.checked[page : page + count] = False
-
-    def check(self, start: int, content: torch.Tensor, path: str) -> None:
-        """Raise `OSError` that names the page unless `content` is what was written at byte `start`."""
-        page = start // PAGE_BYTES
-        sums = self.sums[page : page + content.numel() // PAGE_BYTES]
-        if not content.numel():
-            return
-        wrong = _native.check_pages(content.data_ptr(), content.numel(), PAGE_BYTES, sums.data_ptr())
-        if wrong >= 0:
-            at = start + wrong * PAGE_BYTES
-            raise OSError(
-                errno.EIO, f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written", path
-            )
-        self.checked[page : page + sums.numel()] = True
 
 
 def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
@@ -103,68 +72,25 @@ def joined_sums(pages: torch.Tensor, nbytes: int, chunk_bytes: int) -> list[int]
     return [each & 0xFFFFFFFF for each in out.tolist()]
 
 
-def _zero_sum() -> int:
-    out = torch.empty(1, dtype=torch.int32, device="cpu")
-    sums_of(torch.zeros(PAGE_BYTES, dtype=torch.uint8, device="cpu"), out)
-    return int(out.item())
-
-
-ZERO_SUM = _zero_sum()
-
-
-@final
-class CheckedTransfer(Transfer):
-    """A read whose bytes are compared with their checksums before anybody uses them."""
-
-    def __init__(self, inner: Transfer, generation: Generation, start: int, out: torch.Tensor) -> None:
-        self._inner = inner
-        self._check: Callable[[], None] | None = lambda: generation.pages.check(start, out, generation.file.path)
-
-    def wait(self) -> None:
-        self._inner.wait()
-        if self._check is not None:
-            self._check()
-            self._check = None
-
-    def done(self) -> bool:
-        return self._inner.done()
-
-
-@final
-class RecordedTransfer(Transfer):
-    """A write whose page sums are taken while it is under way: the memory does not change before it is done."""
-
-    def __init__(self, inner: Transfer, pages: PageTable, start: int, source: torch.Tensor) -> None:
-        self._inner = inner
-        self._record: Callable[[], None] | None = lambda: pages.record(start, source)
-
-    def meanwhile(self) -> None:
-        if self._record is not None:
-            self._record()
-            self._record = None
-
-    def wait(self) -> None:
-        self.meanwhile()
-        self._inner.wait()
-
-    def done(self) -> bool:
-        return self._inner.done()
+ZERO_SUM = crc32c(bytes(PAGE_BYTES)) - (1 << 32)
+"""Of a page of zeros, as an int32."""
 
 
 @final
 class Generation:
-    """One generation's file. `hold` keeps it open for whoever still reads it after the run has moved on."""
+    """One generation's file, and for each page of it: its CRC-32C, whether it may hold anything but zeros, whether it
+    was read and found as written. `hold` keeps it open for whoever still reads it after the run has moved on."""
 
-    def __init__(self, file: StripedFile) -> None:
+    def __init__(self, file: StripedFile, summed: bool = True) -> None:
         self.file = file
-        self.pages = PageTable(file.nbytes)
+        self.nbytes = file.nbytes
+        count = file.nbytes // PAGE_BYTES if summed else 0
+        self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32, device="cpu")  # [pages], the bits of a uint32
+        self.touched = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
+        self._checked = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
         self.left = Promise()  # kept when the run has moved on to the next generation
         self._holds = 1
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return self.file.nbytes
 
     def hold(self) -> Generation:
         with self._lock:
@@ -180,14 +106,34 @@ class Generation:
             self.file.unlink()
             self.file.close()
 
+    def record(self, start: int, source: torch.Tensor) -> None:
+        """`source` (whole pages) is being written at byte `start`."""
+        pages = slice(start // PAGE_BYTES, (start + source.numel()) // PAGE_BYTES)
+        sums_of(source, self.sums[pages])
+        self.touched[pages] = True
+        self._checked[pages] = False
+
+    def check(self, start: int, content: torch.Tensor) -> None:
+        """Raise `OSError` that names the page unless `content` is what was written at byte `start`."""
+        if not content.numel():
+            return
+        pages = slice(start // PAGE_BYTES, (start + content.numel()) // PAGE_BYTES)
+        sums = self.sums[pages]
+        wrong = _native.check_pages(content.data_ptr(), content.numel(), PAGE_BYTES, sums.data_ptr())
+        if wrong >= 0:
+            at = start + wrong * PAGE_BYTES
+            message = f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written"
+            raise OSError(errno.EIO, message, self.file.path)
+        self._checked[pages] = True
+
     def read_checked(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` and compare it with the checksums. Blocks; needs no engine."""
         self.file.read_now(start, out)
-        self.pages.check(start, out, self.file.path)
+        self.check(start, out)
 
     def check_rest(self) -> None:
         """Read the pages that nobody has read since they were written. Raises `OSError` for one that is damaged."""
-        for start, nbytes in _runs(self.pages.touched & ~self.pages.checked):
+        for start, nbytes in _runs(self.touched & ~self._checked):
             self.read_checked(start, HostBuffer(nbytes).bytes)
 
 
@@ -216,19 +162,20 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-MakeFile = Callable[[int], StripedFile]
-"""Makes the file of the generation of this number, all zeros."""
-
-
 @final
 class Generations:
-    """The file of one unit's parameters and optimizer state. See Note [Generations]."""
+    """One unit's file: that of its parameters and optimizer state (see Note [Generations]), or that of its gradients,
+    which is never frozen and has no page sums unless reads are to be verified.
 
-    def __init__(self, make: MakeFile, verify: bool = False) -> None:
+    `make` makes the file of the generation of a number, all zeros.
+    """
+
+    def __init__(self, make: Callable[[int], StripedFile], verify: bool = False, summed: bool = True) -> None:
         self._make = make
         self._verify = verify
+        self._summed = summed or verify
         self._number = 0
-        self.now = Generation(make(0))
+        self.now = Generation(make(0), self._summed)
         self.frozen = False
         self._next: Generation | None = None
         self._turned: torch.Tensor | None = None  # [pages]: those that this turn has written
@@ -246,8 +193,8 @@ class Generations:
         self.now.file.preallocate(start, nbytes)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        transfer = self.now.file.read(start, out)
-        return CheckedTransfer(transfer, self.now, start, out) if self._verify else transfer
+        check = partial(self.now.check, start, out) if self._verify else None
+        return self.now.file.read(start, out, check)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
         if self.frozen and self._turned is None:
@@ -256,12 +203,13 @@ class Generations:
         if self._turned is None:
             return self._write(self.now, start, source)
         assert self._next is not None
-        page = start // PAGE_BYTES
-        self._turned[page : page + source.numel() // PAGE_BYTES] = True
+        self._turned[start // PAGE_BYTES : (start + source.numel()) // PAGE_BYTES] = True
         return self._write(self._next, start, source)
 
     def _write(self, generation: Generation, start: int, source: torch.Tensor) -> Transfer:
-        return RecordedTransfer(generation.file.write(start, source), generation.pages, start, source)
+        """The page sums are taken while the write is under way: the memory does not change before it is over."""
+        record = partial(generation.record, start, source) if self._summed else None
+        return generation.file.write(start, source, record)
 
     def freeze(self) -> None:
         """A checkpoint holds the bytes from now on."""
@@ -280,7 +228,7 @@ class Generations:
     @property
     def touched_bytes(self) -> int:
         """Bytes that may hold anything but zeros."""
-        return int(self.now.pages.touched.sum()) * PAGE_BYTES
+        return int(self.now.touched.sum()) * PAGE_BYTES
 
     @property
     def has_next(self) -> bool:
@@ -292,7 +240,7 @@ class Generations:
             if self._next is not None or not self.frozen or self._closed:
                 return
             self._number += 1
-            made = Generation(self._make(self._number))
+            made = Generation(self._make(self._number), self._summed)
             try:
                 for start, nbytes in merged(self._reserved):
                     made.file.preallocate(start, nbytes)
@@ -303,14 +251,14 @@ class Generations:
 
     def begin_turn(self) -> None:
         """From now on writes go to the next generation, and reads still come from this one."""
-        assert self.frozen and self._turned is None
+        assert self._summed and self.frozen and self._turned is None
         self.reserve()
         self._turned = torch.zeros(self.nbytes // PAGE_BYTES, dtype=torch.bool, device="cpu")
 
     def end_turn(self) -> None:
         """What the turn did not write is copied; then the next generation is the present one. Blocks."""
         assert self._next is not None and self._turned is not None
-        for start, nbytes in _runs(self.now.pages.touched & ~self._turned):
+        for start, nbytes in _runs(self.now.touched & ~self._turned):
             content = HostBuffer(nbytes).bytes
             self.now.read_checked(start, content)
             self._write(self._next, start, content).wait()

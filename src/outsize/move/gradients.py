@@ -11,11 +11,10 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Job, Step
-from outsize.move.disk import DiskStore
 from outsize.move.grad_ops import GradOps, accumulate_, wide_dtype
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.outbox import Outbox
-from outsize.move.store import Store
+from outsize.move.store import DiskStore, Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
 

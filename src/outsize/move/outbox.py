@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -23,24 +23,15 @@ from outsize.move.transfer import Transfer
 # ring bounds two things: the gradients that still take memory on the device, and how far the host runs ahead of it.
 
 
-@dataclass
-class Leaving:
-    """A piece of a gradient on its way: `source`, which must live until it was copied, `memory` in the ring, and where
-    it rests. `ops`: what was done to `target`, to which it is added; None where it replaces what was there. `total`:
-    the whole sum and where its norm goes, with its last piece."""
-
-    source: torch.Tensor | None
-    memory: torch.Tensor
-    target: torch.Tensor
-    ops: GradOps | None
-    total: tuple[torch.Tensor, torch.Tensor] | None
+Leaving = tuple[torch.Tensor | None, Callable[[], None]]
+"""A piece of a gradient on its way, which must live until it was copied, and what lays it to rest."""
 
 
 @final
 class LandStep(Step):
     """Puts what has arrived in the ring where it rests."""
 
-    def __init__(self, arrived: Transfer, pieces: Sequence[Leaving]) -> None:
+    def __init__(self, arrived: Transfer, pieces: list[Leaving]) -> None:
         self._arrived = arrived
         self._pieces = pieces
 
@@ -48,16 +39,22 @@ class LandStep(Step):
         return [self._arrived]
 
     def finish(self) -> Sequence[Transfer]:
-        for piece in self._pieces:
-            piece.source = None
-            if piece.ops is None:
-                copy(piece.target, piece.memory)
-            else:
-                accumulate_(piece.target, piece.ops, piece.memory)
-            if piece.total is not None:
-                total, norm = piece.total
-                norm.copy_(vector_norm(total, 2.0))
+        for _, land in self._pieces:
+            land()
+        self._pieces.clear()
         return ()
+
+
+def _land(
+    memory: torch.Tensor, target: torch.Tensor, ops: GradOps | None, total: torch.Tensor, norm: torch.Tensor | None
+) -> None:
+    """Put a piece where it rests, added to what was there (`ops` was done to that); `norm` takes that of `total`."""
+    if ops is None:
+        copy(target, memory)
+    else:
+        accumulate_(target, ops, memory)
+    if norm is not None:
+        norm.copy_(vector_norm(total, 2.0))
 
 
 @final
@@ -81,15 +78,17 @@ class Outbox:
         self, source: torch.Tensor, target: torch.Tensor, ops: GradOps | None, norm: torch.Tensor | None = None
     ) -> Job:
         """Start to bring `source` (1-D) to `target` (1-D, in host memory); over when the job is, once `dispatch` was
-        called. `ops`: see `Leaving`. `norm`: takes the norm of what `target` holds then, 0-d."""
+        called. `ops`: what was done to `target`, to which it is added; None where it replaces what was there. `norm`:
+        takes the norm of what `target` holds then, 0-d."""
         self._lanes.follow(self._lanes.outgoing)
         most = max(self.nbytes // source.itemsize, 1)
         for start in range(0, source.numel(), most):
             part = source[start : start + most]
             memory = self._take(part.numel() * part.itemsize).view(part.dtype)
             self._lanes.send(part, memory)
-            total = None if norm is None or start + most < source.numel() else (target, norm)
-            self._pieces.append(Leaving(part, memory, target[start : start + most], ops, total))
+            last = start + most >= source.numel()
+            land = partial(_land, memory, target[start : start + most], ops, target, norm if last else None)
+            self._pieces.append((part, land))
         return self._open
 
     def dispatch(self) -> None:
@@ -106,7 +105,7 @@ class Outbox:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
-            self._ledger.remove("host/gradients leaving", self.nbytes)
+            self._ledger.add("host/gradients leaving", -self.nbytes)
 
     def _take(self, nbytes: int) -> torch.Tensor:
         """The next bytes of the ring, once what was there has landed."""

@@ -11,16 +11,15 @@ from typing import Protocol, final
 
 import torch
 
-from outsize.move.buffer import DeviceBuffer
+from outsize.move.buffer import Buffer
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Step
 from outsize.move.device import Lanes
-from outsize.move.disk import DiskStore
 from outsize.move.generations import Generations
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.store import Store
+from outsize.move.store import DiskStore, Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import (
     PAGE_ELEMENTS,
@@ -30,22 +29,21 @@ from outsize.plan.layout import (
     UnitLayout,
     array_layout,
     chunk_ranges,
-    round_up,
 )
 from outsize.plan.placement import UnitTiers
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The parameter dtypes that can be trained, by the name that layouts use."""
 
-OWN_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-STATE_DTYPE = {"float32": "float32", "float64": "float64", "bfloat16": "float32", "float16": "float32"}
-STATE_BYTES = {dtype: OWN_BYTES[state] for dtype, state in STATE_DTYPE.items()}
+OWN_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+STATE_DTYPES = DTYPES | {"bfloat16": torch.float32, "float16": torch.float32}
+STATE_BYTES = {name: dtype.itemsize for name, dtype in STATE_DTYPES.items()}
 MASTER = "master"
-MASTER_BYTES = {"bfloat16": 2, "float16": 4}
+MASTER_DTYPE = {"bfloat16": torch.int16, "float16": torch.float32}
+MASTER_BYTES = {name: dtype.itemsize for name, dtype in MASTER_DTYPE.items()}
 """What completes a 16-bit parameter to its fp32 master: the 16-bit rest of a bf16 one, the master itself of an fp16
 one (DESIGN.md, "Exact state in 12 bytes")."""
 
-MASTER_DTYPE = {"bfloat16": torch.int16, "float16": torch.float32}
 BLOCK = 64
 """Elements that share a scale in a compact array. Parameters begin on multiples of it, so none shares a block."""
 
@@ -89,39 +87,30 @@ class Scales:
     def part(self, start: int, end: int) -> torch.Tensor:
         """The scales of the elements [start, end), fp32, in memory."""
         first, nbytes = self.layout.span(start, end)
-        view = self.store.view(first, nbytes)
-        if view is None:
-            assert self.gathered is not None, "the scales are not in memory"
-            view = self.gathered.bytes[first : first + nbytes]
-        return view.view(torch.float32)
+        if self.gathered is not None:
+            return self.gathered.bytes[first : first + nbytes].view(torch.float32)
+        return self.in_place(start, end)
 
     def in_place(self, start: int, end: int) -> torch.Tensor:
         """As `part`, on whatever memory holds them, an accelerator's included."""
         view = self.store.in_place(*self.layout.span(start, end))
-        assert view is not None
+        assert view is not None, "the scales are not in memory"
         return view.view(torch.float32)
 
 
 @final
+@dataclass(eq=False)
 class StateArray:
     """One optimizer array of a unit (for example `exp_avg`), one value an element, at rest in a store.
 
     A compact one holds codes; `scales` and `codec` turn them into values.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: ArrayLayout,
-        store: Store,
-        scales: Scales | None = None,
-        codec: Codec | None = None,
-    ) -> None:
-        self.name = name
-        self.layout = layout
-        self.store = store
-        self.scales = scales
-        self.codec = codec
+    name: str
+    layout: ArrayLayout
+    store: Store
+    scales: Scales | None = None
+    codec: Codec | None = None
 
     @property
     def public(self) -> bool:
@@ -134,15 +123,31 @@ class StateArray:
 
     def dtype(self, param_dtype: str) -> torch.dtype:
         """The dtype of what rests."""
-        if self.name == MASTER:
-            return MASTER_DTYPE[param_dtype]
         if self.codec is not None and self.compact(param_dtype):
             return self.codec.dtype
         return self.value_dtype(param_dtype)
 
     def value_dtype(self, param_dtype: str) -> torch.dtype:
         """The dtype of the values, decoded where they rest as codes."""
-        return MASTER_DTYPE[param_dtype] if self.name == MASTER else DTYPES[STATE_DTYPE[param_dtype]]
+        return (STATE_DTYPES if self.public else MASTER_DTYPE)[param_dtype]
+
+    def read(self, start: int, end: int, param_dtype: str) -> torch.Tensor:
+        """A copy of the values [start, end), 1-D. Blocks."""
+        rests = self.store.get(*self.layout.span(start, end)).view(self.dtype(param_dtype))
+        if self.codec is None or self.scales is None or not self.compact(param_dtype):
+            return rests
+        scales = self.scales.store.get(*self.scales.layout.span(start, end)).view(torch.float32)
+        return self.codec.decode(rests, scales)
+
+    def write(self, start: int, end: int, param_dtype: str, values: torch.Tensor) -> None:
+        """Overwrite the values [start, end). Blocks."""
+        if self.codec is not None and self.scales is not None and self.compact(param_dtype):
+            codes = torch.empty(end - start, dtype=self.codec.dtype, device="cpu")
+            scales = torch.empty(-(-codes.numel() // BLOCK), dtype=torch.float32, device="cpu")
+            self.codec.encode(values.float(), codes, scales)
+            self.scales.store.put(self.scales.layout.span(start, end)[0], scales.view(torch.uint8))
+            values = codes
+        self.store.put(self.layout.span(start, end)[0], _bytes_of(values, self.dtype(param_dtype)))
 
 
 @dataclass
@@ -185,7 +190,7 @@ class UnitShard:
         self,
         layout: UnitLayout,
         tiers: UnitTiers,
-        buffer: DeviceBuffer,
+        buffer: Buffer,
         params: Store | None,
         grads: Sequence[GradShard],
         device: torch.device,
@@ -229,10 +234,18 @@ class UnitShard:
         return any(array.public for array in self.arrays.values())
 
     @property
+    def _all_on_device(self) -> bool:
+        return self.tiers.params == self.tiers.grads == self.tiers.states == "device"
+
+    @property
     def on_device(self) -> bool:
         """Whether parameters, gradients and states all lie on the computing device, and are this rank's alone."""
-        tiers = self.tiers
-        return not self.shared and tiers.params == tiers.grads == tiers.states == "device"
+        return self._all_on_device and not self.shared
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether all that an update needs lies on an accelerator."""
+        return self._all_on_device and self.lanes is not None
 
     def array(self, name: str, slot: Slot) -> StateArray | None:
         """The optimizer array of this name, where it has values for the parameter."""
@@ -245,20 +258,14 @@ class UnitShard:
 
     def has_room(self, name: str) -> bool:
         """Whether there is room for the optimizer's state of the parameter."""
-        return self.has_late_room or self.layout.segments[self.slots[name].segment].trainable
+        return self.has_late_room or self.layout.segment_of(self.slots[name]).trainable
 
     def make_room(self, names: Iterable[str]) -> None:
         """Make sure that there is room for the optimizer's state of these parameters; nothing of the unit may be on its
-        way. See Note [Frozen parameters] in api/shards.py. Raises `ValueError` or `OSError`, with nothing changed."""
+        way. Raises `ValueError` or `OSError`, with nothing changed."""
         if not all(map(self.has_room, names)):
             assert self._late is not None, "there is an optimizer"
             self._late(self)
-
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether all that an update needs lies on an accelerator."""
-        tiers = self.tiers
-        return self.lanes is not None and tiers.params == tiers.grads == tiers.states == "device"
 
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""
@@ -278,8 +285,7 @@ class UnitShard:
         if self.device.type == "cpu" or self.params is None:
             return False
         for segment in self.layout.segments:
-            first, nbytes = self.param_layout.span(segment.start, segment.end)
-            source = self.params.in_place(first, nbytes)
+            source = self.params.in_place(*self.param_layout.span(segment.start, segment.end))
             if source is None:
                 return False
             self.buffer.fill(self.buffer_span(segment.start, segment.end)[0], source)
@@ -331,43 +337,16 @@ class UnitShard:
         """
         if start == end:  # an empty parameter may lie behind the last segment
             return torch.empty(0, dtype=torch.float32, device="cpu")
-        segment = self.segment_at(start)
-        low, high = page_range(start, end)
-        content = self._read_pages(array, low, high).view(array.dtype(segment.dtype))[start - low : end - low]
-        if array.codec is None or not array.compact(segment.dtype):
-            return content.clone()
-        assert array.scales is not None
-        scales = _read_all(array.scales)
-        first, nbytes = array.scales.layout.span(start, end)
-        return array.codec.decode(content, scales.bytes[first : first + nbytes].view(torch.float32))
+        return array.read(start, end, self.segment_at(start).dtype)
 
-    def write_array(self, array: StateArray, start: int, end: int, content: torch.Tensor) -> None:
+    def write_array(self, array: StateArray, start: int, end: int, values: torch.Tensor) -> None:
         """Overwrite the values [start, end) of an array; its neighbours on the same pages stay. Blocks.
 
         Where the array is compact, `start` is a multiple of `BLOCK` and `end` is one too or ends a parameter.
         """
-        if start == end:
-            return
-        self.before_change()
-        segment = self.segment_at(start)
-        low, high = page_range(start, end)
-        pages = self._read_pages(array, low, high)
-        target = pages.view(array.dtype(segment.dtype))[start - low : end - low]
-        if array.codec is None or not array.compact(segment.dtype):
-            target.copy_(content)
-        else:
-            assert array.scales is not None
-            scales = _read_all(array.scales)
-            first, nbytes = array.scales.layout.span(start, end)
-            array.codec.encode(content.float(), target, scales.bytes[first : first + nbytes].view(torch.float32))
-            array.scales.store.write(0, scales.bytes).wait()
-        array.store.write(array.layout.span(low, high)[0], pages).wait()
-
-    def _read_pages(self, array: StateArray, low: int, high: int) -> torch.Tensor:
-        first, nbytes = array.layout.span(low, high)
-        pages = HostBuffer(nbytes).bytes
-        array.store.read(first, pages).wait()
-        return pages
+        if start < end:
+            self.before_change()
+            array.write(start, end, self.segment_at(start).dtype, values)
 
     def read_weight(self, name: str) -> torch.Tensor:
         """A copy of what rests here of a parameter, 1-D, in host memory. Blocks."""
@@ -377,8 +356,7 @@ class UnitShard:
         if self.params is None:
             self.buffer.use()
             return self.param_piece(slot, slot.offset, slot.end).to("cpu", copy=True)
-        low, _, pages = self._weight_pages(slot)
-        return pages.view(DTYPES[slot.dtype])[slot.offset - low : slot.end - low].clone()
+        return self.params.get(*self.param_layout.span(slot.offset, slot.end)).view(DTYPES[slot.dtype])
 
     def write_weight(self, name: str, value: torch.Tensor) -> None:
         """Overwrite what rests here of a parameter, and what of it is gathered. Blocks."""
@@ -387,26 +365,10 @@ class UnitShard:
             return
         self.before_change()
         if self.params is not None:
-            low, first, pages = self._weight_pages(slot)
-            pages.view(DTYPES[slot.dtype])[slot.offset - low : slot.end - low].copy_(value)
-            self.params.write(first, pages).wait()
+            self.params.put(self.param_layout.span(slot.offset, slot.end)[0], _bytes_of(value, DTYPES[slot.dtype]))
         if self.params is None or self.buffer.resident:
             self.buffer.use()
             self.param_piece(slot, slot.offset, slot.end).copy_(value)
-
-    def _weight_pages(self, slot: Slot) -> tuple[int, int, torch.Tensor]:
-        """(first element, first byte, content) of the pages of the store that hold a parameter."""
-        assert self.params is not None
-        low, high = self.pages(slot.offset, slot.end)
-        first, nbytes = self.param_layout.span(low, high)
-        pages = HostBuffer(nbytes).bytes
-        self.params.read(first, pages).wait()
-        return low, first, pages
-
-    def pages(self, start: int, end: int) -> tuple[int, int]:
-        """The whole pages that hold the elements [start, end), within their segment, in elements."""
-        low, high = page_range(start, end)
-        return low, min(high, self.segment_at(low).end)
 
     def write_params(self) -> None:
         """Store the gathered parameters, as far as they rest here. Blocks."""
@@ -414,20 +376,14 @@ class UnitShard:
         self.before_change()
         for segment in self.layout.segments:
             first, nbytes = self.buffer_span(segment.start, segment.end)
-            pages = self.buffer.flat[first : first + nbytes]
+            content = self.buffer.flat[first : first + nbytes]
             if self.device.type != "cpu":
-                pages = HostBuffer(nbytes).bytes
-                self.buffer.fetch(first, pages).wait()
-            self.params.write(segment.byte_start, pages).wait()
+                content = HostBuffer(nbytes).bytes
+                self.buffer.fetch(first, content).wait()
+            self.params.write(segment.byte_start, content).wait()
 
     def segment_at(self, element: int) -> Segment:
         return next(s for s in self.layout.segments if s.start <= element < s.end)
-
-    def stores(self) -> Iterator[Store]:
-        yield from self.lasting_stores()
-        for grads in self.grad_shards:
-            if grads.store is not None:
-                yield grads.store
 
     def lasting_stores(self) -> Iterator[Store]:
         """Those of parameters and optimizer state, in the order of the unit's file."""
@@ -440,27 +396,22 @@ class UnitShard:
 
     def generations(self) -> list[Generations]:
         """The files on disk that hold parameters and optimizer state, each once."""
-        stores = [store for store in self.lasting_stores() if isinstance(store, DiskStore)]
-        return list(dict.fromkeys(store.file for store in stores if isinstance(store.file, Generations)))
+        return list(dict.fromkeys(store.file for store in self.lasting_stores() if isinstance(store, DiskStore)))
 
     def close(self) -> None:
         self.views.clear()
-        for store in self.stores():
+        for store in self.lasting_stores():
             store.close()
         for grads in self.grad_shards:
             grads.close()
+            if grads.store is not None:
+                grads.store.close()
         self.buffer.drop()
 
 
-def _read_all(scales: Scales) -> HostBuffer:
-    buffer = HostBuffer(scales.layout.nbytes)
-    scales.store.read(0, buffer.bytes).wait()
-    return buffer
-
-
-def page_range(start: int, end: int) -> tuple[int, int]:
-    """The whole pages that hold the elements [start, end), in elements."""
-    return start // PAGE_ELEMENTS * PAGE_ELEMENTS, max(round_up(end, PAGE_ELEMENTS), start + 1)
+def _bytes_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values as they rest: their bytes in host memory, uint8."""
+    return values.to("cpu", dtype).reshape(-1).contiguous().view(torch.uint8)
 
 
 @final
@@ -469,26 +420,25 @@ class ReadStep(Step):
 
     def __init__(self, shard: UnitShard, start: int, end: int) -> None:
         assert shard.params is not None
-        self._params: Store = shard.params
+        self._params = shard.params
         self._buffer = shard.buffer
         self._first, self._nbytes = shard.param_layout.span(start, end)
         self._into = shard.buffer_span(start, end)[0]
         self._on_host = shard.device.type == "cpu"
         self._source = None if self._on_host else self._params.in_place(self._first, self._nbytes)
-        self.slabs = 0 if self._on_host or self._source is not None else 1
+        self.slabs = int(not self._on_host and self._source is None)
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         if self._on_host:  # straight into place
             return [self._params.read(self._first, self._buffer.flat[self._into : self._into + self._nbytes])]
-        if self._source is None:
-            self._source = slabs[0][: self._nbytes]
-            return [self._params.read(self._first, self._source)]
-        return ()
+        if self._source is not None:
+            return ()
+        self._source = slabs[0][: self._nbytes]
+        return [self._params.read(self._first, self._source)]
 
     def finish(self) -> Sequence[Transfer]:
-        if self._on_host:
+        if self._source is None:
             return ()
-        assert self._source is not None
         filling = self._buffer.fill(self._into, self._source)
         return [filling] if self.slabs else ()  # memory at rest is waited for before it changes
 

@@ -7,9 +7,12 @@ from typing import final
 
 import torch
 
-from outsize.move.device import DeviceMemory, Lanes
-from outsize.move.memory import HostBuffer, Ledger
-from outsize.move.transfer import ARRIVED, Transfer
+from outsize.move.buffer import AcceleratorBuffer, Buffer, MemoryBuffer
+from outsize.move.device import Lanes
+from outsize.move.generations import Generations
+from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
+from outsize.move.transfer import Transfer
+from outsize.plan.layout import round_up
 
 
 class Store(ABC):
@@ -19,15 +22,8 @@ class Store(ABC):
         self.nbytes = nbytes
 
     @abstractmethod
-    def view(self, start: int, nbytes: int) -> torch.Tensor | None:
-        """The bytes themselves (uint8 [nbytes]) where the tier is memory that the CPU can reach, else None."""
-
     def in_place(self, start: int, nbytes: int) -> torch.Tensor | None:
-        """The bytes themselves on whatever memory holds them, an accelerator's included; None on disk."""
-        return self.view(start, nbytes)
-
-    def use(self) -> None:  # noqa: B027
-        """The current stream is about to work with the bytes in place."""
+        """The bytes themselves (uint8 [nbytes]) on whatever memory holds them, an accelerator's too; None on disk."""
 
     @abstractmethod
     def read(self, start: int, out: torch.Tensor) -> Transfer:
@@ -38,75 +34,110 @@ class Store(ABC):
         """Start to store `source` (uint8, host memory) at `start`; `source` must live until the transfer is done."""
 
     @abstractmethod
+    def use(self) -> None:
+        """The current stream is about to work with the bytes in place."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what the store holds; safe to repeat."""
 
+    def view(self, start: int, nbytes: int) -> torch.Tensor | None:
+        """The bytes themselves (uint8 [nbytes]) where the tier is memory that the CPU can reach, else None."""
+        found = self.in_place(start, nbytes)
+        return found if found is not None and found.device.type == "cpu" else None
+
+    def pages(self, start: int, nbytes: int) -> tuple[int, torch.Tensor]:
+        """(first byte, copy) of the whole pages that hold any bytes. Blocks."""
+        first = start // PAGE_BYTES * PAGE_BYTES
+        content = HostBuffer(min(round_up(start + nbytes, PAGE_BYTES), self.nbytes) - first).bytes
+        self.read(first, content).wait()
+        return first, content
+
+    def get(self, start: int, nbytes: int) -> torch.Tensor:
+        """A copy of any bytes, in host memory. Blocks."""
+        first, content = self.pages(start, nbytes)
+        return content[start - first : start - first + nbytes]
+
+    def put(self, start: int, source: torch.Tensor) -> None:
+        """Overwrite any bytes with `source`; their neighbours on the same pages stay. Blocks."""
+        first, content = self.pages(start, source.numel())
+        content[start - first : start - first + source.numel()].copy_(source)
+        self.write(first, content).wait()
+
 
 @final
-class HostStore(Store):
-    """Bytes at rest in host memory, pinned where an accelerator reads them."""
+class MemoryStore(Store):
+    """Bytes at rest in host memory, or in an accelerator's, which has `lanes`."""
 
-    def __init__(self, nbytes: int, ledger: Ledger, kind: str, tier: str = "host", pinned: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, ledger: Ledger, account: str, lanes: Lanes | None = None, pinned: bool = False
+    ) -> None:
         super().__init__(nbytes)
-        self._buffer: HostBuffer | None = HostBuffer(nbytes, pinned)
-        self._ledger = ledger
-        self._account = f"{tier}/{kind}"
-        ledger.add(self._account, nbytes)
+        self._buffer: Buffer | None
+        if lanes is None:
+            self._buffer = MemoryBuffer(nbytes, ledger, account, lasting=True, pinned=pinned)
+            self._buffer.materialize()
+        else:
+            self._buffer = AcceleratorBuffer(nbytes, ledger, lanes, account)
+            self._buffer.materialize()
+            with self._buffer.filling():
+                self._buffer.flat.zero_()
 
-    def view(self, start: int, nbytes: int) -> torch.Tensor:
+    @property
+    def buffer(self) -> Buffer:
         assert self._buffer is not None, "the store is closed"
-        return self._buffer.bytes[start : start + nbytes]
+        return self._buffer
+
+    def in_place(self, start: int, nbytes: int) -> torch.Tensor:
+        return self.buffer.flat[start : start + nbytes]
+
+    def use(self) -> None:
+        self.buffer.use()
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        out.copy_(self.view(start, out.numel()))
-        return ARRIVED
+        return self.buffer.fetch(start, out)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        self.view(start, source.numel()).copy_(source)
-        return ARRIVED
+        return self.buffer.fill(start, source)
 
     def close(self) -> None:
         if self._buffer is not None:
-            self._buffer.close()
+            self._buffer.drop()
             self._buffer = None
-            self._ledger.remove(self._account, self.nbytes)
 
 
 @final
-class DeviceStore(Store):
-    """Bytes at rest in an accelerator's memory."""
+class DiskStore(Store):
+    """One array at rest in a unit's file. Never touched space is a hole and costs nothing."""
 
-    def __init__(self, nbytes: int, ledger: Ledger, kind: str, lanes: Lanes) -> None:
+    def __init__(self, file: Generations, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
         super().__init__(nbytes)
-        self._memory: DeviceMemory | None = DeviceMemory(nbytes, lanes)
-        with self._memory.filling():
-            self._memory.bytes.zero_()
+        self.file = file
+        self.base = base
         self._ledger = ledger
-        self._account = f"device/{kind}"
-        ledger.add(self._account, nbytes)
+        self._account = f"disk/{kind}"
+        self._held = 0
+        self.hold(nbytes)
 
-    @property
-    def memory(self) -> DeviceMemory:
-        assert self._memory is not None, "the store is closed"
-        return self._memory
+    def hold(self, nbytes: int) -> None:
+        """So many bytes of it are used; the rest stays a hole."""
+        self._ledger.add(self._account, nbytes - self._held)
+        self._held = nbytes
 
-    def view(self, start: int, nbytes: int) -> torch.Tensor | None:
+    def preallocate(self, start: int, nbytes: int) -> None:
+        self.file.preallocate(self.base + start, nbytes)
+
+    def in_place(self, start: int, nbytes: int) -> None:
         return None
 
-    def in_place(self, start: int, nbytes: int) -> torch.Tensor:
-        return self.memory.bytes[start : start + nbytes]
-
     def use(self) -> None:
-        self.memory.use()
+        return
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        return self.memory.fetch(start, out)
+        return self.file.read(self.base + start, out)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        return self.memory.fill(start, source)
+        return self.file.write(self.base + start, source)
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.shrink()
-            self._memory = None
-            self._ledger.remove(self._account, self.nbytes)
+        self.hold(0)

@@ -24,20 +24,6 @@ class Transfer(ABC):
         """Do what may be done while the bytes travel and would otherwise be left to `wait`; safe to repeat."""
 
 
-@final
-class Arrived(Transfer):
-    """A transfer that is over before it begins: memory that was copied at once."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
-ARRIVED = Arrived()
-
-
 def again(error: BaseException) -> BaseException:
     """A copy of a kept error, to raise: raising ties the frames that it passes, and all they hold, to an error."""
     return copy.copy(error)
@@ -101,3 +87,7 @@ class Promise(Transfer):
 
 
 os.register_at_fork(after_in_child=Promise.forget_waiters)
+
+ARRIVED = Promise()
+"""A transfer that is over before it begins: memory that was copied at once."""
+ARRIVED.keep()

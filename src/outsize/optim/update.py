@@ -34,7 +34,16 @@ from outsize.move.store import Store
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.worker import attributes_of
-from outsize.plan.layout import ALIGN_ELEMENTS, PAGE_ELEMENTS, ArrayLayout, Segment, Slot, round_up, slots_in
+from outsize.plan.layout import (
+    ALIGN_ELEMENTS,
+    PAGE_ELEMENTS,
+    ArrayLayout,
+    Segment,
+    Slot,
+    page_range,
+    round_up,
+    slots_in,
+)
 
 
 @dataclass
@@ -171,7 +180,7 @@ class ChunkUpdater:
             return
         if self.rule.whole:
             for slot in sorted(slots, key=lambda slot: slot.offset):
-                yield shard.pages(slot.offset, slot.end)
+                yield page_range(slot.offset, slot.end)
             return
         low = min(slot.offset for slot in slots) // PAGE_ELEMENTS * PAGE_ELEMENTS
         high = min(round_up(max(slot.end for slot in slots), PAGE_ELEMENTS), segment.end)

@@ -120,6 +120,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def page_range(start: int, end: int) -> tuple[int, int]:
+    """The whole pages that hold the elements [start, end), in elements; they never leave the segment."""
+    return start // PAGE_ELEMENTS * PAGE_ELEMENTS, round_up(end, PAGE_ELEMENTS)
+
+
 def cut_units(
     root: ModuleInfo, params: Mapping[str, ParamInfo], unit_bytes: int, chosen: frozenset[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
