@@ -397,7 +397,7 @@ def test_joined_and_narrowed_arrays_read_as_torch_does(shape: list[int], data: s
 
     def read(region: Any, start: int, end: int) -> torch.Tensor:
         if not isinstance(region, Region):
-            return region.read(start, end, read)
+            return torch.cat([torch.empty(0), *(read(*run) for run in region.runs(start, end))])
         return files[region.pieces[0].file][start:end]
 
     regions = [Region.at(name, 0, torch.float32, tuple(part.shape)) for name, part in zip(files, parts, strict=True)]

@@ -20,10 +20,10 @@ from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, r
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Live
 from outsize.checkpoint.peers import Peers
-from outsize.checkpoint.reader import LATEST, LOOKS, Checkpoint, Place, find_checkpoint, open_checkpoint
+from outsize.checkpoint.reader import LATEST, Checkpoint, Place, open_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
-from outsize.checkpoint.shelf import checkpoints_in, is_checkpoint, was_removed
+from outsize.checkpoint.shelf import checkpoints_in, is_checkpoint
 from outsize.formats.dcp import is_dcp
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors
@@ -128,15 +128,7 @@ def _open(
         return open_safetensors(path, slots, buffers, tied_names(model), optional, strict)
     if not ours and is_dcp(path):
         return open_dcp(path, live, label, tied_names(prepared.model), strict)
-    place, looks = _place_of(prepared), 0
-    while True:
-        looks += 1
-        folder = find_checkpoint(path)
-        try:
-            return open_checkpoint(folder, live, label, strict, place, cuts)
-        except FileNotFoundError as error:  # a run that saves with `keep` has just removed what was the newest
-            if looks == LOOKS or not was_removed(folder, error):
-                raise
+    return open_checkpoint(path, live, label, strict, _place_of(prepared), cuts)
 
 
 def _place_of(prepared: Prepared) -> Place:

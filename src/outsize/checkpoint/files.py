@@ -17,15 +17,14 @@ from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST
 from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.disk import naming as naming
-from outsize.move.generations import joined_sums, sums_of
-from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
+from outsize.move.generations import crc32c_of
+from outsize.move.memory import HostBuffer, memory_of
 from outsize.optim.compact import BLOCK, codec_named
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
 ALIGN_BYTES = 64
 MIN_OPEN_FILES = 16
-READ_BYTES = 8 << 20
 MAPPED_BYTES = 1 << 18
 
 
@@ -151,24 +150,17 @@ def _open_regular(path: Path, folder: int | None) -> int:
 def file_record(path: Path) -> FileRecord:
     """The record of a finished file, which is read once more (out of the page cache if it was written just now)."""
     sums: list[int] = []
-    slab = HostBuffer(READ_BYTES)
+    slab = HostBuffer(CHUNK_BYTES)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         nbytes = os.fstat(fd).st_size
-        for start in range(0, nbytes, READ_BYTES):
-            content = slab.bytes[: min(READ_BYTES, nbytes - start)]
+        for start in range(0, nbytes, CHUNK_BYTES):
+            content = slab.bytes[: min(CHUNK_BYTES, nbytes - start)]
             _read(fd, start, content, path)
-            sums += chunk_sums(content)
+            sums.append(crc32c_of(content))
     finally:
         os.close(fd)
     return FileRecord(nbytes, tuple(sums))
-
-
-def chunk_sums(content: torch.Tensor) -> list[int]:
-    """The CRC-32C of each `CHUNK_BYTES` of `content` (uint8)."""
-    pages = torch.empty(-(-content.numel() // PAGE_BYTES), dtype=torch.int32, device="cpu")
-    sums_of(content, pages)
-    return joined_sums(pages, content.numel(), CHUNK_BYTES)
 
 
 def _read(fd: int, offset: int, out: torch.Tensor, path: Path) -> None:
@@ -235,34 +227,26 @@ class DataReader:
     def verify(self, regions: Iterable[Region] = (), files: Iterable[str] = ()) -> None:
         """Compare the bytes of the regions, and of whole files, with their checksums, each chunk once.
 
-        Raises `ValueError` that names file and chunk. Memory: a fixed slab.
+        Raises `ValueError` that names file and chunk. Memory: one chunk.
         """
-        wanted = self._chunks(regions, files)
-        slab = HostBuffer(READ_BYTES)
-        per = READ_BYTES // CHUNK_BYTES
-        for name, chunks in sorted(wanted.items()):
-            for first, count in _runs(sorted(chunks), per):
-                self._verify(name, first, count, slab)
-
-    def _chunks(self, regions: Iterable[Region], files: Iterable[str]) -> dict[str, set[int]]:
         wanted = {name: set(range(len(self._files[name].sums))) for name in files}
         for region in regions:
             for piece in region.pieces:
                 end = piece.offset + piece.numel * region.dtype.itemsize
                 chunks = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
                 wanted.setdefault(piece.file, set()).update(chunks if piece.numel else ())
-        return wanted
-
-    def _verify(self, name: str, first: int, count: int, slab: HostBuffer) -> None:
-        record, start = self._files[name], first * CHUNK_BYTES
-        content = slab.bytes[: min(count * CHUNK_BYTES, record.nbytes - start)]
-        _read(self._file(name), start, content, self._folder / name)
-        for at, found in enumerate(chunk_sums(content), first):
-            if found != record.sums[at]:
-                raise ValueError(
-                    f"{self._folder / name} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the "
-                    f"checksum {found:08x} and should have {record.sums[at]:08x}; load an earlier checkpoint"
-                )
+        slab = HostBuffer(CHUNK_BYTES)
+        for name, numbers in sorted(wanted.items()):
+            record, path = self._files[name], self._folder / name
+            for at in sorted(numbers):
+                content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
+                _read(self._file(name), at * CHUNK_BYTES, content, path)
+                found = crc32c_of(content)
+                if found != record.sums[at]:
+                    raise ValueError(
+                        f"{path} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the checksum "
+                        f"{found:08x} and should have {record.sums[at]:08x}; load an earlier checkpoint"
+                    )
 
     def read(self, region: AnyRegion, start: int = 0, end: int | None = None) -> torch.Tensor:
         """The elements [start, end) of an array, 1-D; the whole array in its shape if no range is given."""
@@ -272,7 +256,8 @@ class DataReader:
             found = self._decoded(region, start, last)
             return found.view(region.shape) if whole else found
         if not isinstance(region, Region):
-            found = region.read(start, last, self.read)
+            runs = [self.read(*run) for run in region.runs(start, last)]
+            found = torch.cat(runs) if runs else _empty(0, region.dtype)
             return found.view(region.shape) if whole else found
         out = _empty(last - start, region.dtype)
         for piece, first in region.within(start, last):
@@ -317,14 +302,3 @@ def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
     except BaseException:
         os.close(held)
         raise
-
-
-def _runs(chunks: list[int], longest: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of neighbouring numbers, at most `longest` each."""
-    at = 0
-    while at < len(chunks):
-        end = at + 1
-        while end < len(chunks) and end - at < longest and chunks[end] == chunks[end - 1] + 1:
-            end += 1
-        yield chunks[at], end - at
-        at = end

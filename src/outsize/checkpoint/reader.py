@@ -44,7 +44,7 @@ class Masters:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its job: which of the `copies` of the model it has a part of, and among its `ranks`."""
+    """Where a process stands in its job: its `rank` among the `ranks` of one of the `copies` of the model."""
 
     copy: int = 0
     rank: int = 0
@@ -76,35 +76,20 @@ def find_checkpoint(path: Path) -> Path:
         logger.warning("passed over %s: it has no manifest, so it was never completed", entry)
     for entry in damaged_in(folder):
         logger.warning("passed over %s: its manifest is damaged", entry)
-    for _ in range(LOOKS):
-        names = _names_in(folder)
-        newest = _newest_in(folder)
-        if newest is not None:
+    for newest in checkpoints_in(folder):
+        try:
+            open_manifest(newest)[1].close()
+        except (ValueError, OSError) as error:
+            if not was_removed(newest, error):
+                logger.warning("passed over %s: %s", newest, str(error))
+        else:
             logger.info("%s: the newest complete checkpoint is %s", path, newest)
             return newest
-        if names == _names_in(folder):
-            break
     raise FileNotFoundError(
         errno.ENOENT,
         "not a complete checkpoint, and it holds none: the manifest is written last and is missing; load another one",
         str(folder / MANIFEST_NAME),
     )
-
-
-def _names_in(folder: Path) -> set[str]:
-    return set(os.listdir(folder)) if folder.is_dir() else set()
-
-
-def _newest_in(folder: Path) -> Path | None:
-    for path in checkpoints_in(folder):
-        try:
-            open_manifest(path)[1].close()
-        except (ValueError, OSError) as error:
-            if not was_removed(path, error):
-                logger.warning("passed over %s: %s", path, str(error))
-        else:
-            return path
-    return None
 
 
 @final
@@ -251,17 +236,31 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, live: Live, label: str, strict: bool, place: Place, cuts: Mapping[str, Cut]
+    path: Path, live: Live, label: str, strict: bool, place: Place, cuts: Mapping[str, Cut]
 ) -> Checkpoint:
-    """The checkpoint, found to be whole and to fit what is `live`."""
-    checkpoint = Checkpoint(folder, place, cuts)
-    try:
-        checkpoint.passed_over = check_match(checkpoint.manifest, live, label, strict)
-        checkpoint.verify(weights=live.buffers is not None, state=live.optimizer is not None)
-    except BaseException:
-        checkpoint.close()
-        raise
-    return checkpoint
+    """The checkpoint at `path`, or the newest one there, found to be whole and to fit what is `live`."""
+    looks = 0
+    while True:
+        looks += 1
+        names = _names_beside(path)
+        try:
+            checkpoint = Checkpoint(find_checkpoint(path), place, cuts)
+            try:
+                checkpoint.passed_over = check_match(checkpoint.manifest, live, label, strict)
+                checkpoint.verify(weights=live.buffers is not None, state=live.optimizer is not None)
+            except BaseException:
+                checkpoint.close()
+                raise
+            return checkpoint
+        except FileNotFoundError:
+            # A run that saves with `keep` may just have removed what was the newest.
+            if looks == LOOKS or names == _names_beside(path):
+                raise
+
+
+def _names_beside(path: Path) -> set[str]:
+    folder = path if path.is_dir() else path.parent
+    return set(os.listdir(folder)) if folder.is_dir() else set()
 
 
 class _Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ MAX_DIMS = 64
 # Slices of data-parallel ranks lie one behind the other in the flattened array, so a region simply has several pieces.
 # Tensor-parallel ranks have parts along a dimension, whose elements alternate in the flattened array: such an array is
 # `Joined`, from arrays of its own. A rank that loads a part asks through `Narrowed`: where the parts in the file are
-# the same it reads its own, else whole rows, of which it takes its columns.
+# the same it reads its own, else the elements of each row that it has.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,6 @@ class Joined:
         return self.parts[0].dtype
 
     @property
-    def ndim(self) -> int:
-        return len(self.parts[0].shape)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
 
@@ -150,36 +146,27 @@ class Joined:
     @classmethod
     def from_json(cls, value: Any) -> Joined:
         found = cls(natural(value["dim"]), tuple(_part(each) for each in value["parts"]))
-        if not found.parts or {(part.dtype, len(part.shape)) for part in found.parts} != {(found.dtype, found.ndim)}:
-            raise ValueError("the parts of an array do not fit together")
-        if found.dim >= found.ndim:
+        if not found.parts or found.dim >= len(found.parts[0].shape):
             raise ValueError("an array is joined along a dimension that it has not got")
-        if len({_with(part.shape, found.dim, 0) for part in found.parts}) > 1:
-            raise ValueError("the parts of an array differ in more than the dimension that they are joined along")
+        if len({(part.dtype, _with(part.shape, found.dim, 0)) for part in found.parts}) > 1:
+            raise ValueError("the parts of an array do not fit together")
         if (DTYPE_NAMES[found.dtype], list(found.shape)) != (value["dtype"], value["shape"]):
             raise ValueError("the parts of an array do not make up its shape")
         return found
 
-    def read(self, start: int, end: int, read: Read) -> torch.Tensor:
-        """The elements [start, end) of the flattened array; `read` gives those of a part."""
-        runs = [part.numel // rows for part in self.parts] if (rows := prod(self.shape[: self.dim])) else []
-
-        def within(row: int, low: int, high: int) -> Iterator[torch.Tensor]:
-            first = 0
-            for part, run in zip(self.parts, runs, strict=True):
-                a, b = max(low, first), min(high, first + run)
-                if a < b:
-                    yield read(part, row * run + a - first, row * run + b - first)
-                first += run
-
-        def whole(first: int, last: int) -> torch.Tensor:
-            found = [
-                read(part, first * run, last * run).view(last - first, run)
-                for part, run in zip(self.parts, runs, strict=True)
-            ]
-            return torch.cat(found, 1).view(-1)
-
-        return _by_rows(start, end, sum(runs), self.dtype, within, whole)
+    def runs(self, start: int, end: int) -> Iterator[tuple[AnyRegion, int, int]]:
+        """What makes up the elements [start, end) of the flattened array, in order: (part, first element, end)."""
+        rows = prod(self.shape[: self.dim])
+        while start < end:
+            row, into = divmod(start, self.numel // rows)
+            for part in self.parts:
+                run = part.numel // rows
+                if into < run:
+                    break
+                into -= run
+            count = min(run - into, end - start)
+            yield part, row * run + into, row * run + into + count
+            start += count
 
 
 @dataclass(frozen=True)
@@ -209,25 +196,19 @@ class Narrowed:
     def to_json(self) -> dict[str, Any]:
         raise AssertionError("a view of an array is not stored")
 
-    def read(self, start: int, end: int, read: Read) -> torch.Tensor:
-        """The elements [start, end) of the flattened part; `read` gives those of the array."""
+    def runs(self, start: int, end: int) -> Iterator[tuple[AnyRegion, int, int]]:
+        """What makes up the elements [start, end) of the flattened part, in order: (the array, first element, end)."""
         inner = prod(self.array.shape[self.dim + 1 :])
-        run, stride, offset = self.count * inner, self.array.shape[self.dim] * inner, self.first * inner
-        if prod(self.array.shape[: self.dim]) == 1:  # they lie one behind the other
-            return read(self.array, offset + start, offset + end)
-
-        def within(row: int, low: int, high: int) -> Iterator[torch.Tensor]:
-            yield read(self.array, row * stride + offset + low, row * stride + offset + high)
-
-        def whole(first: int, last: int) -> torch.Tensor:
-            rows = read(self.array, first * stride, last * stride).view(last - first, stride)
-            return rows[:, offset : offset + run].reshape(-1)
-
-        return _by_rows(start, end, run, self.dtype, within, whole)
+        run, row_numel = self.count * inner, self.array.shape[self.dim] * inner
+        while start < end:
+            row, into = divmod(start, run)
+            count = min(run - into, end - start)
+            first = row * row_numel + self.first * inner + into
+            yield self.array, first, first + count
+            start += count
 
 
 AnyRegion = Region | CodedRegion | Joined | Narrowed
-Read = Callable[[Any, int, int], torch.Tensor]
 
 
 def narrow(region: AnyRegion, dim: int, first: int, count: int) -> AnyRegion:
@@ -252,27 +233,6 @@ def _part(value: Any) -> Region | CodedRegion:
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _by_rows(
-    start: int,
-    end: int,
-    row: int,
-    dtype: torch.dtype,
-    within: Callable[[int, int, int], Iterator[torch.Tensor]],
-    whole: Callable[[int, int], torch.Tensor],
-) -> torch.Tensor:
-    """The elements [start, end) of rows of `row` elements: the part of the first one, whole ones, that of the last."""
-    found: list[torch.Tensor] = []
-    first, last = (start // row, end // row) if start < end else (0, 0)
-    if start < end and (first == last or start % row):
-        found += within(first, start % row, min(end - first * row, row))
-        first += 1
-    if first < last:
-        found.append(whole(first, last))
-    if start < end and end % row and first <= last:
-        found += within(last, 0, end % row)
-    return torch.cat(found) if found else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def shape_from(value: Any) -> tuple[int, ...]:
