@@ -7,7 +7,7 @@ import os
 import resource
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, final
 
