@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.api.shards import LateArrays
+from outsize.api.shards import Shards
 from outsize.move.shard import UnitShard
 from outsize.run.unit import Unit
 from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, squared_error, train, weights
@@ -74,19 +74,19 @@ def test_masters_are_added_when_nothing_of_their_unit_is_on_its_way(
 ) -> None:
     """They share pages with masters of other parameters, which an update may be writing."""
     seen: list[object] = []
-    await_written, add = Unit.await_written, LateArrays.open
+    await_written, add = Unit.await_written, Shards.add_late_arrays
 
     def awaited(unit: Unit) -> None:
         await_written(unit)
         seen.append(unit.shard)
 
-    def added(arrays: LateArrays, shard: UnitShard) -> None:
+    def added(arrays: Shards, shard: UnitShard) -> None:
         assert seen[-1] is shard
         add(arrays, shard)
         seen.append("added")
 
     monkeypatch.setattr(Unit, "await_written", awaited)
-    monkeypatch.setattr(LateArrays, "open", added)
+    monkeypatch.setattr(Shards, "add_late_arrays", added)
     model = Stack()
     optimizer = torch.optim.AdamW([model.blocks[0].up.weight, *model.head.parameters()])
     workshop.prepare(model, optimizer, compute_dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from torch import nn
 
 from outsize.api.ranks import check_same, open_ranks
 from outsize.api.resources import Resources
-from outsize.api.shards import LateArrays, open_shard
+from outsize.api.shards import Shards
 from outsize.api.survey import Kept, Survey, element_bytes, survey
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
@@ -231,11 +231,8 @@ def _build(
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
     gradients = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + gradients) * len(config.directories))
-    late = LateArrays(plan, config, rule, resources)
-    shards = [
-        open_shard(layout, tiers, plan, config, rule, resources, ranks is not None, late)
-        for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)
-    ]
+    opening = Shards(plan, config, rule, resources, ranks is not None)
+    shards = [opening.open(layout, tiers) for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)]
     resources.shards, resources.ranks = shards, ranks
     conveyor = resources.conveyor
     updater = None if rule is None else ChunkUpdater(rule, conveyor.slab_bytes, conveyor.slabs, clock)

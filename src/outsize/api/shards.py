@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -29,103 +29,16 @@ from outsize.move.shard import (
 from outsize.move.store import DiskStore, MemoryStore, Store
 from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule
-from outsize.plan.layout import ArrayLayout, Segment, Slot, UnitLayout, array_layout, page_range, slice_of
+from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
 from outsize.run.buffers import KEPT
 
+COPIED_BYTES = 4 << 20
+"""At once, from one store to another."""
 
-def open_shard(
-    layout: UnitLayout,
-    tiers: UnitTiers,
-    plan: Survey,
-    config: Config,
-    rule: Rule | None,
-    resources: Resources,
-    shared: bool,
-    late: LateArrays,
-) -> UnitShard:
-    """`layout` is the whole unit's; what rests here is this rank's slice of it."""
-    whole, (rank, ranks) = layout, plan.split
-    layout = slice_of(whole, rank, ranks)
-    device, ledger = config.compute_device, resources.ledger
-    codecs = _codecs(rule, config)
-    trained = [segment for segment in layout.segments if segment.trainable]
-    layouts = _array_layouts(layout, plan, codecs, trained)
-    wide = array_layout(layout, STATE_BYTES).nbytes
-    copies = 2 if config.delayed_update else 1
-    sizes = {
-        "params": layout.param_bytes,
-        "grads": copies * wide,
-        "states": sum(each.nbytes for _, each in layouts),
-    }
-    on_disk = {kind: nbytes if getattr(tiers, kind) == "disk" else 0 for kind, nbytes in sizes.items()}
-    name = f"unit-{layout.index:05d}"
-    file = UnitFile(resources, name, on_disk["params"] + on_disk["states"], config.verify)
-    scratch = UnitFile(resources, f"{name}-grads", on_disk["grads"], config.verify, lasting=False)
-    gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
-    params = None if gathered else file.open("params", tiers.params, layout.param_bytes, resources)
-    grads = []
-    if tiers.grads != "device":
-        for _ in range(copies):
-            disk = scratch.open_on_disk("grads", wide, resources) if tiers.grads == "disk" else None
-            grads.append(GradShard(layout, disk, ledger, resources.outbox))
-    buffer = open_buffer(whole.param_bytes, ledger, resources.lanes)
-    lanes = resources.lanes
-    shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, shared, lanes, late.open)
-    shard.arrays = _open_arrays(shard, layouts, codecs, file, resources)
-    _preallocate(shard, plan)
-    return shard
-
-
-def _codecs(rule: Rule | None, config: Config) -> dict[str, Codec]:
-    """The arrays that rest as 8-bit codes, and how."""
-    if rule is None or config.state_format != "compact":
-        return {}
-    return {name: BlockCodec(kind) for name, kind in rule.codes.items()}
-
-
-def _array_layouts(
-    layout: UnitLayout, plan: Survey, codecs: Mapping[str, Codec], segments: Sequence[Segment]
-) -> list[tuple[tuple[str, bool], ArrayLayout]]:
-    """((name, whether these are the scales of it), layout) of every array of a unit with values for these segments, in
-    the order of its file."""
-    found: list[tuple[tuple[str, bool], ArrayLayout]] = []
-    for name in plan.kept.arrays:
-        found.append(((name, False), array_layout(layout, CODE_BYTES if name in codecs else STATE_BYTES, 1, segments)))
-        if name in codecs:
-            found.append(((name, True), array_layout(layout, SCALE_BYTES, BLOCK, segments)))
-    found.append(((MASTER, False), array_layout(layout, MASTER_BYTES, 1, segments)))
-    return [each for each in found if each[1].nbytes]
-
-
-def _open_arrays(
-    shard: UnitShard,
-    layouts: Sequence[tuple[tuple[str, bool], ArrayLayout]],
-    codecs: Mapping[str, Codec],
-    file: UnitFile,
-    resources: Resources,
-) -> dict[str, StateArray]:
-    """The values that the shard's arrays have already are moved into them."""
-    old = {(name, False): array.store for name, array in shard.arrays.items()}
-    old |= {(name, True): array.scales.store for name, array in shard.arrays.items() if array.scales is not None}
-    stores = {}
-    for key, layout in layouts:
-        store = file.open("states", shard.tiers.states, layout.nbytes, resources)
-        if isinstance(store, DiskStore):
-            store.preallocate(0, store.nbytes)
-        if key in old:
-            _copy(old[key], store)
-            if not isinstance(old[key], DiskStore):  # whose bytes stay in the unit's file
-                old[key].close()
-        stores[key] = (layout, store)
-    arrays = {}
-    for (name, is_scales), (layout, store) in stores.items():
-        if not is_scales:
-            scales = Scales(*stores[name, True]) if (name, True) in stores else None
-            arrays[name] = StateArray(name, layout, store, scales, codecs.get(name))
-    return arrays
-
+Layouts = dict[str, tuple[ArrayLayout, ArrayLayout | None]]
+"""Of the arrays of a unit, each with that of its scales where it holds codes, in the order of its file."""
 
 # Note [Frozen parameters]
 # Arrays have values for the trainable parameters alone, which come first in a unit. When a frozen one gets a state (it
@@ -134,64 +47,125 @@ def _open_arrays(
 
 
 @final
-class LateArrays:
-    """Opens arrays for frozen parameters too. See Note [Frozen parameters]."""
+class Shards:
+    """Opens the shards of a model, and later longer arrays for them. See Note [Frozen parameters]."""
 
-    def __init__(self, plan: Survey, config: Config, rule: Rule | None, resources: Resources) -> None:
+    def __init__(self, plan: Survey, config: Config, rule: Rule | None, resources: Resources, shared: bool) -> None:
         self._plan = plan
         self._config = config
-        self._rule = rule
         self._resources = resources
+        self._shared = shared
+        self._codecs: dict[str, Codec] = {}
+        if rule is not None and config.state_format == "compact":
+            self._codecs = {name: BlockCodec(kind) for name, kind in rule.codes.items()}
 
-    def open(self, shard: UnitShard) -> None:
-        """Raises `ValueError` where the budget has no room, `OSError` where the disk has none."""
-        codecs = _codecs(self._rule, self._config)
-        layouts = _array_layouts(shard.layout, self._plan, codecs, shard.layout.segments)
-        needed = sum(layout.nbytes for _, layout in layouts)
-        before = shard.tiers
-        shard.tiers = replace(before, states=self._tier(shard, needed))
+    def open(self, whole: UnitLayout, tiers: UnitTiers) -> UnitShard:
+        """`whole` is the layout of the whole unit; what rests here is this rank's slice of it."""
+        resources, config, (rank, ranks) = self._resources, self._config, self._plan.split
+        layout, lanes, ledger = slice_of(whole, rank, ranks), resources.lanes, resources.ledger
+        layouts = self._layouts(layout, [segment for segment in layout.segments if segment.trainable])
+        name = f"unit-{layout.index:05d}"
+        nbytes = layout.param_bytes if tiers.params == "disk" else 0
+        file = UnitFile(resources, name, nbytes + (_bytes_of(layouts) if tiers.states == "disk" else 0), config.verify)
+        gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
+        params = None if gathered else file.open("params", tiers.params, layout.param_bytes)
+        grads = []
+        wide, copies = array_layout(layout, STATE_BYTES).nbytes, 2 if config.delayed_update else 1
+        if tiers.grads != "device":
+            on_disk = tiers.grads == "disk"
+            scratch = UnitFile(resources, f"{name}-grads", on_disk * copies * wide, config.verify, lasting=False)
+            stores = [scratch.open_on_disk("grads", wide) if on_disk else None for _ in range(copies)]
+            grads = [GradShard(layout, store, ledger, resources.outbox) for store in stores]
+        buffer, device = open_buffer(whole.param_bytes, ledger, lanes), config.compute_device
+        late = self.add_late_arrays
+        shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late)
+        shard.arrays = self._arrays(shard, layouts, file)
+        self._preallocate(shard)
+        return shard
+
+    def _layouts(self, layout: UnitLayout, segments: Sequence[Segment]) -> Layouts:
+        """With values for these segments."""
+        found: Layouts = {}
+        for name in self._plan.kept.arrays:
+            scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codecs else None
+            bytes_of = STATE_BYTES if scales is None else CODE_BYTES
+            found[name] = array_layout(layout, bytes_of, 1, segments), scales if scales and scales.nbytes else None
+        found[MASTER] = array_layout(layout, MASTER_BYTES, 1, segments), None
+        return {name: each for name, each in found.items() if each[0].nbytes}
+
+    def _arrays(self, shard: UnitShard, layouts: Layouts, file: UnitFile) -> dict[str, StateArray]:
+        """The values that the shard's arrays have already are moved into them."""
+
+        def open_store(layout: ArrayLayout, old: Store | None) -> Store:
+            store = file.open("states", shard.tiers.states, layout.nbytes)
+            if isinstance(store, DiskStore):
+                store.preallocate(0, store.nbytes)
+            if old is not None:
+                _copy(old, store)
+                if not isinstance(old, DiskStore):  # whose bytes stay in the unit's file
+                    old.close()
+            return store
+
+        arrays = {}
+        for name, (layout, scaling) in layouts.items():
+            old = shard.arrays.get(name)
+            store, scales = open_store(layout, None if old is None else old.store), None
+            if scaling is not None:
+                was = None if old is None or old.scales is None else old.scales.store
+                scales = Scales(scaling, open_store(scaling, was))
+            arrays[name] = StateArray(name, layout, store, scales, self._codecs.get(name))
+        return arrays
+
+    def _preallocate(self, shard: UnitShard) -> None:
+        """Take the disk space of everything that training will write, before anything is written."""
+        if isinstance(shard.params, DiskStore):
+            shard.params.preallocate(0, shard.params.nbytes)
+        for slot in shard.layout.slots:
+            for grads in shard.grad_shards if self._plan.infos[slot.name].trainable and slot.numel else ():
+                if isinstance(grads.store, DiskStore):
+                    grads.store.preallocate(*grads.span(*page_range(slot.offset, slot.end)))
+
+    def add_late_arrays(self, shard: UnitShard) -> None:
+        """Make room for the state of frozen parameters. Raises `ValueError` where the budget has no room, `OSError`
+        where the disk has none."""
+        layouts = self._layouts(shard.layout, shard.layout.segments)
+        needed, before = _bytes_of(layouts), shard.tiers
+        shard.tiers = replace(before, states=self._late_tier(shard, needed))
         shard.before_change()
         try:
-            disk = needed if shard.tiers.states == "disk" else 0
-            file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", disk, self._config.verify)
-            arrays = _open_arrays(shard, layouts, codecs, file, self._resources)
+            on_disk = needed if shard.tiers.states == "disk" else 0
+            file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", on_disk, self._config.verify)
+            shard.arrays = self._arrays(shard, layouts, file)
         except BaseException:
             shard.tiers = before
             raise
-        shard.arrays = arrays
         shard.views.clear()
         shard.has_late_room = True
         for slot in shard.slots.values():
-            if not shard.layout.segments[slot.segment].trainable:
-                self._begin_master(shard, slot)
+            master = shard.array(MASTER, slot)
+            if master is not None and slot.numel and not shard.layout.segment_of(slot).trainable:
+                weight = shard.read_weight(slot.name)
+                rest = weight.float() if slot.dtype == "float16" else torch.zeros_like(weight, dtype=torch.int16)
+                shard.write_array(master, slot.offset, slot.end, rest)
 
-    def _begin_master(self, shard: UnitShard, slot: Slot) -> None:
-        array = shard.array(MASTER, slot)
-        if array is not None and slot.numel:
-            weight = shard.read_weight(slot.name)
-            master = weight.float() if slot.dtype == "float16" else torch.zeros_like(weight, dtype=torch.int16)
-            shard.write_array(array, slot.offset, slot.end, master)
-
-    def _tier(self, shard: UnitShard, needed: int) -> str:
+    def _late_tier(self, shard: UnitShard, needed: int) -> str:
         """The tier that was asked for. Where that is left to us: where the unit has arrays, if that has room, or disk,
         if there is one; memory is planned already."""
         tiers = [shard.tiers.states if shard.arrays else self._config.states]
         if self._config.states == "auto":
             tiers = tiers * bool(shard.arrays) + ["device" if self._resources.disk is None else "disk"]
-        now = self._resources.ledger.now
         passing = (KEPT, "host/grads in flight", "device/resident")  # gone or given back when that room is needed
         for tier in tiers:
-            name, sharing, room = self._budget(tier)
-            used = sum(
-                nbytes for account, nbytes in now.items() if account.split("/")[0] in sharing and account not in passing
-            )
+            field, sharing, room = self._budget(tier)
+            now = self._resources.ledger.now.items()
+            used = sum(size for name, size in now if name.split("/")[0] in sharing and name not in passing)
             if tier == shard.tiers.states != "disk":  # one array after the other is replaced
-                used -= sum(store.nbytes for store in _stores_of(shard.arrays))
+                used -= sum(store.nbytes for store in shard.lasting_stores() if store is not shard.params)
             if used + needed <= room:
                 return tier
         raise ValueError(
             f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
-            f"{format_bytes(used)} of {name}={format_bytes(room)} are taken; raise {name}, or unfreeze all "
+            f"{format_bytes(used)} of {field}={format_bytes(room)} are taken; raise {field}, or unfreeze all "
             f"parameters, and give them to the optimizer, before outsize.prepare"
         )
 
@@ -202,13 +176,12 @@ class LateArrays:
             return "disk_space", ("disk",), budgets.disk or 0
         if budgets.device is None:
             return "host_memory", ("device", "host"), budgets.host
-        return (
-            ("device_memory", ("device",), budgets.device)
-            if tier == "device"
-            else ("host_memory", ("host",), budgets.host)
-        )
+        if tier == "device":
+            return "device_memory", ("device",), budgets.device
+        return "host_memory", ("host",), budgets.host
 
 
+@final
 class UnitFile:
     """Hands out stores of one unit; those on disk lie behind each other in one file.
 
@@ -217,41 +190,25 @@ class UnitFile:
 
     def __init__(self, resources: Resources, name: str, nbytes: int, verify: bool, lasting: bool = True) -> None:
         self._file = resources.open_file(name, nbytes, verify, lasting) if nbytes else None
+        self._resources = resources
         self._position = 0
 
-    def open(self, kind: str, tier: str, nbytes: int, resources: Resources) -> Store:
+    def open(self, kind: str, tier: str, nbytes: int) -> Store:
         if tier == "disk":
-            return self.open_on_disk(kind, nbytes, resources)
-        lanes = resources.lanes
+            return self.open_on_disk(kind, nbytes)
+        lanes = self._resources.lanes
         on_device = lanes if tier == "device" else None
-        return MemoryStore(nbytes, resources.ledger, f"{tier}/{kind}", on_device, pinned=lanes is not None)
+        return MemoryStore(nbytes, self._resources.ledger, f"{tier}/{kind}", on_device, pinned=lanes is not None)
 
-    def open_on_disk(self, kind: str, nbytes: int, resources: Resources) -> DiskStore:
+    def open_on_disk(self, kind: str, nbytes: int) -> DiskStore:
         assert self._file is not None
-        store = DiskStore(self._file, self._position, nbytes, resources.ledger, kind)
+        store = DiskStore(self._file, self._position, nbytes, self._resources.ledger, kind)
         self._position += nbytes
         return store
 
 
-def _preallocate(shard: UnitShard, plan: Survey) -> None:
-    """Take the disk space of everything that training will write, before anything is written."""
-    if isinstance(shard.params, DiskStore):
-        shard.params.preallocate(0, shard.params.nbytes)
-    trained = [slot for slot in shard.layout.slots if plan.infos[slot.name].trainable and slot.numel]
-    for slot in trained:
-        low, high = page_range(slot.offset, slot.end)
-        for grads in shard.grad_shards:
-            if isinstance(grads.store, DiskStore):
-                grads.store.preallocate(*grads.span(low, high))
-
-
-def _stores_of(arrays: Mapping[str, StateArray]) -> list[Store]:
-    return [
-        store
-        for array in arrays.values()
-        for store in (array.store, None if array.scales is None else array.scales.store)
-        if store is not None
-    ]
+def _bytes_of(layouts: Layouts) -> int:
+    return sum(each.nbytes for pair in layouts.values() for each in pair if each is not None)
 
 
 def _copy(old: Store, new: Store) -> None:
@@ -261,7 +218,3 @@ def _copy(old: Store, new: Store) -> None:
         part = slab[: min(COPIED_BYTES, old.nbytes - first)]
         old.read(first, part).wait()
         new.write(first, part).wait()
-
-
-COPIED_BYTES = 4 << 20
-"""At once, from one store to another."""

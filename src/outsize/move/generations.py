@@ -16,7 +16,7 @@ import torch
 from outsize import _native
 from outsize.move.disk import StripedFile
 from outsize.move.memory import PAGE_BYTES, HostBuffer
-from outsize.move.transfer import Promise, Transfer
+from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 
 COPY_BYTES = 1 << 20
@@ -88,7 +88,6 @@ class Generation:
         self.sums = torch.full((count,), ZERO_SUM, dtype=torch.int32, device="cpu")  # [pages], the bits of a uint32
         self.touched = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
         self._checked = torch.zeros(count, dtype=torch.bool, device="cpu")  # [pages]
-        self.left = Promise()  # kept when the run has moved on to the next generation
         self._holds = 1
         self._lock = threading.Lock()
 
@@ -262,7 +261,6 @@ class Generations:
             content = HostBuffer(nbytes).bytes
             self.now.read_checked(start, content)
             self._write(self._next, start, content).wait()
-        self.now.left.keep()
         self.now.let_go()
         with self._making:
             self.now, self._next, self._turned, self.frozen = self._next, None, None, False
@@ -270,8 +268,6 @@ class Generations:
     def close(self) -> None:
         with self._making:
             self._closed = True
-        if not self.now.left.done():
-            self.now.left.break_(RuntimeError("the run has ended"))
         self.now.let_go()
         if self._next is not None:
             self._next.let_go()
