@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.api.saving import MASTERS, buffers_of, settle
+from outsize.api.saving import buffers_of, settle
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.match import Live
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
@@ -175,7 +175,7 @@ def load(
     settle(prepared(model))
     for unit in prepared(model).engine.units:
         if weights:
-            checkpoint.load_weights(unit.shard, MASTERS)
+            checkpoint.load_weights(unit.shard)
         if optimizer is not None:
             checkpoint.load_state(unit.shard)
     for name, value in persistent(model).items() if weights else ():

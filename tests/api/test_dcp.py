@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
-from outsize.api.saving import MASTERS
 from outsize.formats.dcp_writing import DcpEntry, write_dcp
+from outsize.optim.rules import join_master
 from tests.api.dcp_runs import (
     TIERS,
     Net,
@@ -310,7 +310,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
             unit.await_written()
             if array := unit.shard.array("master", slot):
                 rest = unit.shard.read_array(array, slot.offset, slot.end)
-                value = MASTERS.join(value.reshape(-1), rest.to(value.device)).view(slot.shape)
+                value = join_master(value.reshape(-1), rest.to(value.device)).view(slot.shape)
             found[name] = value.float()
     return found
 

@@ -18,7 +18,7 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn
 from outsize.api.ranks import in_all_copies
-from outsize.api.saving import MASTERS, buffers_of, cuts_of, settle, take_state, tied_names, whole
+from outsize.api.saving import buffers_of, cuts_of, settle, take_state, tied_names, whole
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.peers import Peers, together
 from outsize.checkpoint.values import NOT_HYPER
@@ -161,7 +161,6 @@ def _export_dcp(
         ]
     content = DcpContent(
         shards=[unit.shard for unit in prepared.engine.units],
-        masters=MASTERS,
         dtype=dtype,
         buffers={name: value for name, (value, persistent) in buffers_of(model).items() if persistent},
         aliases=tied_names(model),
@@ -182,11 +181,11 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
     for name, param in _chosen_names(model).items():
         unit, slot = prepared.engine.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
-        pieces = partial(parameter_pieces, unit.shard, slot, out, MASTERS)
+        pieces = partial(parameter_pieces, unit.shard, slot, out)
         if unit.shard.ranks > 1:
             assert prepared.engine.reduction is not None
             join = partial(prepared.engine.reduction.ranks.combine, kind="export")
-            pieces = partial(joined_pieces, unit.shard, slot.name, out, MASTERS, join)
+            pieces = partial(joined_pieces, unit.shard, slot.name, out, join)
         local = unit.shard.whole_slots[slot.name].shape
         if slot.name in cuts:
             assert prepared.engine.reduction is not None and prepared.engine.reduction.ranks.tensor is not None

@@ -16,7 +16,7 @@ from torch import nn
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.extra_states import takers_of
 from outsize.api.ranks import check_same, everywhere
-from outsize.api.saving import MASTERS, buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
+from outsize.api.saving import buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Live
 from outsize.checkpoint.peers import Peers
@@ -183,7 +183,7 @@ def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer
         if optimizer is not None and not isinstance(opened, SafetensorsWeights):
             unit.shard.make_room(opened.stated(unit.shard))  # before the weights, whose masters lie there too
         if model is not None:
-            opened.load_weights(unit.shard, MASTERS)
+            opened.load_weights(unit.shard)
             unit.updates += 1  # a graph of before must not be used
         if optimizer is not None and not isinstance(opened, SafetensorsWeights):
             opened.load_state(unit.shard)

@@ -21,7 +21,6 @@ from outsize.checkpoint.folder import check_not_current, check_replaceable, targ
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.peers import Cut, Peers, together
 from outsize.checkpoint.rank_state import RankState, check_buffers
-from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.rng import capture_rng, check_capturable
 from outsize.checkpoint.shelf import next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.unit_files import UnsyncedError
@@ -31,13 +30,11 @@ from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c_of
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
-from outsize.optim.rules import join_master, split_master
 from outsize.plan.layout import Slot
 from outsize.run.buffers import KEPT
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
 
-MASTERS = Masters(join_master, split_master)
 logger = logging.getLogger("outsize")
 
 

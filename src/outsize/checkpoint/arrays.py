@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import final
 
 import torch
 
 from outsize.move.memory import HostBuffer, copy, zero
-from outsize.move.shard import DTYPES, STATE_BYTES, StateArray, UnitShard
+from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, StateArray, UnitShard
+from outsize.optim.rules import split_master
 from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
 
 SLAB_NUMEL = 1 << 20
@@ -129,3 +130,47 @@ def _chunks(unit: UnitLayout, wanted: Mapping[str, object]) -> Iterator[tuple[in
 def _part(array: Array, content: torch.Tensor, slot: Slot, start: int, low: int, high: int) -> torch.Tensor:
     offset, nbytes = array.layout.span(start, low)[1], array.layout.span(low, high)[1]
     return content[offset : offset + nbytes].view(array.dtype(slot))
+
+
+Stored = Callable[[str, int, int], torch.Tensor]
+"""Gives the elements [start, end) of a stored parameter, 1-D, in fp32 or wider if they are to become exact masters;
+valid until the next call."""
+
+
+def place_weights(
+    shard: UnitShard,
+    names: Container[str],
+    stored: Stored,
+    as_it_rests: Callable[[str, Slot, int, int], torch.Tensor | None] = lambda *_: None,
+) -> None:
+    """Place the settled unit's parameters that are in `names`, and the rest of their masters. Others keep their values.
+    Memory: a slab and a piece.
+
+    A 16-bit parameter with an fp32 master takes the stored values as its master, exactly. `as_it_rests` gives "weight"
+    and "master" themselves where they are stored in the live dtype.
+    """
+    slab = HostBuffer(SLAB_BYTES)
+    known = {name: slot for name, slot in shard.slots.items() if name in names}
+    halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
+    keep = len(known) < len(shard.slots)
+
+    def split(values: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.empty_like(values, dtype=DTYPES[slot.dtype])
+        rest = torch.empty_like(values, dtype=MASTER_DTYPE[slot.dtype])
+        split_master(values.float(), weight, rest)
+        return weight, rest
+
+    def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
+        found = as_it_rests("weight", slot, start, end)
+        if found is not None:
+            return found
+        values, live = stored(slot.name, start, end), DTYPES[slot.dtype]
+        return values.to(live) if values.dtype is live or slot.name not in halves else split(values, slot)[0]
+
+    def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
+        found = as_it_rests("master", slot, start, end)
+        return split(stored(slot.name, start, end), slot)[1] if found is None else found
+
+    copy_in(Weights(shard), known, slab, weight, keep)
+    if halves:
+        copy_in(States(shard, shard.arrays[MASTER]), halves, slab, rest, keep)

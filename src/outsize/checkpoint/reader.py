@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, Weights, copy_in
-from outsize.checkpoint.files import DataReader, open_manifest
+from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in, place_weights
+from outsize.checkpoint.files import open_manifest
 from outsize.checkpoint.folder import locate
-from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest, ParameterRecord
+from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest
 from outsize.checkpoint.match import Differences, Live, check_match
 from outsize.checkpoint.peers import Cut, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
@@ -24,7 +24,8 @@ from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in, was_removed
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, SlotState, UnitShard
+from outsize.move.shard import DTYPES, SlotState, UnitShard
+from outsize.optim.rules import join_master
 from outsize.plan.layout import Slot
 
 LATEST = "latest"
@@ -32,14 +33,6 @@ LOOKS = 10
 """How often a directory is looked through that another process changes meanwhile."""
 
 logger = logging.getLogger("outsize")
-
-
-@dataclass(frozen=True)
-class Masters:
-    """The two directions between an fp32 master and a 16-bit weight with what completes it; both are exact."""
-
-    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -192,19 +185,23 @@ class Checkpoint:
     def close(self) -> None:
         self.data.close()
 
-    def load_weights(self, shard: UnitShard, masters: Masters) -> None:
-        """Place the unit's parameters, and the rest of their masters; memory: one slab and one piece.
+    def load_weights(self, shard: UnitShard) -> None:
+        """Place the unit's parameters, and the rest of their masters; one that is not here keeps its values."""
 
-        A parameter that the checkpoint has not got keeps its values.
-        """
-        slab = HostBuffer(SLAB_BYTES)
-        known = {name: slot for name, slot in shard.slots.items() if name in self.records}
-        halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
-        weights = _Weights(self.data, self.records, masters, halves)
-        keep = len(known) < len(shard.slots)
-        copy_in(Weights(shard), known, slab, weights.weight, keep)
-        if halves:
-            copy_in(States(shard, shard.arrays[MASTER]), halves, slab, weights.master, keep)
+        def as_it_rests(key: str, slot: Slot, start: int, end: int) -> torch.Tensor | None:
+            record = self.records[slot.name]
+            if record.dtype is not DTYPES[slot.dtype] or key not in record.arrays:
+                return None
+            return self.data.read(record.arrays[key], start, end)
+
+        def exact_values(name: str, start: int, end: int) -> torch.Tensor:
+            record = self.records[name]
+            stored = self.data.read(record.weight, start, end)
+            if record.master is None:
+                return stored
+            return join_master(stored, self.data.read(record.master, start, end))
+
+        place_weights(shard, self.records, exact_values, as_it_rests)
 
     def stated(self, shard: UnitShard) -> set[str]:
         """Those of the unit's parameters that have optimizer state here."""
@@ -261,41 +258,3 @@ def open_checkpoint(
 def _names_beside(path: Path) -> set[str]:
     folder = path if path.is_dir() else path.parent
     return set(os.listdir(folder)) if folder.is_dir() else set()
-
-
-class _Weights:
-    """Pieces of parameters and of what completes their masters in the live dtype, whatever the checkpoint has."""
-
-    def __init__(
-        self, data: DataReader, records: Mapping[str, ParameterRecord], masters: Masters, halves: Collection[str]
-    ) -> None:
-        self._data = data
-        self._records = records
-        self._masters = masters
-        self._halves = halves  # the 16-bit weights that have a master here
-
-    def weight(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        record, live = self._records[slot.name], DTYPES[slot.dtype]
-        if record.dtype is live:
-            return self._data.read(record.weight, start, end)
-        exact = self._exact_values(record, start, end)
-        return self._split(exact, slot)[0] if slot.name in self._halves else exact.to(live)
-
-    def master(self, slot: Slot, start: int, end: int) -> torch.Tensor:
-        record = self._records[slot.name]
-        if record.dtype is DTYPES[slot.dtype] and record.master is not None:
-            return self._data.read(record.master, start, end)
-        return self._split(self._exact_values(record, start, end), slot)[1]
-
-    def _exact_values(self, record: ParameterRecord, start: int, end: int) -> torch.Tensor:
-        """The fp32 master where there is one, else the weight in fp32 or wider."""
-        stored = self._data.read(record.weight, start, end)
-        if record.master is not None:
-            return self._masters.join(stored, self._data.read(record.master, start, end))
-        return stored if stored.dtype is torch.float64 else stored.float()
-
-    def _split(self, exact: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.empty_like(exact, dtype=DTYPES[slot.dtype])
-        rest = torch.empty_like(exact, dtype=MASTER_DTYPE[slot.dtype])
-        self._masters.split(exact.float(), weight, rest)
-        return weight, rest

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from outsize.api.saving import MASTERS
 from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import remove_leftovers
 from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -138,7 +137,7 @@ def _export(args: argparse.Namespace) -> int:
     manifest, data = open_manifest(_found(args.path)[0])
     try:
         dtype = DTYPES[args.dtype] if args.dtype is not None else None
-        weights = stored_weights(manifest, data, MASTERS, dtype)
+        weights = stored_weights(manifest, data, dtype)
         files = files_of(weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
         regions = [region for record in manifest.parameters.values() for region in record.leaves(state=False)]
         data.verify([*regions, *(buffer.region for buffer in manifest.buffers.values())])

@@ -8,12 +8,10 @@ from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in
+from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in, place_weights
 from outsize.checkpoint.match import Live
-from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp_folder import DcpFolder
 from outsize.formats.dcp_names import StoredModel, StoredOptimizer, find_model, find_optimizer
-from outsize.formats.placing import place_weights
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import SlotState, UnitShard
 from outsize.plan.layout import Slot
@@ -73,10 +71,10 @@ class DcpCheckpoint:
         key = self._model.buffers.get(name)
         return None if key is None else self._folder.tensor(key)
 
-    def load_weights(self, shard: UnitShard, masters: Masters) -> None:
+    def load_weights(self, shard: UnitShard) -> None:
         """Place the unit's parameters, and the rest of their masters; one that was passed over keeps its values."""
         keys = self._model.parameters
-        place_weights(shard, keys, lambda name, *of: self._folder.piece(keys[name], *of), masters)
+        place_weights(shard, keys, lambda name, *of: self._folder.piece(keys[name], *of))
 
     def stated(self, shard: UnitShard) -> set[str]:
         """Those of the unit's parameters that have optimizer state here."""

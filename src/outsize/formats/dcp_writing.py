@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_out
-from outsize.checkpoint.reader import Masters
 from outsize.formats.dcp import is_dcp
 from outsize.formats.pieces import fill, parameter_pieces
 from outsize.move.memory import HostBuffer
@@ -90,7 +89,6 @@ class DcpContent:
     """
 
     shards: Sequence[UnitShard]
-    masters: Masters
     dtype: torch.dtype | None = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -195,7 +193,7 @@ class _Writer(FileSystemWriter):
 
 def entries_of(content: DcpContent) -> tuple[list[DcpEntry], dict[Place, object]]:
     """The tensors and the plain values of a prepared model, for `write_dcp`. Nothing is read yet."""
-    reading = _Reading(content.masters)
+    reading = _Reading()
     entries = list(_weights(content, reading))
     values: dict[Place, object] = {}
     if content.groups is not None:
@@ -261,14 +259,13 @@ def _copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _Reading:
     """Reads whole parameters and optimizer arrays out of their stores, through one slab."""
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
+    def __init__(self) -> None:
         self._slab = HostBuffer(SLAB_BYTES)
 
     def weight(self, shard: UnitShard, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         """The parameter's values in `dtype` [slot.shape]; in another than its own they come from its fp32 master."""
         out = torch.empty(slot.numel, dtype=dtype, device="cpu")
-        fill(out, parameter_pieces(shard, slot, dtype, self._masters), self._slab.bytes)
+        fill(out, parameter_pieces(shard, slot, dtype), self._slab.bytes)
         return out.view(slot.shape)
 
     def state(self, shard: UnitShard, array: StateArray, slot: Slot) -> torch.Tensor:

@@ -17,12 +17,10 @@ from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES
+from outsize.checkpoint.arrays import SLAB_BYTES, place_weights
 from outsize.checkpoint.files import naming, read_exactly, read_manifest
 from outsize.checkpoint.match import Differences, check_same_model, described, listed, unlike
-from outsize.checkpoint.reader import Masters
 from outsize.checkpoint.regions import MAX_DIMS
-from outsize.formats.placing import place_weights
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
 from outsize.move.shard import DTYPES, UnitShard
@@ -159,9 +157,9 @@ class SafetensorsWeights:
         self._slab = HostBuffer(SLAB_BYTES)
         self._open: tuple[Path, int] | None = None
 
-    def load_weights(self, shard: UnitShard, masters: Masters) -> None:
+    def load_weights(self, shard: UnitShard) -> None:
         """Place the settled unit's parameters, and the rest of their masters."""
-        place_weights(shard, self._weights, lambda name, *of: self._read(self._weights[name], *of), masters)
+        place_weights(shard, self._weights, lambda name, *of: self._read(self._weights[name], *of))
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The values of one of the live model's buffers in the folder's dtype; None if it has none."""

@@ -12,10 +12,10 @@ from typing import final
 import torch
 
 from outsize.checkpoint.peers import Cut
-from outsize.checkpoint.reader import Masters
 from outsize.move.memory import COPIED_NUMEL
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard
 from outsize.move.transfer import Transfer
+from outsize.optim.rules import join_master
 from outsize.plan.layout import PAGE_ELEMENTS, Slot, page_range
 
 SLAB_BYTES = 4 << 20
@@ -55,7 +55,7 @@ class NamedWeight:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def parameter_pieces(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: Masters) -> Iterator[Piece]:
+def parameter_pieces(shard: UnitShard, slot: Slot, dtype: torch.dtype) -> Iterator[Piece]:
     """A parameter at rest; for another dtype than its own the values are those of its fp32 master, where it has one."""
     if not slot.numel:  # it may lie behind the last segment
         return
@@ -64,7 +64,7 @@ def parameter_pieces(shard: UnitShard, slot: Slot, dtype: torch.dtype, masters: 
     numel = SLAB_BYTES // element_bytes // PAGE_ELEMENTS * PAGE_ELEMENTS
     for start in range(slot.offset // numel * numel, slot.end, numel):
         low, high = max(start, slot.offset), min(start + numel, slot.end)
-        yield partial(_read, shard, slot, low, high, master, masters)
+        yield partial(_read, shard, slot, low, high, master)
 
 
 def _read(
@@ -73,7 +73,6 @@ def _read(
     low: int,
     high: int,
     master: StateArray | None,
-    masters: Masters,
     slab: torch.Tensor,
 ) -> Arriving:
     """The elements [low, high) of a unit's element space, which belong to `slot`."""
@@ -96,7 +95,7 @@ def _read(
         raise
     rest = completing.view(master.dtype(slot.dtype))[low - first_page : high - first_page]
     parts = zip(weight.split(COPIED_NUMEL), rest.split(COPIED_NUMEL), strict=True)  # small enough for memory at hand
-    return Arriving(lambda: _waited(transfers, (masters.join(*part) for part in parts)), transfers)
+    return Arriving(lambda: _waited(transfers, (join_master(*part) for part in parts)), transfers)
 
 
 def _waited(transfers: Iterable[Transfer], runs: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -109,7 +108,7 @@ Join = Callable[[torch.Tensor], torch.Tensor]
 """Adds up bytes (uint8) over ranks, in place; every rank calls it for the same piece."""
 
 
-def joined_pieces(shard: UnitShard, name: str, dtype: torch.dtype, masters: Masters, join: Join) -> Iterator[Piece]:
+def joined_pieces(shard: UnitShard, name: str, dtype: torch.dtype, join: Join) -> Iterator[Piece]:
     """As `parameter_pieces`, of a parameter that is split over ranks: every rank gets all elements."""
     slot, whole = shard.slots[name], shard.whole_slots[name]
     master = shard.array(MASTER, slot) if dtype is not DTYPES[slot.dtype] else None
@@ -118,7 +117,7 @@ def joined_pieces(shard: UnitShard, name: str, dtype: torch.dtype, masters: Mast
     for start in range(0, whole.numel, JOINED_NUMEL):
         end = min(start + JOINED_NUMEL, whole.numel)
         low, high = max(start, slot.first), min(end, slot.first + slot.numel)
-        own = partial(_read, shard, slot, shift + low, shift + high, master, masters) if low < high else _nothing
+        own = partial(_read, shard, slot, shift + low, shift + high, master) if low < high else _nothing
         yield partial(_read_joined, own, low - start, end - start, stored, join)
 
 

@@ -9,15 +9,13 @@ import torch
 
 from outsize.checkpoint.files import DataReader
 from outsize.checkpoint.manifest import Manifest, ParameterRecord
-from outsize.checkpoint.reader import Masters
 from outsize.formats.pieces import Arriving, NamedWeight, Piece
+from outsize.optim.rules import join_master
 
 PIECE_NUMEL = 1 << 20
 
 
-def stored_weights(
-    manifest: Manifest, data: DataReader, masters: Masters, dtype: torch.dtype | None
-) -> list[NamedWeight]:
+def stored_weights(manifest: Manifest, data: DataReader, dtype: torch.dtype | None) -> list[NamedWeight]:
     """Every parameter and persistent buffer, in `dtype` or its own; in another one it comes from the master."""
     records = dict(manifest.parameters)
     records |= {
@@ -29,17 +27,17 @@ def stored_weights(
     for name, record in records.items():
         # The option is for floating-point values; parameters are no others.
         out = dtype if dtype is not None and record.dtype.is_floating_point else record.dtype
-        found.append(NamedWeight(name, record.shape, out, partial(_pieces, data, record, masters, out)))
+        found.append(NamedWeight(name, record.shape, out, partial(_pieces, data, record, out)))
     return found
 
 
-def _pieces(data: DataReader, record: ParameterRecord, masters: Masters, out: torch.dtype) -> Iterator[Piece]:
+def _pieces(data: DataReader, record: ParameterRecord, out: torch.dtype) -> Iterator[Piece]:
     master = record.master if out is not record.dtype else None
 
     def values(start: int) -> Iterator[torch.Tensor]:
         end = min(start + PIECE_NUMEL, record.weight.numel)
         weight = data.read(record.weight, start, end)
-        yield weight if master is None else masters.join(weight, data.read(master, start, end))
+        yield weight if master is None else join_master(weight, data.read(master, start, end))
 
     for start in range(0, record.weight.numel, PIECE_NUMEL):
         yield lambda slab, start=start: Arriving(partial(values, start))  # type: ignore[misc]
