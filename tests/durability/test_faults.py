@@ -11,7 +11,7 @@ import outsize
 from benchmarks.checkpoint_damage import try_often
 from benchmarks.checkpoint_faults import ENGINE_KINDS, SYSTEM_KINDS, Fault, Ground, Manner, injected, patience, trials
 from benchmarks.checkpoint_runs import IN_MEMORY, MIXED, ON_DISK, TinyRun
-from outsize.checkpoint import files, folder
+from outsize.checkpoint import folder
 from outsize.checkpoint.reader import Checkpoint
 from tests.conftest import prepared
 
@@ -168,7 +168,6 @@ def test_a_load_is_of_one_checkpoint_whatever_takes_its_name_meanwhile(
         run.step()
         run.digest()
 
-    monkeypatch.setattr(files, "_most_open", lambda: 1)
     monkeypatch.setattr(Checkpoint, "verify", replaced_after)
     error = error_of(lambda: outsize.load(last, reader.model, reader.optimizer))
     assert str(last) in str(error) if error is not None else reader.digest() == expected

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
-from outsize.api.extra_states import takers_of
 from outsize.api.ranks import check_same, everywhere
-from outsize.api.saving import buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole
+from outsize.api.saving import buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole, with_own
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.match import Live
 from outsize.checkpoint.peers import Peers
@@ -161,7 +160,7 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
         return Live(parameters, None, record)
     buffers = buffers_of(prepared.model)
     persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
-    return Live(parameters, persistent, record, takers_of(model).keys())
+    return Live(parameters, persistent, record, with_own(model, "set_extra_state").keys())
 
 
 def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Prepared:
@@ -193,9 +192,10 @@ def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer
         _fill_buffers(
             buffers, partial(_own_buffer, opened, buffers) if isinstance(opened, Checkpoint) else opened.buffer
         )
-        for name, module in takers_of(model).items() if own is not None else ():
-            if own is not None and name in own.extra_states:
-                module.set_extra_state(own.extra_states[name])
+        extra_states = {} if own is None else own.extra_states
+        for name, module in with_own(model, "set_extra_state").items():
+            if name in extra_states:
+                module.set_extra_state(extra_states[name])
     if optimizer is not None and not isinstance(opened, SafetensorsWeights):
         assert prepared.stepper is not None
         prepared.stepper.forget()

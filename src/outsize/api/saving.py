@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
-from outsize.api.extra_states import extra_states_of
 from outsize.api.public import its_turn, require
 from outsize.api.ranks import everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
@@ -22,16 +21,18 @@ from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.peers import Cut, Peers, together
 from outsize.checkpoint.rank_state import RankState, check_buffers
 from outsize.checkpoint.rng import capture_rng, check_capturable
-from outsize.checkpoint.shelf import next_saved_at, no_longer_kept, remove_all, set_all_aside
+from outsize.checkpoint.shelf import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.checkpoint.writer import Room, SavedGrad, Snapshot, UnfinishedCheckpoint
+from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c_of
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.plan.layout import Slot
 from outsize.run.buffers import KEPT
+from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
 
@@ -92,6 +93,8 @@ def _save(
     def look() -> tuple[RankState, list[Path], str, OptimizerRecord | None, Mapping[str, BufferSum]]:
         resources.settle_saving()
         take_state(prepared)
+        if keep is not None:
+            check_in_series(target, keep)
         check_buffers(buffers)
         _check_place(prepared, target)
         check_not_current(target)
@@ -101,7 +104,8 @@ def _save(
         record = optimizer_record(prepared, optimizer, encoded=True)
         sums = {} if ranks is None else {name: _sum(value) for name, (value, _) in buffers.items()}
         outdated = no_longer_kept(target, keep) if keep is not None and (peers is None or not peers.rank) else []
-        return RankState(number, extra, extra_states_of(model)), outdated, next_saved_at(target.parent), record, sums
+        extra_states = {name: module.get_extra_state() for name, module in with_own(model, "get_extra_state").items()}
+        return RankState(number, extra, extra_states), outdated, next_saved_at(target.parent), record, sums
 
     # What may fail on one rank comes here, where it fails on all.
     state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
@@ -122,30 +126,52 @@ def _save(
     shards = [unit.shard for unit in prepared.engine.units if leads or unit.shard.ranks > 1]
     grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
     snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared))
+    return _write(prepared, target, snapshot, ranks, outdated)
+
+
+def _write(
+    prepared: Prepared, target: Path, snapshot: Snapshot, ranks: Ranks | None, outdated: Sequence[Path]
+) -> Saving:
+    """Take the state while the training stands still, and write what is left of it behind the training."""
+    peers, copies = snapshot.peers, None if ranks is None else ranks.copies
     saves = copies is None or not copies.rank  # the first copy of the model does
+    room = _room(prepared, [*outdated, target])
     begun: list[UnfinishedCheckpoint] = []
 
     def begin() -> bool:
-        if not saves:
-            return False
-        unfinished, pending = _begin(prepared, target, snapshot, _room(prepared, [*outdated, target]))
-        begun.append(unfinished)
-        return pending
+        try:
+            begun.append(UnfinishedCheckpoint(target, snapshot, room))
+        except UnsyncedError as error:
+            prepared.engine.streamer.stop(error)
+            raise
+        return begun[0].pending
 
-    pending = any(in_all_copies(ranks, begin, "save"))
-    files = [file for shard in shards for file in shard.generations()] if saves else []
+    def begin_together() -> bool:
+        try:
+            return saves and any(together(peers, begin, "outsize.save"))
+        except BaseException:
+            for unfinished in begun:
+                unfinished.give_up()
+            raise
+
+    pending = any(in_all_copies(ranks, begin_together, "save"))
+    files = [file for shard in snapshot.shards for file in shard.generations()] if saves else []
     # Older checkpoints go only when the files that the new one shares with the run were read, and found as written.
     unread = [generation.hold() for each in begun for generation in each.linked if outdated and prepared.config.verify]
     going: list[Path] = []
+    if peers is not None:
+        peers.behind = pending
+    # Made now: the thread may come to its turn when the process group is destroyed already.
+    others = None if copies is None else Peers(copies, "save", behind=pending)
 
     def publish() -> None:
         for unfinished in begun:
             replaced = unfinished.finish(behind=pending)
             going.extend([replaced] if replaced is not None else [])
 
-    def complete(here: Callable[[Callable[[], None]], object]) -> None:
+    def complete(alive: Engine = prepared.engine) -> None:  # it lives as long as its memory is written
         try:
-            here(publish)
+            together(others, publish, "outsize.save")
         except BaseException:
             for unfinished in begun:
                 unfinished.abandon()
@@ -154,7 +180,6 @@ def _save(
             raise
 
     def tidy() -> None:
-        assert prepared.engine is not None  # it lives as long as its memory is written
         try:
             for generation in unread:
                 generation.check_rest()
@@ -165,16 +190,12 @@ def _save(
             while unread:
                 unread.pop().let_go()
 
-    saving = resources.saving = Saving(target)
+    saving = prepared.resources.saving = Saving(target)
     if pending:
         _reserve(files)
-        if peers is not None:
-            peers.behind = True
-        # Made now: the thread may come to its turn when the process group is destroyed already.
-        others = None if copies is None else Peers(copies, "save", behind=True)
-        saving.go_on_behind(lambda: complete(lambda action: together(others, action, "outsize.save")), tidy)
+        saving.go_on_behind(complete, tidy)
         return saving
-    saving.complete(lambda: complete(lambda action: in_all_copies(ranks, action, "save")))
+    saving.complete(complete)
     if any(file.frozen for file in files) and _reserve(files):
         saving.go_on_behind(lambda: None, tidy)
     else:
@@ -213,27 +234,6 @@ def _check_same_name(peers: Peers, target: Path) -> None:
     named = peers.exchange(target.name)
     if len(set(named)) > 1:
         raise ValueError(f"the ranks save to different places: {', '.join(named)}; name one shared folder")
-
-
-def _begin(prepared: Prepared, target: Path, snapshot: Snapshot, room: Room) -> tuple[UnfinishedCheckpoint, bool]:
-    """(the checkpoint, safe from the training; whether a rank has more to write). On an error no rank has one."""
-    made: list[UnfinishedCheckpoint] = []
-
-    def begin() -> bool:
-        try:
-            made.append(UnfinishedCheckpoint(target, snapshot, room))
-        except UnsyncedError as error:
-            prepared.engine.streamer.stop(error)
-            raise
-        return made[0].pending
-
-    try:
-        every = together(snapshot.peers, begin, "outsize.save")
-    except BaseException:
-        for each in made:
-            each.give_up()
-        raise
-    return made[0], any(every)
 
 
 def _reserve(files: Sequence[Generations]) -> bool:
@@ -398,6 +398,16 @@ def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
                 raise TypeError(f"buffer {name!r} is split over ranks (a DTensor); it cannot be saved or exported")
             found[name] = (local(value), own not in module._non_persistent_buffers_set)
     return found
+
+
+def with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
+    """The modules that have a `get_extra_state` or `set_extra_state` of their own, by the names of their states in
+    torch's state dicts (`layers.0._extra_state`)."""
+    return {
+        f"{prefix}._extra_state" if prefix else "_extra_state": module
+        for prefix, module in model.named_modules()
+        if getattr(type(module), method) is not getattr(nn.Module, method)
+    }
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import stat
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, final
@@ -24,7 +23,7 @@ from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
 ALIGN_BYTES = 64
-MIN_OPEN_FILES = 16
+SPARE_FILES = 64
 MAPPED_BYTES = 1 << 18
 
 
@@ -186,43 +185,32 @@ def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return HostBuffer(nbytes).bytes.view(dtype)  # [numel]
 
 
-def _most_open() -> int:
-    """How many files a reader may keep open: half of what the limit on them leaves."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max((limit - len(os.listdir("/proc/self/fd"))) // 2, MIN_OPEN_FILES)
-
-
 @final
 class DataReader:
-    """The data files of one checkpoint. Opening checks that every file has its length.
-
-    What was verified stays open as far as the limit on open files goes, and is then read whole even where another
-    process removes the checkpoint meanwhile.
-
-    They are found through `held`, a descriptor of the folder which the reader takes over: another checkpoint that takes
-    the folder's name meanwhile is not mixed with this one.
-    """
+    """The data files of one checkpoint, all open: they are read whole even where another process removes or replaces
+    the checkpoint meanwhile. Opening checks that every file has its length."""
 
     def __init__(self, folder: Path, manifest: Manifest, held: int) -> None:
+        """`held`: a descriptor of the folder, through which the files are found."""
         self._folder = folder
-        self._held = held
         self._files = manifest.files
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._most_open = _most_open()
-        for name, record in manifest.files.items():
-            try:
-                status = os.stat(name, dir_fd=held, follow_symlinks=False)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    errno.ENOENT, "missing; the checkpoint is damaged: load an earlier one", str(folder / name)
-                ) from error
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{folder / name} is not a regular file; the checkpoint is damaged")
-            if status.st_size != record.nbytes:
-                raise ValueError(
-                    f"{folder / name} has {status.st_size} bytes and should have {record.nbytes}; the checkpoint is "
-                    f"damaged: load an earlier one"
-                )
+        self._open: dict[str, int] = {}
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = len(os.listdir("/proc/self/fd")) + len(manifest.files) + SPARE_FILES
+        if resource.RLIM_INFINITY != soft < needed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+        try:
+            for name, record in manifest.files.items():
+                self._open[name] = _open_regular(folder / name, held)
+                nbytes = os.fstat(self._open[name]).st_size
+                if nbytes != record.nbytes:
+                    raise ValueError(
+                        f"{folder / name} has {nbytes} bytes and should have {record.nbytes}; the checkpoint is "
+                        f"damaged: load an earlier one"
+                    )
+        except BaseException:
+            self.close()
+            raise
 
     def verify(self, regions: Iterable[Region] = (), files: Iterable[str] = ()) -> None:
         """Compare the bytes of the regions, and of whole files, with their checksums, each chunk once.
@@ -240,7 +228,7 @@ class DataReader:
             record, path = self._files[name], self._folder / name
             for at in sorted(numbers):
                 content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
-                _read(self._file(name), at * CHUNK_BYTES, content, path)
+                _read(self._open[name], at * CHUNK_BYTES, content, path)
                 found = crc32c_of(content)
                 if found != record.sums[at]:
                     raise ValueError(
@@ -261,7 +249,7 @@ class DataReader:
             return found.view(region.shape) if whole else found
         out = _empty(last - start, region.dtype)
         for piece, first in region.within(start, last):
-            _read(self._file(piece.file), piece.offset, out[first : first + piece.numel], self._folder / piece.file)
+            _read(self._open[piece.file], piece.offset, out[first : first + piece.numel], self._folder / piece.file)
         return out.view(region.shape) if whole else out
 
     def _decoded(self, region: CodedRegion, start: int, end: int) -> torch.Tensor:
@@ -270,19 +258,9 @@ class DataReader:
         scales = self.read(region.scales, first // BLOCK, -(-end // BLOCK))
         return codec_named(region.codec).decode(codes, scales)[start - first :]
 
-    def _file(self, name: str) -> int:
-        if name in self._open:
-            self._open.move_to_end(name)
-        else:
-            if len(self._open) >= self._most_open:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[name] = _open_regular(self._folder / name, self._held)
-        return self._open[name]
-
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-        os.close(self._held)
 
 
 def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
@@ -299,6 +277,5 @@ def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
         except ValueError as error:
             raise ValueError(f"{file} {error}") from error
         return manifest, DataReader(folder, manifest, held)
-    except BaseException:
+    finally:
         os.close(held)
-        raise

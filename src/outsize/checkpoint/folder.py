@@ -6,7 +6,6 @@ import ctypes
 import errno
 import fcntl
 import glob
-import json
 import os
 import re
 import secrets
@@ -20,6 +19,8 @@ from typing import final
 from outsize.checkpoint.files import naming, read_manifest
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 
+HEAD_BYTES = 4096
+_OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?(unit-.*|grads|model)\.bin")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old|gone)-[0-9a-f]{12}")
@@ -181,21 +182,32 @@ def check_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise FileExistsError(errno.EEXIST, "a file is in the way of the checkpoint; choose another path", str(target))
-    entries = {entry.name for entry in target.iterdir()}
-    ours = _files_of(target / MANIFEST_NAME)
-    if entries and ours is None:
+    names, foreign = os.listdir(target), foreign_in(target)
+    if names and not is_manifest(target / MANIFEST_NAME):
         raise FileExistsError(
             errno.EEXIST,
             "the directory is not an outsize checkpoint and is not overwritten; choose another",
             str(target),
         )
-    foreign = sorted(entries - (ours or set()))
     if foreign:
         raise FileExistsError(
             errno.EEXIST,
             f"the checkpoint's directory also holds {', '.join(foreign[:10])}, which would be lost; move it away",
             str(target),
         )
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether the file begins as a manifest of ours."""
+    try:
+        return FORMAT in read_manifest(path, HEAD_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return False
+
+
+def foreign_in(checkpoint: Path) -> list[str]:
+    """The names of files that no save makes."""
+    return sorted(name for name in os.listdir(checkpoint) if not _OURS.fullmatch(name))
 
 
 def locate(path: Path) -> Path:
@@ -210,15 +222,6 @@ def is_stranded(entry: Path) -> bool:
     """Whether this is a checkpoint that a save, killed between its two renames, left without its name."""
     found = _LEFTOVER.fullmatch(entry.name)
     return found is not None and found["kind"] == "old" and not (entry.parent / found["name"]).exists()
-
-
-def _files_of(manifest: Path) -> set[str] | None:
-    """The names that a checkpoint's folder may hold; None if this is no manifest."""
-    try:
-        content = json.loads(read_manifest(manifest).decode())
-        return {MANIFEST_NAME, *content["files"]} if content["format"] == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _publish(fresh: Path, target: Path) -> Path | None:

@@ -241,7 +241,8 @@ class Manifest:
             "optimizer": self.optimizer and self.optimizer.to_json(),
             "ranks": list(self.ranks),
         }
-        text = sealed(_readable(content, 2, ""))  # it is ASCII
+        lines = ",\n".join(f'  "{key}": {_json(value)}' for key, value in content.items())
+        text = sealed(f"{{\n{lines}\n}}")  # it is ASCII
         if len(text) > MAX_MANIFEST_BYTES:
             raise ValueError(
                 f"the manifest of this checkpoint would take {format_bytes(len(text))} of text, and has at most "
@@ -319,20 +320,5 @@ def sealed(text: str) -> str:
     return f'{body},\n  "crc32c": "{crc32c(body.encode()):08x}"\n}}\n'
 
 
-def _plain(record: FileRecord | ParameterRecord | BufferRecord) -> dict[str, Any]:
-    return record.to_json()
-
-
 # Records become plain values one at a time: tens of thousands of them at once set off the garbage collector.
-_one_line = json.JSONEncoder(allow_nan=False, default=_plain).encode
-
-
-def _readable(value: Any, levels: int, indent: str) -> str:
-    """JSON with one line an entry down to `levels`, compact below."""
-    deeper = indent + "  "
-    if levels and isinstance(value, Mapping) and value:
-        lines = (f"{deeper}{_one_line(key)}: {_readable(each, levels - 1, deeper)}" for key, each in value.items())
-        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    if levels and isinstance(value, list) and value:
-        return "[\n" + ",\n".join(deeper + _readable(each, levels - 1, deeper) for each in value) + f"\n{indent}]"
-    return _one_line(value)
+_json = json.JSONEncoder(allow_nan=False, default=lambda record: record.to_json()).encode

@@ -13,18 +13,16 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from outsize.checkpoint.files import open_manifest, read_manifest
-from outsize.checkpoint.folder import is_stranded, set_aside
+from outsize.checkpoint.folder import HEAD_BYTES, foreign_in, is_stranded, set_aside
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 from outsize.plan.sizes import format_bytes
 
-_HEAD_BYTES = 4096
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
 _SERIES = re.compile(r"(.*?)\d+")
 _NO_TIME = datetime.min.replace(tzinfo=timezone.utc)
 _LAST_YEAR = 8999
 """A later time is of no clock, and what is saved next could not be newer."""
 
-_OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?(unit-.*|grads|model)\.bin")
 
 logger = logging.getLogger("outsize")
 
@@ -91,7 +89,7 @@ def _saved_at(manifest: Path) -> datetime | None:
     """When it was saved, out of the first lines of a manifest; None if they are not those of one of ours. A time that
     cannot be makes it the oldest."""
     try:
-        head = read_manifest(manifest, _HEAD_BYTES).decode("utf-8", "replace")
+        head = read_manifest(manifest, HEAD_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None
     found = _SAVED_AT.search(head)
@@ -112,20 +110,23 @@ def next_saved_at(parent: Path) -> str:
     return now.astimezone(timezone.utc).isoformat(timespec="microseconds")
 
 
-def no_longer_kept(target: Path, keep: int) -> list[Path]:
-    """What goes once `target` is complete: the oldest of its series beyond `keep` whole ones, itself included.
-
-    A series are the folders of one directory whose names differ in their last digits only: step-100, step-200. Raises
-    `ValueError` for a name that is of no series.
-    """
-    series = _SERIES.fullmatch(target.name)
-    if series is None:
+def check_in_series(target: Path, keep: int) -> None:
+    """Raise `ValueError` for a name that is of no series."""
+    if _SERIES.fullmatch(target.name) is None:
         raise ValueError(
             f"keep={keep} needs a name that ends in a number, such as 'step-100'; {target.name!r} does not, and only "
             f"checkpoints of one series are removed"
         )
-    named = [(path, _SERIES.fullmatch(path.name)) for path in checkpoints_in(target.parent) if path != target]
-    return without_foreign(beyond([path for path, found in named if found and found[1] == series[1]], keep - 1))
+
+
+def no_longer_kept(target: Path, keep: int) -> list[Path]:
+    """What goes once `target` is complete: the oldest of its series beyond `keep` whole ones, itself included.
+
+    A series are the folders of one directory whose names differ in their last digits only: step-100, step-200.
+    """
+    stem = _SERIES.sub(r"\1", target.name)
+    named = [path for path in checkpoints_in(target.parent) if _SERIES.fullmatch(path.name) and path != target]
+    return without_foreign(beyond([path for path in named if _SERIES.sub(r"\1", path.name) == stem], keep - 1))
 
 
 def beyond(checkpoints: Iterable[Path], keep: int) -> list[Path]:
@@ -149,7 +150,7 @@ def without_foreign(checkpoints: Iterable[Path]) -> list[Path]:
     found = []
     for path in checkpoints:
         try:
-            foreign = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+            foreign = foreign_in(path)
         except FileNotFoundError:  # another run has just removed it
             continue
         if foreign:

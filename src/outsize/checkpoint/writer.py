@@ -19,7 +19,7 @@ from outsize.checkpoint.rank_state import RankState
 from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.unit_files import FrozenFile, HeldMemory, UnitFiles, record_of, sync_all
 from outsize.checkpoint.values import encode
-from outsize.move.generations import Generation, Generations, clone, link
+from outsize.move.generations import Generation, Generations, link
 from outsize.move.grad_ops import GradOps
 from outsize.move.shard import UnitShard
 
@@ -142,15 +142,13 @@ class UnfinishedCheckpoint:
         check_room(self._folder.target.parent, needed, room.going if not pending else ())
 
     def _take_files(self, units: Sequence[UnitFiles], small: bool, disk_bytes: int) -> None:
-        """Link or clone the files that hold the state where the file system can, else copy them: now, or later if
-        there is room for the generation that follows."""
+        """Link the files that hold the state where the file system can, else copy them: now, or later if there is room
+        for the generation that follows."""
         for name, file in (item for unit in units for item in unit.files.items()):
             now, place = file.now, self._folder.path / name
             if not small and link(now, place):
                 self._freeze(file)
                 self.linked.append(now)
-                self._files[name] = record_of(now)
-            elif not small and clone(now, place):  # the file system keeps the two apart
                 self._files[name] = record_of(now)
             elif not small and (file.frozen or file.has_next or file.reserved_bytes <= disk_bytes):
                 disk_bytes -= 0 if file.frozen or file.has_next else file.reserved_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,6 @@ from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 
 COPY_BYTES = 1 << 20
-_FICLONE = 0x40049409  # <linux/fs.h>
 _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 # Note [Generations]
@@ -293,23 +291,4 @@ def link(generation: Generation, target: Path) -> bool:
         if error.errno in _FATAL:
             raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         return False
-    return True
-
-
-def clone(generation: Generation, target: Path) -> bool:
-    """Make `target` a file that shares the bytes until one of the two is written (a reflink); False where it cannot."""
-    file = generation.file.single
-    if file is None:
-        return False
-    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.ioctl(made, _FICLONE, file)
-        os.fsync(made)
-    except OSError as error:
-        os.unlink(target)
-        if error.errno in _FATAL:
-            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
-        return False
-    finally:
-        os.close(made)
     return True
