@@ -149,13 +149,20 @@ def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(
 
 def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    for name in ("best", "other-7", "step-1", "step-2", "step-3"):
+    for name in ("best", "other-7", "a1-step-1", "step-1", "step-2", "step-3", "a2-step-1"):
         run.train()
-        run.save(tmp_path / name, keep=1 if name == "step-3" else None)
+        run.save(tmp_path / name, keep=1 if name in ("step-3", "a2-step-1") else None)
     run.train()
     settle(run.prepared)
     run.prepared.resources.settle_saving()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "disk", "other-7", "step-3"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "a1-step-1",
+        "a2-step-1",
+        "best",
+        "disk",
+        "other-7",
+        "step-3",
+    ]
     with pytest.raises(ValueError, match="ends in a number"):
         run.save(tmp_path / "best", keep=1)
     for keep in (0, -1, True, "2"):

@@ -112,7 +112,7 @@ def next_saved_at(parent: Path) -> str:
 
 def check_in_series(target: Path, keep: int) -> None:
     """Raise `ValueError` for a name that is of no series."""
-    if _SERIES.fullmatch(target.name) is None:
+    if _stem(target) is None:
         raise ValueError(
             f"keep={keep} needs a name that ends in a number, such as 'step-100'; {target.name!r} does not, and only "
             f"checkpoints of one series are removed"
@@ -124,9 +124,13 @@ def no_longer_kept(target: Path, keep: int) -> list[Path]:
 
     A series are the folders of one directory whose names differ in their last digits only: step-100, step-200.
     """
-    stem = _SERIES.sub(r"\1", target.name)
-    named = [path for path in checkpoints_in(target.parent) if _SERIES.fullmatch(path.name) and path != target]
-    return without_foreign(beyond([path for path in named if _SERIES.sub(r"\1", path.name) == stem], keep - 1))
+    others = [path for path in checkpoints_in(target.parent) if path != target and _stem(path) == _stem(target)]
+    return without_foreign(beyond(others, keep - 1))
+
+
+def _stem(path: Path) -> str | None:
+    found = _SERIES.fullmatch(path.name)
+    return None if found is None else found[1]
 
 
 def beyond(checkpoints: Iterable[Path], keep: int) -> list[Path]:
