@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import outsize
 from outsize.api.assemble import prepared_of
 from outsize.api.saving import buffers_of, settle
+from outsize.checkpoint.differences import Live
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
-from outsize.checkpoint.match import Live
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.move.shard import DTYPES
 

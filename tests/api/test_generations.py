@@ -14,7 +14,7 @@ from torch import nn
 
 import outsize
 from outsize.api.saving import settle
-from outsize.checkpoint import shelf, writer
+from outsize.checkpoint import directory, writer
 from outsize.move import generations
 from tests.api.generation_runs import (
     Run,
@@ -179,7 +179,7 @@ def test_a_save_without_room_for_the_next_update_is_refused(tmp_path: Path, monk
         f_bavail, f_frsize = 1, 4096
 
     with monkeypatch.context() as patch:
-        patch.setattr(shelf.os, "statvfs", lambda path: Full)
+        patch.setattr(directory.os, "statvfs", lambda path: Full)
         with pytest.raises(OSError, match=r"no room for this checkpoint and to train on.*keep=") as raised:
             run.save(tmp_path / "ckpt")
     assert raised.value.errno == errno.ENOSPC

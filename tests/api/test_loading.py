@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import outsize
-from outsize.checkpoint import files, reader, shelf
+from outsize.checkpoint import directory, files, reader
 from outsize.checkpoint.files import DataReader, file_record, open_manifest
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import CodedRegion, Joined, Piece, Region, narrow
@@ -548,21 +548,22 @@ def test_a_directory_is_looked_through_again_when_its_newest_checkpoint_goes(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("seek", [shelf.incomplete_in, shelf.damaged_in])
+@pytest.mark.parametrize("seen", [False, True])
 def test_what_is_renamed_while_it_is_listed_is_neither_incomplete_nor_damaged(
-    seek: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seen: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ckpts = os.path.lexists, tmp_path / "ckpts"
+    for entry in ckpts.iterdir():
+        (entry / "manifest.json").write_text("")
 
     def lexists(path: Any) -> bool:
-        seen = plain(path) if seek is shelf.damaged_in else False
         if Path(path).parent.name.startswith("step-") and Path(path).parent.exists():
             shutil.rmtree(Path(path).parent)
             return seen
         return plain(path)
 
-    monkeypatch.setattr(shelf.os.path, "lexists", lexists)
-    assert seek(ckpts) == []
+    monkeypatch.setattr(directory.os.path, "lexists", lexists)
+    assert directory.lookalikes_in(ckpts) == {}
     assert list(ckpts.iterdir()) == []
 
 

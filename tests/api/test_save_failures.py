@@ -23,7 +23,7 @@ from torch import nn
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.checkpoint import background, folder, shelf, writer
+from outsize.checkpoint import background, directory, folder, writer
 from outsize.checkpoint.files import DataWriter, PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import Checkpoint
@@ -257,12 +257,12 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
     run.train()
     run.save(tmp_path / "step-1")
 
-    class Back(shelf.datetime):  # type: ignore[misc, name-defined]
+    class Back(directory.datetime):  # type: ignore[misc, name-defined]
         @classmethod
         def now(cls, tz: Any = None) -> Any:
             return cls(2001, 1, 1, tzinfo=tz)
 
-    monkeypatch.setattr(shelf, "datetime", Back)
+    monkeypatch.setattr(directory, "datetime", Back)
     run.train()
     run.save(tmp_path / "step-2", keep=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-2"]
@@ -525,7 +525,7 @@ def test_a_write_protected_checkpoint_stays_in_sight(
     run.save(tmp_path / "step-1")
     plain = os.access
     # Whoever runs the tests may be root, who may write anywhere.
-    monkeypatch.setattr(shelf.os, "access", lambda path, mode: Path(path).name != "step-1" and plain(path, mode))
+    monkeypatch.setattr(directory.os, "access", lambda path, mode: Path(path).name != "step-1" and plain(path, mode))
     for step in (2, 3):
         run.save(tmp_path / f"step-{step}", keep=1)
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "step-1", "step-3"}
@@ -535,9 +535,9 @@ def test_a_write_protected_checkpoint_stays_in_sight(
 def test_a_folder_that_is_still_there_when_it_should_be_gone_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shelf.shutil, "rmtree", lambda folder, ignore_errors: None)
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda folder, ignore_errors: None)
     (tmp_path / ".step-1.gone-0123456789ab").mkdir()
-    shelf.remove_all([tmp_path / ".step-1.gone-0123456789ab", tmp_path / "nowhere"])
+    directory.remove_all([tmp_path / ".step-1.gone-0123456789ab", tmp_path / "nowhere"])
     assert caplog.text.count("could not be removed") == 1
     assert ".step-1.gone-0123456789ab is superfluous" in caplog.text
 

@@ -17,12 +17,12 @@ from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import check_same, everywhere
 from outsize.api.saving import buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole, with_own
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.match import Live
+from outsize.checkpoint.differences import Live
+from outsize.checkpoint.directory import checkpoints_in, is_checkpoint
 from outsize.checkpoint.peers import Peers
 from outsize.checkpoint.reader import LATEST, Checkpoint, Place, open_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
-from outsize.checkpoint.shelf import checkpoints_in, is_checkpoint
 from outsize.formats.dcp import is_dcp
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors

@@ -16,12 +16,12 @@ from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn, require
 from outsize.api.ranks import everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
+from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.checkpoint.peers import Cut, Peers, together
 from outsize.checkpoint.rank_state import RankState, check_buffers
 from outsize.checkpoint.rng import capture_rng, check_capturable
-from outsize.checkpoint.shelf import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.checkpoint.writer import Room, SavedGrad, Snapshot, UnfinishedCheckpoint

@@ -13,15 +13,15 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in, place_weights
+from outsize.checkpoint.differences import Differences, Live, check_match
+from outsize.checkpoint.directory import checkpoints_in, lookalikes_in, was_removed
 from outsize.checkpoint.files import open_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest
-from outsize.checkpoint.match import Differences, Live, check_match
 from outsize.checkpoint.peers import Cut, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.rng import check_rng, is_known
-from outsize.checkpoint.shelf import checkpoints_in, damaged_in, incomplete_in, was_removed
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, SlotState, UnitShard
@@ -65,10 +65,8 @@ def find_checkpoint(path: Path) -> Path:
         folder = path.parent
     if not folder.exists():
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(path))
-    for entry in incomplete_in(folder):
-        logger.warning("passed over %s: it has no manifest, so it was never completed", entry)
-    for entry in damaged_in(folder):
-        logger.warning("passed over %s: its manifest is damaged", entry)
+    for entry, why in lookalikes_in(folder).items():
+        logger.warning("passed over %s: %s", entry, why)
     for newest in checkpoints_in(folder):
         try:
             open_manifest(newest)[1].close()

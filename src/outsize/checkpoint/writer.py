@@ -11,12 +11,12 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from outsize.checkpoint.directory import check_room
 from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.folder import NewFolder, check_present, sync, write_text
 from outsize.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, OptimizerRecord, ParameterRecord
 from outsize.checkpoint.peers import Cut, Peers, RankPart, merged_parts, name_of_rank, together
 from outsize.checkpoint.rank_state import RankState
-from outsize.checkpoint.shelf import check_room
 from outsize.checkpoint.unit_files import FrozenFile, HeldMemory, UnitFiles, record_of, sync_all
 from outsize.checkpoint.values import encode
 from outsize.move.generations import Generation, Generations, link

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from outsize.checkpoint.files import DataReader, open_manifest
-from outsize.checkpoint.folder import remove_leftovers
-from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
-from outsize.checkpoint.shelf import (
+from outsize.checkpoint.directory import (
     beyond,
     checkpoints_in,
-    damaged_in,
-    incomplete_in,
+    lookalikes_in,
     remove_all,
     set_all_aside,
     was_removed,
     without_foreign,
 )
+from outsize.checkpoint.files import DataReader, open_manifest
+from outsize.checkpoint.folder import remove_leftovers
+from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.cli.options import DTYPES
 from outsize.formats.stored import stored_weights
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
@@ -63,7 +63,10 @@ def _found(path: Path, incomplete: Sequence[Path] = ()) -> list[Path]:
     if (path / MANIFEST_NAME).is_file():
         return [path]
     folders = [path, *sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime, reverse=True)]
-    found = [each for folder in folders for each in (*checkpoints_in(folder), *damaged_in(folder))]
+    found = []
+    for folder in folders:
+        damaged = [each for each in lookalikes_in(folder) if os.path.lexists(each / MANIFEST_NAME)]
+        found += checkpoints_in(folder) + damaged
     if not found and not incomplete:
         raise FileNotFoundError(f"{path}: there is no checkpoint")
     return found
@@ -71,7 +74,8 @@ def _found(path: Path, incomplete: Sequence[Path] = ()) -> list[Path]:
 
 def _ls(args: argparse.Namespace) -> int:
     rows = [("checkpoint", "saved (UTC)", "steps", "parameters", "size", "state")]
-    incomplete = [] if (args.path / MANIFEST_NAME).is_file() else incomplete_in(args.path)
+    alike = [] if (args.path / MANIFEST_NAME).is_file() else lookalikes_in(args.path)
+    incomplete = [each for each in alike if not os.path.lexists(each / MANIFEST_NAME)]
     for path in _found(args.path, incomplete):
         try:
             manifest, data = open_manifest(path)

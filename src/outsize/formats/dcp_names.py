@@ -14,8 +14,8 @@ from typing import Any, final
 
 import torch
 
+from outsize.checkpoint.differences import LISTED, Live, check_same_model, dims, listed, unlike
 from outsize.checkpoint.manifest import OptimizerRecord
-from outsize.checkpoint.match import LISTED, Live, check_same_model, dims, listed, unlike
 from outsize.formats.dcp_folder import DcpFolder
 
 USUAL = ("", "model.", "state_dict.", "app.model.", "module.")

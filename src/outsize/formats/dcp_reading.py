@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in, place_weights
-from outsize.checkpoint.match import Live
+from outsize.checkpoint.differences import Live
 from outsize.formats.dcp_folder import DcpFolder
 from outsize.formats.dcp_names import StoredModel, StoredOptimizer, find_model, find_optimizer
 from outsize.move.memory import HostBuffer

@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES, place_weights
+from outsize.checkpoint.differences import Differences, check_same_model, described, listed, unlike
 from outsize.checkpoint.files import naming, read_exactly, read_manifest
-from outsize.checkpoint.match import Differences, check_same_model, described, listed, unlike
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of

@@ -17,9 +17,9 @@ from typing import Final, final
 
 import torch
 
+from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import naming
 from outsize.checkpoint.folder import sync, write_text
-from outsize.checkpoint.shelf import is_checkpoint
 from outsize.formats.pieces import SLAB_BYTES, Arriving, NamedWeight, drain_all
 from outsize.move.disk import DiskEngine, StripedFile, open_engine
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy

@@ -42,38 +42,34 @@ def _dated_in(parent: Path) -> list[tuple[datetime, str, Path]]:
     return sorted(found, reverse=True)
 
 
-def incomplete_in(parent: Path) -> list[Path]:
-    """Folders that look like checkpoints and have no manifest: a save that never ended, or a copy that was cut off."""
-    found = [entry for entry in _lookalikes(parent) if not os.path.lexists(entry / MANIFEST_NAME)]
-    return [entry for entry in found if entry.exists()]  # another run may have renamed it just now
+def lookalikes_in(parent: Path) -> dict[Path, str]:
+    """Folders with data of a checkpoint and no manifest that begins as one, each with the reason. Nothing removes them.
 
-
-def damaged_in(parent: Path) -> list[Path]:
-    """Folders that look like checkpoints and whose manifest does not even begin as one: nobody knows how old they are,
-    and nothing removes them."""
-    return [entry for entry in _lookalikes(parent) if not _is_hidden(entry) and _has_damaged_manifest(entry)]
+    Those are saves that never ended, copies that were cut off, or damage: nobody knows how old they are.
+    """
+    found = {}
+    for entry in sorted(parent.iterdir() if parent.is_dir() else ()):
+        manifest = entry / MANIFEST_NAME
+        if not entry.is_dir() or not data_of(entry) or _saved_at(manifest) is not None:
+            continue
+        if os.path.lexists(manifest) and not _is_hidden(entry):
+            found[entry] = "its manifest is damaged"
+        elif not os.path.lexists(manifest):
+            found[entry] = "it has no manifest, so it was never completed"
+    return {entry: why for entry, why in found.items() if entry.exists()}  # another run may have renamed it just now
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether it holds a manifest of ours, be it damaged."""
-    return _saved_at(folder / MANIFEST_NAME) is not None or bool(_data_of(folder) and _has_damaged_manifest(folder))
+    manifest = folder / MANIFEST_NAME
+    return _saved_at(manifest) is not None or bool(data_of(folder) and os.path.lexists(manifest))
 
 
-def _lookalikes(parent: Path) -> list[Path]:
-    return sorted(
-        entry for entry in (parent.iterdir() if parent.is_dir() else ()) if entry.is_dir() and _data_of(entry)
-    )
-
-
-def _data_of(folder: Path) -> list[Path]:
+def data_of(folder: Path) -> list[Path]:
+    """The files of units."""
     with suppress(FileNotFoundError):  # another run has just renamed it
         return list(folder.glob("unit-*.bin"))
     return []
-
-
-def _has_damaged_manifest(folder: Path) -> bool:
-    manifest = folder / MANIFEST_NAME
-    return os.path.lexists(manifest) and _saved_at(manifest) is None and os.path.lexists(manifest)
 
 
 def was_removed(checkpoint: Path, error: Exception) -> bool:
@@ -195,7 +191,7 @@ def check_room(directory: Path, needed: Mapping[int, int], going: Iterable[Path]
     """
     device, free = directory.stat().st_dev, os.statvfs(directory)
     room = free.f_bavail * free.f_frsize
-    for file in (file for folder in going for file in _data_of(folder)):
+    for file in (file for folder in going for file in data_of(folder)):
         with suppress(FileNotFoundError):
             status = file.lstat()
             if status.st_nlink == 1 and status.st_dev == device:
