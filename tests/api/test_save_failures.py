@@ -22,52 +22,18 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.api.assemble import prepared_of
 from outsize.checkpoint import background, directory, folder, writer
 from outsize.checkpoint.files import DataWriter, PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
-from outsize.move.generations import Generations
+from tests.api.generation_runs import Run, assert_same
 
 
-class Run:
-    def __init__(self, tmp: Path, tier: str = "disk", seed: int = 0, **fields: Any) -> None:
-        torch.manual_seed(seed)
-        (tmp / "disk").mkdir(exist_ok=True)
-        self.model = nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        given = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk", "host_memory": "64MiB"}
-        outsize.prepare(self.model, self.optimizer, device=torch.get_default_device(), **{**given, **fields})
-        self.count = 0
-
-    @property
-    def files(self) -> list[Generations]:
-        found = prepared_of(next(self.model.parameters()))
-        assert found is not None
-        return [file for unit in found.engine.units for file in unit.shard.generations()]
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.count += 1
-            inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(self.count))
-            self.model(inputs).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def values(self) -> dict[str, torch.Tensor]:
-        with outsize.gathered(self.model):
-            return {name: value.detach().clone() for name, value in self.model.named_parameters()}
-
-    def save(self, path: Path, **options: Any) -> None:
-        outsize.save(path, self.model, self.optimizer, self.count, **options).wait()
-
-    def load(self, path: Path) -> None:
-        self.count = outsize.load(path, self.model, self.optimizer)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+def run_of(tmp: Path, tier: str = "disk", seed: int = 0) -> Run:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 3))
+    return Run(tmp, seed, layers, params=tier, grads=tier, states=tier)
 
 
 @pytest.fixture(autouse=True, params=["small", "large"])
@@ -93,7 +59,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_save_that_fails_leaves_the_run_as_if_it_had_never_been_asked(
     failure: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, run = Run(tmp_path, tier), Run(tmp_path, tier)
+    plain, run = run_of(tmp_path, tier), run_of(tmp_path, tier)
     for each in (plain, run):
         each.train()
     with monkeypatch.context() as patch:
@@ -108,13 +74,13 @@ def test_a_save_that_fails_leaves_the_run_as_if_it_had_never_been_asked(
     run.load(tmp_path / "ckpt")
     for each in (plain, run):
         each.train()
-    assert same(plain.values(), run.values())
+    assert_same(plain.values(), run.values())
 
 
 def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_raise(
     size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, run = Run(tmp_path), Run(tmp_path)
+    plain, run = run_of(tmp_path), run_of(tmp_path)
     for each in (plain, run):
         each.train()
     with monkeypatch.context() as patch:
@@ -123,7 +89,7 @@ def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_rai
     assert ("no room for the next update" in caplog.text) == (size == "large")
     for each in (plain, run):
         each.train()  # there is room again
-    assert same(plain.values(), run.values())
+    assert_same(plain.values(), run.values())
     run.save(tmp_path / "ckpt")
     if size == "large":
         with monkeypatch.context() as patch:
@@ -133,14 +99,14 @@ def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_rai
             patch.setattr(disk.os, "posix_fallocate", full)
             with pytest.raises(OSError, match="No space left"):
                 run.train(2)
-    other = Run(tmp_path, seed=1)
+    other = run_of(tmp_path, seed=1)
     other.load(tmp_path / "ckpt")
-    assert same(plain.values(), other.values())
+    assert_same(plain.values(), other.values())
 
 
 @pytest.mark.parametrize("size", ["large"], indirect=True)  # small state is read back and compared instead
 def test_what_did_not_reach_the_drive_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
 
@@ -154,7 +120,7 @@ def test_what_did_not_reach_the_drive_stops_the_run(tmp_path: Path, monkeypatch:
             run.save(tmp_path / "step-2")
     with pytest.raises(RuntimeError, match="no longer whole"):
         run.train()
-    other = Run(tmp_path, seed=1)
+    other = run_of(tmp_path, seed=1)
     other.load(tmp_path)
     assert other.count == 1
 
@@ -165,7 +131,7 @@ def test_an_error_after_the_rename_leaves_the_earlier_checkpoint_as_it_was(
 ) -> None:
     if not exchange:
         monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "ckpt")
     saved, plain = run.values(), folder.sync
@@ -184,13 +150,13 @@ def test_an_error_after_the_rename_leaves_the_earlier_checkpoint_as_it_was(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["ckpt", "disk"]
     run.train()
     run.load(tmp_path / "ckpt")
-    assert same(saved, run.values())
+    assert_same(saved, run.values())
 
 
 def test_what_appears_at_the_target_meanwhile_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     plain = writer.write_text
 
@@ -206,7 +172,7 @@ def test_what_appears_at_the_target_meanwhile_is_not_overwritten(
 
 
 def test_two_runs_may_save_to_the_same_names(tmp_path: Path) -> None:
-    plain, one, two = Run(tmp_path), Run(tmp_path), Run(tmp_path, seed=1)
+    plain, one, two = run_of(tmp_path), run_of(tmp_path), run_of(tmp_path, seed=1)
     for _ in range(4):
         for each in (plain, one, two):
             each.train()
@@ -214,11 +180,11 @@ def test_two_runs_may_save_to_the_same_names(tmp_path: Path) -> None:
         two.save(tmp_path / "ckpt")
     for each in (plain, one):
         each.train()
-    assert same(plain.values(), one.values())
+    assert_same(plain.values(), one.values())
 
 
 def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
     files = [open(file, "rb") for file in sorted((tmp_path / "step-1").iterdir())]  # noqa: SIM115
@@ -235,7 +201,7 @@ def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) 
 def test_keep_leaves_links_and_whatever_else_lies_in_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     ckpts = tmp_path / "ckpts"
     for step in (1, 2, 3):
@@ -253,7 +219,7 @@ def test_keep_leaves_links_and_whatever_else_lies_in_a_checkpoint(
 def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
 
@@ -270,7 +236,7 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
 
 @pytest.mark.parametrize("text", ["zzz", "9999-12-31T23:59:59.999999+00:00", "2026-01-01T00:00:00"])
 def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
     manifest = tmp_path / "step-1" / "manifest.json"
@@ -285,7 +251,7 @@ def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Pa
 
 
 def test_keep_counts_only_what_can_be_opened(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     for step in (1, 2, 3, 4):
         run.save(tmp_path / f"step-{step}")
@@ -297,7 +263,7 @@ def test_keep_counts_only_what_can_be_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".step-1", ".zz.new-0123456789ab"])
 def test_a_name_that_begins_with_a_dot_is_refused(name: str, tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     with pytest.raises(ValueError, match="begins with a dot"):
         run.save(tmp_path / name)
@@ -310,7 +276,7 @@ def test_a_name_that_begins_with_a_dot_is_refused(name: str, tmp_path: Path) -> 
 def test_an_interrupted_save_leaves_nothing_open_and_nothing_behind(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
     gc.collect()
@@ -337,7 +303,7 @@ def test_an_interrupted_save_leaves_nothing_open_and_nothing_behind(
 
 
 def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     own = next((tmp_path / "disk").iterdir())
     for place in (own, own / "ckpt", tmp_path / "outsize-run-1"):
@@ -349,7 +315,7 @@ def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path, "host")
+    run = run_of(tmp_path, "host")
     run.train()
     run.save(tmp_path / "step-1")
     gate_in, gate_out = os.pipe()
@@ -380,7 +346,7 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
 def test_a_forked_child_saves_and_loads_nothing(tier: str, tmp_path: Path) -> None:
     """Its parent does not know what it links or freezes, and would write over it. Right after a step an update may be
     on its way, which nobody brings in the child: that is no reason to wait for ever."""
-    run = Run(tmp_path, tier)
+    run = run_of(tmp_path, tier)
     run.train()
     run.save(tmp_path / "good")
     run.train()
@@ -417,7 +383,7 @@ def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
     script.write_text(AT_EXIT)
     subprocess.run([sys.executable, script, tmp_path / "ckpt"], check=True, timeout=120)
     assert (tmp_path / "ckpt" / "manifest.json").is_file()
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "disk", "script.py"]
     with pytest.raises(ValueError, match="another model"):
         run.load(tmp_path / "ckpt")
@@ -426,7 +392,7 @@ def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_every_file_has_the_mode_that_the_umask_says(tier: str, tmp_path: Path) -> None:
     """Those on disk were made under another one."""
-    run = Run(tmp_path, tier)
+    run = run_of(tmp_path, tier)
     before = os.umask(0o027)
     try:
         outsize.save(tmp_path / "ckpt", run.model, run.optimizer, {"x": torch.ones(3)}).wait()
@@ -440,7 +406,7 @@ def test_every_file_has_the_mode_that_the_umask_says(tier: str, tmp_path: Path) 
 def test_what_cannot_be_removed_is_no_failure_of_the_save(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
     plain_rename, plain_sync = os.rename, folder.sync
@@ -466,11 +432,11 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(
     expected = run.values()
     run.train()
     run.load(tmp_path / "step-2")
-    assert same(expected, run.values())
+    assert_same(expected, run.values())
 
 
 def test_every_flipped_byte_of_a_manifest_is_found(size: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, "host")
+    run = run_of(tmp_path, "host")
     run.train()
     run.save(tmp_path / "ckpt")
     before, file = run.values(), tmp_path / "ckpt" / "manifest.json"
@@ -479,13 +445,13 @@ def test_every_flipped_byte_of_a_manifest_is_found(size: str, tmp_path: Path) ->
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises((ValueError, OSError)):
             run.load(tmp_path / "ckpt")
-    assert same(before, run.values())
+    assert_same(before, run.values())
     file.write_bytes(content)
     run.load(tmp_path / "ckpt")
 
 
 def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "ckpts" / "step-1")
     run.save(tmp_path / "ckpts" / "step-2")
@@ -502,7 +468,7 @@ def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, other = Run(tmp_path), Run(tmp_path, seed=1)
+    run, other = run_of(tmp_path), run_of(tmp_path, seed=1)
     run.train()
     run.save(tmp_path / "ckpt")
     saved, plain = run.values(), Checkpoint.verify
@@ -514,13 +480,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
 
     monkeypatch.setattr(Checkpoint, "verify", verify)
     other.load(tmp_path / "ckpt")
-    assert same(saved, other.values())
+    assert_same(saved, other.values())
 
 
 def test_a_write_protected_checkpoint_stays_in_sight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path)
+    run = run_of(tmp_path)
     run.train()
     run.save(tmp_path / "step-1")
     plain = os.access
@@ -546,7 +512,7 @@ def test_a_folder_that_is_still_there_when_it_should_be_gone_is_named(
 def test_a_file_system_that_syncs_no_folders_is_written_to(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, plain = Run(tmp_path), os.fsync
+    run, plain = run_of(tmp_path), os.fsync
     run.train()
 
     def of_files_alone(fd: Any) -> None:
@@ -578,7 +544,7 @@ def test_a_file_that_cannot_be_synced_is_an_error(code: int, tmp_path: Path, mon
 
 def test_a_folder_that_another_run_has_swept_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system whose locks hold for each machine alone."""
-    run, plain = Run(tmp_path), PlannedFile.write
+    run, plain = run_of(tmp_path), PlannedFile.write
     run.train()
     run.save(tmp_path / "step-1")
     values = run.values()
@@ -595,12 +561,12 @@ def test_a_folder_that_another_run_has_swept_is_not_published(tmp_path: Path, mo
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "step-1"}
     run.train()
     run.load(tmp_path / "step-1")
-    assert same(values, run.values())
+    assert_same(values, run.values())
 
 
 @pytest.mark.parametrize("size", ["large"], indirect=True)
 def test_what_ends_before_it_writes_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, "host")
+    run = run_of(tmp_path, "host")
     run.train()
     with monkeypatch.context() as patch:
         patch.setattr(writer.UnfinishedCheckpoint, "finish", full)

@@ -24,7 +24,7 @@ from outsize.checkpoint.rank_state import RankState, check_buffers
 from outsize.checkpoint.rng import capture_rng, check_capturable
 from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
-from outsize.checkpoint.writer import Room, SavedGrad, Snapshot, UnfinishedCheckpoint
+from outsize.checkpoint.writer import SavedGrad, Snapshot, UnfinishedCheckpoint
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c_of
@@ -135,12 +135,11 @@ def _write(
     """Take the state while the training stands still, and write what is left of it behind the training."""
     peers, copies = snapshot.peers, None if ranks is None else ranks.copies
     saves = copies is None or not copies.rank  # the first copy of the model does
-    room = _room(prepared, [*outdated, target])
     begun: list[UnfinishedCheckpoint] = []
 
     def begin() -> bool:
         try:
-            begun.append(UnfinishedCheckpoint(target, snapshot, room))
+            begun.append(UnfinishedCheckpoint(target, snapshot, *_room(prepared), [*outdated, target]))
         except UnsyncedError as error:
             prepared.engine.streamer.stop(error)
             raise
@@ -258,8 +257,8 @@ def _check_place(prepared: Prepared, target: Path) -> None:
         )
 
 
-def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
-    """What the budgets leave beside what training has needed at most so far."""
+def _room(prepared: Prepared) -> tuple[int, int]:
+    """Bytes of memory and of disk that the budgets leave beside what training has needed at most so far."""
     budgets = prepared.survey.budgets
     memory = ("host", "device") if budgets.device is None else ("host",)
 
@@ -268,7 +267,7 @@ def _room(prepared: Prepared, going: Sequence[Path]) -> Room:
         return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers and name != KEPT)
 
     copies, disk = budgets.host - taken(memory), (budgets.disk or 0) - taken(("disk",))
-    return Room(max(copies, 0), max(disk, 0), going)
+    return max(copies, 0), max(disk, 0)
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:

@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import final
@@ -102,15 +101,13 @@ def _locked(folder: Path) -> int:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return -1
+    held = False
     try:
-        swept = not _lock(lock) or not folder.exists()
-    except BaseException:
-        os.close(lock)
-        raise
-    if not swept:
-        return lock
-    os.close(lock)
-    return -1
+        held = _lock(lock) and folder.exists()
+    finally:
+        if not held:
+            os.close(lock)
+    return lock if held else -1
 
 
 def _lock(fd: int) -> bool:
@@ -163,14 +160,6 @@ def check_not_current(target: Path) -> None:
     shell that it was started from, would be left in the old one, which is removed."""
     if target.exists() and os.path.samefile(target, os.curdir):
         raise ValueError(f"{target} is the current directory, which cannot be replaced; name a folder in it")
-
-
-def check_present(folder: Path, names: Iterable[str]) -> None:
-    """Raise `FileNotFoundError` unless the folder still has all its files: where the lock on it does not count
-    (network file systems that lock for each machine alone), another run may have swept it."""
-    for name in names:
-        if not os.path.lexists(folder / name):
-            raise FileNotFoundError(errno.ENOENT, "was removed while the checkpoint was written", str(folder / name))
 
 
 def check_replaceable(target: Path) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import final
 
 import torch
 
 from outsize.checkpoint.directory import check_room
 from outsize.checkpoint.files import PlannedFile
-from outsize.checkpoint.folder import NewFolder, check_present, sync, write_text
+from outsize.checkpoint.folder import NewFolder, sync, write_text
 from outsize.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, OptimizerRecord, ParameterRecord
 from outsize.checkpoint.peers import Cut, Peers, RankPart, merged_parts, name_of_rank, together
 from outsize.checkpoint.rank_state import RankState
@@ -23,7 +25,6 @@ from outsize.move.generations import Generation, Generations, link
 from outsize.move.grad_ops import GradOps
 from outsize.move.shard import UnitShard
 
-T = TypeVar("T")
 GRADS_FILE = "grads.bin"
 AT_ONCE_BYTES = 64 << 20
 """State of so many bytes is simply written before `save` returns. What is larger is linked, or written
@@ -56,17 +57,6 @@ class Snapshot:
     """Which part along a dimension this rank has, of the parameters that tensor parallelism has split."""
 
 
-@dataclass(frozen=True)
-class Room:
-    """What a save may take: memory for copies of what changes before it is written, and `disk_bytes` for the
-    generations that follow files which are copied behind it. The checkpoints `going` are removed once it is complete.
-    """
-
-    copy_bytes: int
-    disk_bytes: int
-    going: Sequence[Path] = ()
-
-
 @final
 class UnfinishedCheckpoint:
     """A checkpoint whose state is safe from the training and that `finish` brings to its place.
@@ -75,7 +65,11 @@ class UnfinishedCheckpoint:
     that it does not change before it is written or copied.
     """
 
-    def __init__(self, target: Path, snapshot: Snapshot, room: Room) -> None:
+    def __init__(
+        self, target: Path, snapshot: Snapshot, copy_bytes: int, disk_bytes: int, going: Sequence[Path]
+    ) -> None:
+        """The save may take memory of `copy_bytes` for what changes before it is written, and `disk_bytes` for the
+        generations that follow files which are copied. `going` are removed once the checkpoint is complete."""
         self.linked: list[Generation] = []
         """The generations of the run whose files it shares."""
         self._snapshot = snapshot
@@ -90,11 +84,11 @@ class UnfinishedCheckpoint:
             units = [self._plan(shard) for shard in snapshot.shards]
             files = [file for unit in units for file in unit.files.values()]
             small = sum(unit.copied_bytes for unit in units) + sum(f.touched_bytes for f in files) <= AT_ONCE_BYTES
-            self._check_room(units, small, room)
+            self._check_room(units, small, going)
             if not small:
                 sync_all(files)
-            self._take_files(units, small, room.disk_bytes)
-            self._take_memory(units, small, room.copy_bytes)
+            self._take_files(units, small, disk_bytes)
+            self._take_memory(units, small, copy_bytes)
             for file in (self._grads, *(state.file for state in snapshot.states)):
                 if file.nbytes or file is not self._grads:
                     file.write(self._folder.path, self._files)
@@ -125,7 +119,7 @@ class UnfinishedCheckpoint:
         """Whether anything large is still to be written."""
         return bool(self._later)
 
-    def _check_room(self, units: Sequence[UnitFiles], small: bool, room: Room) -> None:
+    def _check_room(self, units: Sequence[UnitFiles], small: bool, going: Sequence[Path]) -> None:
         """Raise `OSError` now, while nothing has changed, if what is about to be written has no room."""
         here = self._folder.path.stat().st_dev
         in_memory = sum(unit.copied_bytes for unit in units)
@@ -139,7 +133,7 @@ class UnfinishedCheckpoint:
             elif not file.has_next:
                 needed[here] += file.reserved_bytes
         # What goes makes room only for what is written after it: the next generations, unless there is more to come.
-        check_room(self._folder.target.parent, needed, room.going if not pending else ())
+        check_room(self._folder.target.parent, needed, going if not pending else ())
 
     def _take_files(self, units: Sequence[UnitFiles], small: bool, disk_bytes: int) -> None:
         """Link the files that hold the state where the file system can, else copy them: now, or later if there is room
@@ -209,7 +203,11 @@ class UnfinishedCheckpoint:
                 return None
             manifest = self._manifest(parts)
             write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
-            check_present(self._folder.path, manifest.files)
+            for name in manifest.files:
+                # The lock on the folder may not count (network file systems lock for each machine alone).
+                if not os.path.lexists(self._folder.path / name):
+                    said = "was removed while the checkpoint was written"
+                    raise FileNotFoundError(errno.ENOENT, said, str(self._folder.path / name))
             return self._folder.publish()
 
         try:
@@ -237,7 +235,7 @@ class UnfinishedCheckpoint:
             buffers=snapshot.states[0].buffers,
             optimizer=snapshot.optimizer,
             ranks=[state for copy in zip(*(part.states for part in parts), strict=True) for state in copy],
-            written_by=_versions(),
+            written_by={"outsize": _version(), "torch": torch.__version__},
             saved_at=snapshot.saved_at,
             world_size=len(parts),
             tensor_ranks=tensor,
@@ -275,9 +273,8 @@ def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
     return made[0] if made else NewFolder(target, Path(path))
 
 
-def _versions() -> dict[str, Any]:
+def _version() -> str:
     try:
-        own = version("outsize")
+        return version("outsize")
     except PackageNotFoundError:  # run from a source tree
-        own = "unknown"
-    return {"outsize": own, "torch": torch.__version__}
+        return "unknown"
