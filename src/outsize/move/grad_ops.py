@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 
@@ -97,6 +98,13 @@ def vector_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     wide = grad.dtype if grad.dtype is torch.float64 else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(grad, order, dtype=wide)
     return norm
+
+
+def vector_norms(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`vector_norm` of order 2 of each."""
+    if any(grad.dtype is torch.float64 or (_is_native(grad) and grad.numel() > _LARGE_NUMEL) for grad in grads):
+        return [vector_norm(grad, 2.0) for grad in grads]
+    return list(torch._foreach_norm(list(grads), 2.0, torch.float32))
 
 
 def _is_native(grad: torch.Tensor) -> bool:

@@ -45,6 +45,7 @@ class GradShard:
         self._wide = array_layout(layout, _WIDE)
         self._ledger = ledger
         self._flat = HostBuffer(self._wide.nbytes)
+        self._places: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}  # of each gradient, as they are wide
         self._norms = None if outbox is None else HostBuffer(8 * len(layout.slots), pinned=True)  # of sums, by slot
         self._account = "host/grads" if store is None else "host/grads in flight"
         self._counted = 0
@@ -96,7 +97,14 @@ class GradShard:
     def of(self, slot: Slot) -> torch.Tensor:
         """One gradient in memory, as it rests (its operations not applied), 1-D."""
         self.await_landed()
-        return self.view(slot.offset, slot.end).view(self.dtype(slot))
+        return self._place(slot)
+
+    def _place(self, slot: Slot) -> torch.Tensor:
+        assert self.in_memory, "the gradients are not in memory"
+        places = self._places[self.wide]
+        if slot.name not in places:
+            places[slot.name] = self.view(slot.offset, slot.end).view(self.dtype(slot))
+        return places[slot.name]
 
     def dispatch(self) -> None:
         """Let the conveyor bring what is on its way from an accelerator, before what it is asked for next."""
@@ -170,7 +178,7 @@ class GradShard:
         if (second or restored) and not self.wide:
             self._widen()
         self.at_rest.add(slot.name)
-        target = self.view(slot.offset, slot.end).view(self.dtype(slot))
+        target = self._place(slot)
         if self._outbox is not None and source.device.type != "cpu":
             if not source.numel():  # nothing is sent, and nothing would ever arrive
                 return
@@ -209,6 +217,7 @@ class GradShard:
         contents = {name: self.of(slot) for name, slot in self._slots().items() if name in self.at_rest}
         wide = HostBuffer(self._wide.nbytes)
         old, self._flat = self._flat, wide
+        self._places = {False: {}, True: {}}
         self.wide = True
         for name, value in contents.items():
             self.of(self._slots()[name]).copy_(value)

@@ -438,9 +438,10 @@ class Engine:
         self._watch_backward()
         unit = self._home[name]
         keeper = self.keepers[unit.index]
-        if keeper.completed_by(name):
+        complete = keeper.arrives(name)
+        if complete:
             self.streamer.finished(unit)  # before the gradient is copied: the weights may make room for it
-        keeper.take(name)
+        keeper.take(name, complete)
 
     def _watch_backward(self) -> None:
         """See the end of this backward, whatever it uses of the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
@@ -85,7 +85,15 @@ class RestingGrad(torch.Tensor):
                 f"with `with outsize.gathered(param, grads=True, modify=True): param.grad.copy_(...)`"
             )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Clipping asks each gradient: it gets its answer without a way through torch's dispatcher."""
+        answer = _OFTEN.get(func)
+        if answer is not None and type(args[0]) is cls:
+            return _answered(answer, args[0], args, kwargs or {})
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -94,8 +102,7 @@ class RestingGrad(torch.Tensor):
         answer = _ANSWERS.get(func)
         if answer is None:
             raise _needs_values(func, (*args, *(kwargs or {}).values()))
-        with _one_of(args).home.owner.turn("an operation on gradients"):
-            return answer(*args, **(kwargs or {}))
+        return _answered(answer, _one_of(args), args, kwargs or {})
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise _needs_values("numpy", (self,))
@@ -145,17 +152,16 @@ class RestingGrad(torch.Tensor):
                 self.norms[order] = norm
             return norm
         norm = self.norms[order]
-        return norm.clone() if order == 0 else norm * abs(self.ops.scale)
+        return norm.clone() if order == 0 or self.ops.scale == 1.0 else norm * abs(self.ops.scale)
 
     @property
     def finite(self) -> torch.Tensor:
-        """Whether all elements are finite, 0-d bool; a clamp or a finite scale changes nothing about that."""
+        """0-d, finite if all elements are; a clamp or a finite scale changes nothing about that."""
         self.home.check_current(self)
         self.home.complete()
-        if self.ops.zero:
-            return torch.ones((), dtype=torch.bool, device=self.device)
-        known = torch.isfinite(self.norms[2.0])
-        return known if isfinite(self.ops.scale) else torch.zeros_like(known)
+        if self.ops.zero or not isfinite(self.ops.scale):
+            return torch.full_like(self.norms[2.0], 0.0 if self.ops.zero else nan)
+        return self.norms[2.0]
 
     def scale(self, factor: float) -> None:
         self.home.check_current(self)
@@ -174,6 +180,15 @@ class RestingGrad(torch.Tensor):
         self.home.complete()
         if not self.ops.zero:
             self.home.rewrite(self, divisor)
+
+
+def _answered(answer: Callable[..., Any], grad: RestingGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    owner = grad.home.owner
+    owner.take("an operation on gradients")
+    try:
+        return answer(*args, **kwargs)
+    finally:
+        owner.give()
 
 
 class _Factors:
@@ -319,6 +334,8 @@ def _contribute(func: Any, grad: Any, more: Any, alpha: Any) -> RestingGrad:
     grad.home.add(grad, more if more.shape == grad.shape else more.expand(grad.shape).contiguous())
     return grad
 
+
+_OFTEN: dict[Any, Callable[..., Any]] = {torch.linalg.vector_norm: _norm, torch.Tensor.mul_: _mul_}
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,

@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from outsize.move.conveyor import Conveyor, Job
-from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, wide_dtype
+from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, vector_norms, wide_dtype
 from outsize.move.gradients import GradShard, WriteGradsStep
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.plan.layout import Slot
@@ -63,7 +63,7 @@ class GradKeeper:
         self._writing: Job | None = None
         self._dirty = False
         self._resting: dict[str, list[RestingGrad]] = {}  # [current, spare] by parameter
-        self._sums: dict[str, RestingGrad] = {}  # whose norms come with the last contribution that is on its way
+        self._unknown: dict[str, RestingGrad] = {}  # whose norms are still to be found
         self.shown: dict[str, RestingGrad] = {}  # in whose place `param.grad` is a copy of the values for now
 
     # Note [Gradients of two steps]
@@ -111,16 +111,16 @@ class GradKeeper:
         """Whether some gradients of a backward are in and others are not."""
         return bool(self._arrived)
 
-    def completed_by(self, name: str) -> bool:
-        """Whether this gradient is the last that the unit waits for."""
+    def arrives(self, name: str) -> bool:
+        """Autograd has made this gradient; whether it is the last that the unit waits for."""
         if not self._arrived:
             params = self._unit.parameters.items()
             self._awaited = {each for each, param in params if param.requires_grad}
-        return not self._awaited - self._arrived - {name}
+        self._arrived.add(name)
+        return self._awaited <= self._arrived
 
-    def take(self, name: str) -> None:
+    def take(self, name: str, complete: bool) -> None:
         """Lay the gradient that autograd has just left in `param.grad` to rest."""
-        complete = self.completed_by(name)
         param = self._unit.parameters[name]
         grad = param.grad
         if grad is not None and not isinstance(grad, RestingGrad):
@@ -129,7 +129,6 @@ class GradKeeper:
             param.grad = self._rest(name, grad) if collector is None else collector.collect(name, grad, None)
         elif grad is not None and grad.requires_grad:
             grad.detach_()  # a gradient at rest has no graph, which would keep the parameter: Note [Borrowed nodes]
-        self._arrived.add(name)
         if complete and self.update_now is not None and self._frozen:
             self.deferred = True  # the frozen parameters may be needed until the backward is over
             self._arrived.clear()
@@ -172,6 +171,7 @@ class GradKeeper:
         shard = self._shard
         if shard is not None:
             shard.dispatch()
+        self._find_norms()
         if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
             self._start_writing(shard)
 
@@ -194,6 +194,7 @@ class GradKeeper:
             return False
         if self._dirty:
             shard.dispatch()
+            self._find_norms()
             self._start_writing(shard)
         self._await_writing()
         shard.drop()
@@ -300,6 +301,7 @@ class GradKeeper:
         """
         grad = self._rest(name, content if self._reduction is None else content.reshape(-1))  # as it is collected
         grad.ops = ops
+        self._find_norms()
         grad.norms.update({order: torch.full_like(grad.norms[2.0], norm) for order, norm in norms.items()})
         self._unit.parameters[name].grad = grad
 
@@ -320,9 +322,9 @@ class GradKeeper:
 
     def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
         norm, loose = self._lay_down(name, grad, None)
-        assert norm is not None, "only that of a sum comes later"
         resting = self._next(name)
         if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
+            assert norm is not None, "it is found at once there"
             resting = RestingGrad(self._unit.parameters[name], name, self, norm, loose)
         self._become(resting, norm, loose)
         resting.reductions = 0
@@ -341,9 +343,9 @@ class GradKeeper:
 
     def _become(self, grad: RestingGrad, norm: torch.Tensor | None, loose: torch.Tensor | None) -> None:
         if norm is None:
-            self._sums[grad.label] = grad
+            self._unknown[grad.label] = grad
         else:
-            self._sums.pop(grad.label, None)
+            self._unknown.pop(grad.label, None)
         grad.become(norm, loose, self._shard)
         if self._reduction is not None:
             self._reduction.changed()
@@ -357,7 +359,7 @@ class GradKeeper:
             param = self._unit.parameters[name]
             wide = torch.float64 if param.dtype is torch.float64 else torch.float32
             return RestingGrad(param, name, self, torch.zeros((), dtype=wide, device=self._unit.shard.device))
-        self._sums.pop(name, None)  # of an interrupted backward
+        self._unknown.pop(name, None)  # of an interrupted backward
         grad.become(torch.zeros((), device="cpu"), None, None)
         grad.reductions = 0
         return grad
@@ -381,11 +383,21 @@ class GradKeeper:
         self.await_norms()
 
     def await_norms(self) -> None:
-        """Give the sums of gradients from an accelerator their norms. Blocks until the sums are there."""
-        while self._sums:
-            name, grad = self._sums.popitem()
+        """Find the norms that are not known yet. Of sums of gradients from an accelerator it blocks until these are
+        there."""
+        self._find_norms()
+        while self._unknown:
+            name, grad = self._unknown.popitem()
             assert grad.shard is not None
             grad.norms[2.0].copy_(grad.shard.norm_of_sum(self._slots[name]), non_blocking=True)
+
+    def _find_norms(self) -> None:
+        """Those of gradients that lie in host memory, all at once: a call a gradient costs more than a small one."""
+        if not self._unknown or self._unit.shard.device.type != "cpu":
+            return
+        grads, self._unknown = list(self._unknown.values()), {}
+        values = [grad.shard.of(self._slots[grad.label]) for grad in grads if grad.shard is not None]
+        torch._foreach_copy_([grad.norms[2.0] for grad in grads], vector_norms(values))
 
     def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
         """The vector norm of the values, operations applied, fp32, 0-d."""
@@ -405,20 +417,22 @@ class GradKeeper:
         """Store a contribution; returns the norm of the sum, or None where it comes later, and the sum itself where it
         stays on the device."""
         expect_dense(name, grad)
-        self._settle(self._unit)  # see Note [An owed update owns its gradients]
+        if not self._unit.settled:
+            self._settle(self._unit)  # see Note [An owed update owns its gradients]
         grad = grad.detach()
         ops = None if previous is None or previous.ops.zero else previous.ops
         if self._shard is None:
             loose = grad if ops is None or previous is None else self._add_loose(previous, grad)
             return vector_norm(loose, 2.0), loose
-        slot_dtype = self._shard.dtype(self._slots[name])
-        self._open(self._slots[name], widens=ops is not None or grad.dtype.itemsize > slot_dtype.itemsize)
-        self._shard.put(self._slots[name], grad, ops)
+        slot = self._slots[name]
+        self._open(slot, widens=ops is not None or grad.dtype.itemsize > self._shard.dtype(slot).itemsize)
+        self._shard.put(slot, grad, ops)
         self._dirty = True
-        if ops is None:
+        on_cpu = self._unit.shard.device.type == "cpu"
+        if ops is None and (not on_cpu or grad.dtype is not self._shard.dtype(slot)):
             return vector_norm(grad, 2.0), None  # on the device, where it is fast
-        on_its_way = grad.device.type != "cpu" and grad.numel() > 0
-        return None if on_its_way else vector_norm(self._shard.of(self._slots[name]), 2.0), None
+        later = on_cpu or (grad.device.type != "cpu" and grad.numel() > 0)
+        return None if later else vector_norm(self._shard.of(slot), 2.0), None
 
     def _add_loose(self, previous: RestingGrad, grad: torch.Tensor) -> torch.Tensor:
         assert previous.loose is not None
@@ -431,6 +445,8 @@ class GradKeeper:
         if shard.in_memory and shard.bytes_beside(slot):
             self._make_room(shard.bytes_beside(slot))  # as below
         shard.use(slot)
+        if widens and not shard.wide:
+            self._find_norms()  # of what is narrow still
         if shard.in_memory and widens and shard.store is not None and shard.sum_bytes > shard.nbytes:
             self._make_room(shard.sum_bytes - shard.nbytes)  # which may write these gradients out
         if shard.in_memory:

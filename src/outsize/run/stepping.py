@@ -441,10 +441,11 @@ class Stepper:
                     plain.append((name, owed.loose))
         names += [name for name, _ in plain]
         if plain:
-            finite += [torch.isfinite(norm) for norm in torch._foreach_norm([grad for _, grad in plain])]
-        if not finite or torch.stack(finite).all():
+            finite += torch._foreach_norm([grad for _, grad in plain])
+        good = torch.isfinite(torch.stack(finite)) if finite else torch.ones(0, device="cpu")
+        if good.all():
             return []
-        return [name for name, good in zip(names, finite, strict=True) if not good and not self._is_finite(name)]
+        return [name for name, each in zip(names, good.tolist(), strict=True) if not each and not self._is_finite(name)]
 
     def _is_finite(self, name: str) -> bool:
         """The sum of squares of large elements may overflow: look at the elements."""

@@ -85,6 +85,11 @@ class Unit:
         return self.state is Residency.RESIDENT and not self.pending
 
     @property
+    def settled(self) -> bool:
+        """Whether the unit owes no update, and none is under way."""
+        return not self.pending and self.state is not Residency.FETCHING
+
+    @property
     def job(self) -> Job | None:
         """The last job of this unit."""
         return self._job
