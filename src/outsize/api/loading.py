@@ -20,7 +20,7 @@ from outsize.checkpoint.background import Saving
 from outsize.checkpoint.differences import Live
 from outsize.checkpoint.directory import checkpoints_in, is_checkpoint
 from outsize.checkpoint.peers import Peers
-from outsize.checkpoint.reader import LATEST, Checkpoint, Place, open_checkpoint
+from outsize.checkpoint.reader import LATEST, Checkpoint, open_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
 from outsize.formats.dcp import is_dcp
@@ -127,16 +127,9 @@ def _open(
         return open_safetensors(path, slots, buffers, tied_names(model), optional, strict)
     if not ours and is_dcp(path):
         return open_dcp(path, live, label, tied_names(prepared.model), strict)
-    return open_checkpoint(path, live, label, strict, _place_of(prepared), cuts)
-
-
-def _place_of(prepared: Prepared) -> Place:
-    if prepared.engine.reduction is None:
-        return Place()
-    ranks = prepared.engine.reduction.ranks
-    peers, copies = Peers(ranks, "load"), ranks.copies
-    copy, count = (0, 1) if copies is None else (copies.rank, copies.size)
-    return Place(copy, peers.rank, peers.size, peers.tensor, count)
+    reduction = prepared.engine.reduction
+    peers = None if reduction is None else Peers(reduction.ranks, "load")
+    return open_checkpoint(path, live, label, strict, peers, cuts)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def _save(
     ranks = None if reduction is None else reduction.ranks
     peers = None if ranks is None else Peers(ranks, "save")
     copies = None if ranks is None else ranks.copies
-    number = 0 if peers is None else peers.rank + (0 if copies is None else copies.rank * peers.size)
+    number = 0 if peers is None else peers.number
     buffers = buffers_of(model)
 
     def look() -> tuple[RankState, list[Path], str, OptimizerRecord | None, Mapping[str, BufferSum]]:

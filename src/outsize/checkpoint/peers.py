@@ -31,6 +31,9 @@ class Peers:
         place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
         self.rank = place * ranks.size + ranks.rank
         self.size = self.tensor * ranks.size
+        copy, self.copies = (0, 1) if ranks.copies is None else (ranks.copies.rank, ranks.copies.size)
+        self.number = copy * self.size + self.rank
+        """This rank among those of all copies of the model."""
         self.name = dist.get_rank()
         """This rank's number in the job."""
         self.behind = behind

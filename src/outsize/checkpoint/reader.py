@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -18,7 +17,7 @@ from outsize.checkpoint.directory import checkpoints_in, lookalikes_in, was_remo
 from outsize.checkpoint.files import open_manifest
 from outsize.checkpoint.folder import locate
 from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest
-from outsize.checkpoint.peers import Cut, name_of_rank
+from outsize.checkpoint.peers import Cut, Peers, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.rng import check_rng, is_known
@@ -35,22 +34,11 @@ LOOKS = 10
 logger = logging.getLogger("outsize")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands in its job: its `rank` among the `ranks` of one of the `copies` of the model."""
-
-    copy: int = 0
-    rank: int = 0
-    ranks: int = 1
-    tensor_ranks: int = 1
-    copies: int = 1
-
-    def among(self, manifest: Manifest) -> int:
-        """The number of the rank that saved at this place; in a job cut otherwise, the first of all."""
-        if (self.ranks, self.tensor_ranks) != (manifest.world_size, manifest.tensor_ranks):
-            return 0  # what one rank had of its own belongs to nobody in particular any more
-        same = self.copies * self.ranks == len(manifest.ranks)
-        return (self.copy * self.ranks if same else 0) + self.rank
+def number_at_place(manifest: Manifest, peers: Peers | None) -> int:
+    """The number of the rank that saved where this one stands in its job; in a job cut otherwise, the first of all."""
+    if peers is None or (peers.size, peers.tensor) != (manifest.world_size, manifest.tensor_ranks):
+        return 0  # what one rank had of its own belongs to nobody in particular any more
+    return peers.number if peers.copies * peers.size == len(manifest.ranks) else peers.rank
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -90,13 +78,13 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(self, folder: Path, place: Place | None = None, cuts: Mapping[str, Cut] | None = None) -> None:
+    def __init__(self, folder: Path, peers: Peers | None = None, cuts: Mapping[str, Cut] | None = None) -> None:
         """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
         self.folder = folder
         self.passed_over: Differences = {}
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
-        self._number = (place or Place()).among(self.manifest)
+        self._number = number_at_place(self.manifest, peers)
         self.records = {
             name: record.of_part(cut.dim, cut.first, cut.count)
             if (cut := (cuts or {}).get(name)) is not None and cut.fits(record.shape)
@@ -231,7 +219,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: Path, live: Live, label: str, strict: bool, place: Place, cuts: Mapping[str, Cut]
+    path: Path, live: Live, label: str, strict: bool, peers: Peers | None, cuts: Mapping[str, Cut]
 ) -> Checkpoint:
     """The checkpoint at `path`, or the newest one there, found to be whole and to fit what is `live`."""
     looks = 0
@@ -239,7 +227,7 @@ def open_checkpoint(
         looks += 1
         names = _names_beside(path)
         try:
-            checkpoint = Checkpoint(find_checkpoint(path), place, cuts)
+            checkpoint = Checkpoint(find_checkpoint(path), peers, cuts)
             try:
                 checkpoint.passed_over = check_match(checkpoint.manifest, live, label, strict)
                 checkpoint.verify(weights=live.buffers is not None, state=live.optimizer is not None)

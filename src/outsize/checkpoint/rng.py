@@ -27,7 +27,6 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
     }
-    check_capturable()
     numpy = _numpy()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
