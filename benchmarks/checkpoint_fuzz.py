@@ -144,7 +144,7 @@ class Specimen:
 
 def _used_bytes(manifest: Manifest) -> dict[str, list[tuple[int, int]]]:
     """(first, end) of the bytes of each file that mean something."""
-    regions = [record.region for record in manifest.buffers.values()]
+    regions = list(manifest.buffers.values())
     for record in manifest.parameters.values():
         regions += record.leaves()
     found: dict[str, list[tuple[int, int]]] = {}

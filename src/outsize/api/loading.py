@@ -208,8 +208,7 @@ def _own_buffer(
 ) -> torch.Tensor | None:
     """Persistent buffers were checked to match; of the others those that do are restored too."""
     value, persistent = buffers[name]
-    stored = checkpoint.buffers.get(name)
-    region = stored.region if stored is not None else None
+    region = checkpoint.buffers.get(name)
     same = region is not None and (region.shape, region.dtype) == (tuple(value.shape), value.dtype)
     if region is not None and (persistent or same):
         return checkpoint.data.read(region)

@@ -39,11 +39,8 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
     stored = {name: (record.shape, record.dtype) for name, record in manifest.parameters.items()}
     found = _differences("parameter", stored, live.parameters)
     if live.buffers is not None:
-        persistent = {
-            name: (record.region.shape, record.region.dtype)
-            for name, record in manifest.buffers.items()
-            if record.persistent
-        }
+        kept = {name: region for name, region in manifest.buffers.items() if name in manifest.persistent}
+        persistent = {name: (region.shape, region.dtype) for name, region in kept.items()}
         found |= _differences("buffer", persistent, live.buffers)
     if live.extra_states is not None:
         found |= _one_sided("extra state", manifest.ranks[0]["extra_states"], live.extra_states)

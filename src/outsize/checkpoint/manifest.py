@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -161,21 +161,6 @@ def _decoded(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class BufferRecord:
-    """A buffer of the model; the ones that are not in its state_dict are stored too."""
-
-    region: Region
-    persistent: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.region.to_json(), "persistent": self.persistent}
-
-    @classmethod
-    def from_json(cls, value: Any) -> BufferRecord:
-        return cls(Region.from_json(value), bool(value["persistent"]))
-
-
-@dataclass(frozen=True)
 class GroupRecord:
     """A parameter group: its hyper-parameters (encoded) and the names of its parameters."""
 
@@ -214,11 +199,14 @@ class Manifest:
 
     files: Mapping[str, FileRecord]
     parameters: Mapping[str, ParameterRecord]
-    buffers: Mapping[str, BufferRecord]
+    buffers: Mapping[str, Region]
+    """Of the first rank, those that are not in the model's state_dict included."""
     optimizer: OptimizerRecord | None
     ranks: Sequence[Any]
     """Of each rank of each copy of the model: {"rng", "extra", "extra_states", "buffers"}, the last as far as they
     differ from the first rank's."""
+    persistent: Set[str] = frozenset()
+    """The buffers that are in the model's state_dict."""
     written_by: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""
     world_size: int = 1
@@ -238,6 +226,7 @@ class Manifest:
             "files": self.files,
             "parameters": self.parameters,
             "buffers": self.buffers,
+            "persistent": sorted(self.persistent),
             "optimizer": self.optimizer and self.optimizer.to_json(),
             "ranks": list(self.ranks),
         }
@@ -279,9 +268,10 @@ class Manifest:
         manifest = cls(
             files={str(name): FileRecord.from_json(each) for name, each in value["files"].items()},
             parameters={str(name): ParameterRecord.from_json(each) for name, each in value["parameters"].items()},
-            buffers={str(name): BufferRecord.from_json(each) for name, each in value["buffers"].items()},
+            buffers={str(name): Region.from_json(each) for name, each in value["buffers"].items()},
             optimizer=None if optimizer is None else OptimizerRecord.from_json(optimizer),
             ranks=[dict(each) for each in value["ranks"]],
+            persistent=frozenset(map(str, value["persistent"])),
             written_by=dict(value["written_by"]),
             saved_at=str(value["saved_at"]),
             world_size=natural(value["world_size"]),
@@ -300,8 +290,10 @@ class Manifest:
         for record in manifest.parameters.values():
             for region in record.leaves():
                 manifest.check(region)
-        for buffer in manifest.buffers.values():
-            manifest.check(buffer.region)
+        for region in manifest.buffers.values():
+            manifest.check(region)
+        if not manifest.persistent <= manifest.buffers.keys():
+            raise ValueError("there are buffers in the state_dict that are not stored")
         return manifest
 
     def check(self, region: Region) -> None:

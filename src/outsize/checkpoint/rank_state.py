@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.files import PlannedFile
-from outsize.checkpoint.manifest import BufferRecord
 from outsize.checkpoint.peers import name_of_rank
+from outsize.checkpoint.regions import Region
 from outsize.checkpoint.values import DTYPE_NAMES, encode
 
 MODEL_FILE = "model.bin"
@@ -24,18 +24,20 @@ class RankState:
     def __init__(self, rank: int, extra: Any, extra_states: Mapping[str, Any]) -> None:
         """Raises `TypeError` or `ValueError` for what cannot be saved, with its place."""
         self.file = PlannedFile(name_of_rank(MODEL_FILE, rank))
-        self.buffers: dict[str, BufferRecord] = {}
+        self.buffers: dict[str, Region] = {}
+        self.persistent: list[str] = []
         self._rng: Any = None
         self._extra = encode(extra, "extra", self.file.kept)
         self._states = {name: encode(state, name, self.file.kept) for name, state in extra_states.items()}
 
     def add(self, buffers: Buffers, rng: Any) -> None:
         """`buffers`: on a further rank those that differ from the first one's."""
-        self.buffers = {name: BufferRecord(self.file.keep(value), kept) for name, (value, kept) in buffers.items()}
+        self.buffers = {name: self.file.keep(value) for name, (value, _) in buffers.items()}
+        self.persistent = [name for name, (_, kept) in buffers.items() if kept]
         self._rng = encode(rng, "the states of the random number generators", self.file.kept)
 
     def to_json(self, with_buffers: bool = True) -> dict[str, Any]:
-        buffers = {name: record.to_json() for name, record in self.buffers.items()} if with_buffers else {}
+        buffers = {name: region.to_json() for name, region in self.buffers.items()} if with_buffers else {}
         return {"rng": self._rng, "extra": self._extra, "extra_states": self._states, "buffers": buffers}
 
 

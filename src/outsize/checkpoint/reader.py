@@ -16,7 +16,7 @@ from outsize.checkpoint.differences import Differences, Live, check_match
 from outsize.checkpoint.directory import checkpoints_in, lookalikes_in, was_removed
 from outsize.checkpoint.files import open_manifest
 from outsize.checkpoint.folder import locate
-from outsize.checkpoint.manifest import MANIFEST_NAME, BufferRecord, Manifest
+from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.checkpoint.peers import Cut, Peers, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
 from outsize.checkpoint.regions import Region
@@ -107,7 +107,7 @@ class Checkpoint:
     def verify(self, weights: bool, state: bool) -> None:
         """Compare the arrays that are going to be read with their checksums. Raises `ValueError` that names file and
         chunk. The files that were decoded were compared before that."""
-        regions = [record.region for record in self.buffers.values()] + self._scalar_regions
+        regions = [*self.buffers.values(), *self._scalar_regions]
         for record in self.manifest.parameters.values():
             regions += record.leaves(weights, state)
         self.data.verify(regions)
@@ -117,13 +117,13 @@ class Checkpoint:
         first, own = manifest.ranks[0], manifest.ranks[self._number]
         self.buffers = dict(manifest.buffers)
         for name, value in own["buffers"].items():
-            record, firsts = BufferRecord.from_json(value), manifest.buffers[name].region
-            manifest.check(record.region)
-            if (record.region.shape, record.region.dtype) != (firsts.shape, firsts.dtype):
+            region, firsts = Region.from_json(value), manifest.buffers[name]
+            manifest.check(region)
+            if (region.shape, region.dtype) != (firsts.shape, firsts.dtype):
                 raise ValueError(
                     f"buffer {name!r} of rank {self._number} has another shape or dtype than the first rank's"
                 )
-            self.buffers[name] = record
+            self.buffers[name] = region
         if own["extra_states"].keys() != first["extra_states"].keys():
             raise ValueError(f"rank {self._number} has the extra states of other modules than the first rank")
         self._unread = sum(file.nbytes for name, file in manifest.files.items() if name.endswith(MODEL_FILE))

@@ -233,6 +233,7 @@ class UnfinishedCheckpoint:
             files=dict(sorted(files.items())),
             parameters=records,
             buffers=snapshot.states[0].buffers,
+            persistent=frozenset(snapshot.states[0].persistent),
             optimizer=snapshot.optimizer,
             ranks=[state for copy in zip(*(part.states for part in parts), strict=True) for state in copy],
             written_by={"outsize": _version(), "torch": torch.__version__},

@@ -144,7 +144,7 @@ def _export(args: argparse.Namespace) -> int:
         weights = stored_weights(manifest, data, dtype)
         files = files_of(weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
         regions = [region for record in manifest.parameters.values() for region in record.leaves(state=False)]
-        data.verify([*regions, *(buffer.region for buffer in manifest.buffers.values())])
+        data.verify([*regions, *manifest.buffers.values()])
         with closing(runs_of(files)) as runs, merged_folder(args.out.resolve()) as folder:
             write_shards(folder, files, runs)
     finally:

@@ -18,11 +18,7 @@ PIECE_NUMEL = 1 << 20
 def stored_weights(manifest: Manifest, data: DataReader, dtype: torch.dtype | None) -> list[NamedWeight]:
     """Every parameter and persistent buffer, in `dtype` or its own; in another one it comes from the master."""
     records = dict(manifest.parameters)
-    records |= {
-        name: ParameterRecord({"weight": buffer.region})
-        for name, buffer in manifest.buffers.items()
-        if buffer.persistent
-    }
+    records |= {name: ParameterRecord({"weight": manifest.buffers[name]}) for name in manifest.persistent}
     found = []
     for name, record in records.items():
         # The option is for floating-point values; parameters are no others.
