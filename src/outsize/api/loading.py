@@ -23,7 +23,7 @@ from outsize.checkpoint.peers import Peers
 from outsize.checkpoint.reader import LATEST, Checkpoint, open_checkpoint
 from outsize.checkpoint.regions import AnyRegion
 from outsize.checkpoint.rng import restore_rng
-from outsize.formats.dcp import is_dcp
+from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES

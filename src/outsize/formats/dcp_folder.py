@@ -1,65 +1,130 @@
-"""A folder of `torch.distributed.checkpoint`, opened for reading: its metadata runs no code, tensors come in pieces.
-
-The metadata, which torch unpickles without restriction, is read by `dcp_metadata`; plain values load as weights only;
-and nothing is read from a place that was not checked, nor from an archive that `dcp_archive` has not looked into.
-"""
+"""A folder of `torch.distributed.checkpoint`, opened for reading: nothing in it is run, tensors come in pieces."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import pickle
 import stat
+import sys
+import zipfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, final
+from typing import IO, Any, final
 
 import torch
 
 from outsize.checkpoint.arrays import SLAB_BYTES
-from outsize.checkpoint.files import naming
-from outsize.formats.dcp import METADATA_NAME, is_dcp
-from outsize.formats.dcp_archive import StoredTensor, archive_at, reason_of, sound_records, stored_tensor
-from outsize.formats.dcp_boxes import Box, Shape, boxes_between, common, fills, span_of
-from outsize.formats.dcp_metadata import DcpMetadata
-from outsize.move.memory import HostBuffer
+from outsize.checkpoint.files import naming, read_exactly
+from outsize.formats.dcp_metadata import METADATA_NAME, Box, DcpMetadata, Place, Shape, is_dcp
+from outsize.move.memory import HostBuffer, memory_of
 
 LARGEST_VALUE = 1 << 20
-"""Bytes of a plain value (a learning rate, a list of parameter names), and of what an archive has beside its tensor."""
+"""Bytes of a plain value: a learning rate, a list of parameter names."""
 
 MOST_OPEN = 16
 """Files at a time. Those among which a layer was divided are read in turn."""
 
-_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A part of a tensor in a file of its own, or together with others."""
-
-    box: Box
-    name: str
-    stored: StoredTensor
+# Note [Stored records]
+# torch keeps each tensor in an archive: a zip file whose records are stored as they are. So any part of a tensor can
+# be read alone. Its reader inflates compressed records too, checks no sum, and makes the whole storage behind a view.
+# So compressed records are refused and the sums compared here; strides and offset come from torch's reader on the meta
+# device.
 
 
 @final
-class _Chunks:
-    """All parts of one tensor."""
+@dataclass(frozen=True)
+class _Part:
+    """A part of a tensor, and where its elements lie in a file: side by side, in any order of the dimensions."""
 
-    def __init__(self, shape: Shape, chunks: Sequence[_Chunk]) -> None:
-        spans = sorted(((span_of(shape, chunk.box), chunk) for chunk in chunks), key=lambda each: each[0])
-        self._chunks = [chunk for _, chunk in spans]
-        self._firsts = [first for (first, _), _ in spans]
-        self._ends = list(accumulate((end for (_, end), _ in spans), max))  # of all up to here
+    box: Box
+    file: str
+    begin: int
+    """In bytes."""
+    strides: tuple[int, ...]
+    """In elements."""
 
-    def between(self, start: int, end: int) -> Sequence[_Chunk]:
-        """Those that may have some of the elements [start, end) of the flattened tensor."""
-        return self._chunks[bisect_right(self._ends, start) : bisect_left(self._firsts, end)]
+    def read(self, fd: int, path: Path, box: Box, out: torch.Tensor) -> None:
+        """Fill what the part has of a box of the tensor, of which `out` has all elements.
+
+        Memory: as much again, where they do not lie in the order of `out`.
+        """
+        low = tuple(map(max, box[0], self.box[0]))
+        ends = (min(at + size, own + length) for at, size, own, length in zip(*box, *self.box, strict=True))
+        out = out[tuple(slice(at - first, end - first) for at, end, first in zip(low, ends, box[0], strict=True))]
+        order = _order(self.strides)
+        target = out.permute(order)
+        content = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype, device="cpu")
+        outer = [(out.shape[dim], self.strides[dim]) for dim in order if out.shape[dim] > 1]
+        run = 1  # elements that lie side by side in the file too
+        while outer and outer[-1][1] == run:
+            run *= outer.pop()[0]
+        first = sum((at - own) * stride for at, own, stride in zip(low, self.box[0], self.strides, strict=True))
+        memory, done, nbytes = memory_of(content), 0, run * out.itemsize
+        for shifts in product(*(range(0, size * stride, stride) for size, stride in outer)):
+            read_exactly(fd, self.begin + (first + sum(shifts)) * out.itemsize, memory[done : done + nbytes], path)
+            done += nbytes
+        if content is not target:
+            target.copy_(content)
+
+
+def _order(strides: Sequence[int]) -> list[int]:
+    """The dimensions in the order in which the elements lie."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+@final
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a grid of parts."""
+
+    cuts: Sequence[Sequence[int]]
+    """The first indices of the parts, by dimension."""
+    parts: Mapping[Shape, _Part]
+    """By their offsets."""
+
+    def having(self, box: Box) -> Iterator[_Part]:
+        """The parts that have some of a box."""
+        along = (
+            cuts[bisect_right(cuts, low) - 1 : bisect_left(cuts, low + size)]
+            for cuts, low, size in zip(self.cuts, *box, strict=True)
+        )
+        yield from (self.parts[offsets] for offsets in product(*along))
+
+
+def grid_cuts(shape: Shape, boxes: Sequence[Box]) -> list[list[int]] | None:
+    """The first indices by dimension of boxes that make up a tensor as a grid; None if they do not."""
+    if bool(boxes) != bool(prod(shape)) or any(not len(low) == len(size) == len(shape) for low, size in boxes):
+        return None
+    cuts = [sorted({low[dim] for low, _ in boxes}) for dim in range(len(shape))]
+    sizes = [{a: b - a for a, b in pairwise([*along, end])} for along, end in zip(cuts, shape, strict=True)]
+    whole = all(along[:1] in ([0], []) for along in cuts) and len({low for low, _ in boxes}) == len(boxes)
+    fit = all(size == tuple(map(dict.__getitem__, sizes, low)) for low, size in boxes)
+    return cuts if whole and fit and prod(map(len, cuts)) == len(boxes) else None
+
+
+def boxes_between(shape: Shape, start: int, end: int) -> Iterator[Box]:
+    """The boxes that hold the elements [start, end) of a flattened tensor, one behind the other.
+
+    Each is 1 wide in its first dimensions and whole in its last ones, so that its elements lie side by side in a
+    contiguous tensor. At most two for each dimension.
+    """
+    if not shape and start < end:
+        yield (), ()
+        return
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements from one index to the next
+    while start < end:
+        dim = next(dim for dim, step in enumerate(steps) if start % step == 0 and start + step <= end)
+        offsets = tuple(start // step % size for step, size in zip(steps, shape, strict=True))
+        count = min((end - start) // steps[dim], shape[dim] - offsets[dim])
+        yield offsets, (*(1,) * dim, count, *shape[dim + 1 :])
+        start += count * steps[dim]
 
 
 @final
@@ -72,15 +137,16 @@ class DcpFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file = folder / METADATA_NAME
         if not is_dcp(folder):
             raise FileNotFoundError(
-                errno.ENOENT, "not a complete checkpoint: the metadata is written last and is missing", str(self.file)
+                errno.ENOENT,
+                "not a complete checkpoint: the metadata is written last and is missing",
+                str(folder / METADATA_NAME),
             )
-        self._metadata = DcpMetadata(self.file)
+        self._metadata = DcpMetadata(folder / METADATA_NAME)
         self.tensors, self.values, self.level = self._metadata.tensors, self._metadata.values, self._metadata.level
         self._lengths: dict[str, int] = {}
-        self._chunks: dict[str, _Chunks] = {}  # of the tensors that were checked
+        self._checked: dict[str, _Tensor] = {}
         self._open: dict[str, int] = {}
         self._slab = HostBuffer(SLAB_BYTES)
 
@@ -89,15 +155,15 @@ class DcpFolder:
 
         `ValueError` that names the file, or `FileNotFoundError`. All bytes are read; memory: the largest value.
         """
-        value_bytes = 0
         for key in keys:
-            with self._sound():
+            try:
                 if key in self.tensors:
-                    self._chunks[key] = self._checked(key)
-                    continue
-                value_bytes += self._check_value(key)
-                if value_bytes > sum(self._lengths.values()):
-                    raise ValueError(f"the values up to {key!r} are more bytes than the files that hold them")
+                    self._checked[key] = self._found(key)
+                else:
+                    self._value(key)
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{key!r} has no place" if isinstance(error, KeyError) else error
+                raise ValueError(f"the checkpoint {self.folder} is damaged: {reason}") from error
 
     def piece(self, key: str, start: int, end: int) -> torch.Tensor:
         """The elements [start, end) of the flattened tensor, 1-D, of at most `SLAB_BYTES`; valid until the next call.
@@ -109,9 +175,10 @@ class DcpFolder:
         at = 0
         for box in boxes_between(shape, start, end):
             numel = prod(box[1])
-            part = out[at : at + numel].view(box[1])
-            for chunk in self._chunks[key].between(start + at, start + at + numel):
-                self._read(key, chunk, box, part)
+            content = out[at : at + numel].view(box[1])
+            for part in self._checked[key].having(box):
+                with naming(self.folder / part.file, f"reading {key!r}"):
+                    part.read(self._file(part.file), self.folder / part.file, box, content)
             at += numel
         return out
 
@@ -133,28 +200,6 @@ class DcpFolder:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _read(self, key: str, chunk: _Chunk, box: Box, out: torch.Tensor) -> None:
-        """Fill what the chunk has of a box of the tensor, of which `out` has all elements."""
-        shared = common(box, chunk.box)
-        if shared is None:
-            return
-        low, sizes = shared
-        where = tuple(slice(at - first, at - first + size) for at, first, size in zip(low, box[0], sizes, strict=True))
-        offsets = [at - first for at, first in zip(low, chunk.box[0], strict=True)]
-        path = self.folder / chunk.name
-        with naming(path, f"reading {key!r}"):
-            chunk.stored.read(self._file(chunk.name), path, offsets, out[where])
-
-    def _value(self, key: str) -> Any:
-        name, first, length = self._place(key)
-        with naming(self.folder / name, f"reading {key!r}"):
-            try:
-                return torch.load(archive_at(self._file(name), first, length), map_location="cpu", weights_only=True)
-            except OSError:
-                raise
-            except Exception as error:
-                raise ValueError(f"{self.folder} is damaged at {key}: {reason_of(error)}") from error
-
     def _file(self, name: str) -> int:
         if name not in self._open:
             if len(self._open) == MOST_OPEN:
@@ -162,49 +207,48 @@ class DcpFolder:
             self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[name]
 
-    def _checked(self, key: str) -> _Chunks:
-        """The parts of a tensor, each found in its archive."""
+    def _found(self, key: str) -> _Tensor:
+        """A tensor, each part found in its archive."""
         shape, dtype = self.tensors[key]
-        boxes = self._metadata.boxes(key)
-        if not fills(shape, boxes):
-            raise ValueError(f"the pieces of {key!r} do not make up the whole tensor")
-        chunks = []
-        for box in boxes:
-            nbytes = prod(box[1]) * dtype.itemsize
-            if not nbytes:
-                continue
-            name, first, length = self._place(key, box[0], nbytes)
-            with self._archive(key, name, first, length) as archive:
-                chunks.append(_Chunk(box, name, stored_tensor(archive, first, length, box[1], dtype)))
-        return _Chunks(shape, chunks)
-
-    def _check_value(self, key: str) -> int:
-        """The bytes of a plain value."""
-        name, first, length = self._place(key)
-        with self._archive(key, name, first, length) as archive:
-            sound_records(archive, length)
-        return length
-
-    def _place(self, key: str, offsets: Shape | None = None, nbytes: int = 0) -> tuple[str, int, int]:
-        """(file, first byte, length) of the archive of a plain value, or of a part of a tensor that has `nbytes`."""
-        name, first, length = self._metadata.place(key, offsets)
-        there = self._length_of(name)
-        if first + length > there:
+        boxes = [box for box in self._metadata.boxes[key] if prod(box[1])]
+        cuts = grid_cuts(shape, boxes)
+        if cuts is None:
             raise ValueError(
-                f"{name!r} has {there} bytes and {key!r} lies at {first} to {first + length} of it: the file was cut"
+                f"the pieces of {key!r} are no grid that makes up the whole tensor; load the folder with "
+                f"torch.distributed.checkpoint and save it again"
             )
-        if length > LARGEST_VALUE + nbytes:
-            raise ValueError(f"{key!r} has {length} bytes, too many for {'its tensor' if nbytes else 'a value'}")
-        return name, first, length
+        parts = {}
+        for box in boxes:
+            place = self._metadata.places[key, box[0]]
+            with self._archive(key, place) as (file, records):
+                parts[box[0]] = _located(box, place, file, records, dtype)
+        return _Tensor(cuts, parts)
+
+    def _value(self, key: str) -> Any:
+        place = self._metadata.places[key, None]
+        if place[2] > LARGEST_VALUE:
+            raise ValueError(f"{key!r} has {place[2]} bytes, too many for a value")
+        with self._archive(key, place) as (file, _):
+            return torch.load(file, map_location="cpu", weights_only=True)
 
     @contextmanager
-    def _archive(self, key: str, name: str, first: int, length: int) -> Iterator[io.BufferedReader]:
-        """An archive to look into; what is wrong with it is said with its place."""
+    def _archive(self, key: str, place: Place) -> Iterator[tuple[IO[bytes], zipfile.ZipFile]]:
+        """An archive whose records are sound, at its begin; what is wrong with it is said with its place."""
+        name, first, length = place
+        there = self._length_of(name)
+        if first + length > there:
+            raise ValueError(f"{name!r} has {there} bytes and {key!r} ends at {first + length}: the file was cut")
         with naming(self.folder / name, f"reading {key!r}"):
             try:
-                yield archive_at(self._file(name), first, length)
-            except ValueError as error:
-                raise ValueError(f"{key!r} at {first} of {name!r}: {error}") from error
+                file = io.BufferedReader(_Slice(self._file(name), first, length))
+                with zipfile.ZipFile(file) as records:
+                    _check_records(records)
+                    file.seek(0)
+                    yield file, records
+            except OSError:
+                raise
+            except Exception as error:  # what a damaged archive raises is not limited
+                raise ValueError(f"{key!r} at {first} of {name!r}: {_reason_of(error)}") from error
 
     def _length_of(self, name: str) -> int:
         """Bytes of a data file, which must be a regular one inside the folder."""
@@ -219,11 +263,76 @@ class DcpFolder:
             self._lengths[name] = status.st_size
         return self._lengths[name]
 
-    @contextmanager
-    def _sound(self) -> Iterator[None]:
-        """Say which checkpoint is damaged, whatever was wrong with the metadata."""
-        try:
-            yield
-        except _DAMAGE as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ValueError(f"the checkpoint {self.folder} is damaged: {reason}") from error
+
+@final
+class _Slice(io.RawIOBase):
+    """The bytes [first, first + length) of an open file, as a file."""
+
+    def __init__(self, fd: int, first: int, length: int) -> None:
+        self._fd, self._first, self._length = fd, first, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise ValueError("it ends too soon")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        left = memoryview(buffer)[: max(self._length - self._at, 0)]
+        count = os.preadv(self._fd, [left], self._first + self._at)
+        self._at += count
+        return count
+
+
+def _check_records(archive: zipfile.ZipFile) -> None:
+    """Raise `ValueError` for records that are compressed or were changed. See Note [Stored records]."""
+    for record in archive.infolist():
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it has compressed records, which torch never writes")
+        if record.CRC:  # torch can be told to leave the sums out
+            with archive.open(record) as content:
+                while content.read(1 << 20):  # the library compares the sum at the end
+                    continue
+
+
+def _located(box: Box, place: Place, file: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype) -> _Part:
+    """Where the part is in its archive. Raises `ValueError` unless that holds a plain tensor of its shape and dtype."""
+    sizes = {record.filename.partition("/")[2]: record.file_size for record in archive.infolist()}
+    records = torch._C.PyTorchFileReader(file)
+    if "byteorder" in sizes and records.get_record("byteorder") != sys.byteorder.encode():
+        raise ValueError(
+            "it was written on a machine with another byte order; load the folder with torch.distributed.checkpoint "
+            "and save it again here"
+        )
+    file.seek(0)
+    with torch.serialization.skip_data():  # until torch 2.10 the values are read for the meta device too
+        found = torch.load(file, map_location="meta", weights_only=True)
+    values = [name for name in sizes if name.startswith("data/")]
+    nbytes = prod(box[1]) * dtype.itemsize
+    fits = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (box[1], dtype)
+    if not fits or found.layout != torch.strided or len(values) != 1 or sizes[values[0]] < nbytes:
+        raise ValueError("it holds no tensor of its shape and dtype")
+    if found.is_quantized or found.is_conj() or found.is_neg():
+        raise ValueError("it holds no plain tensor; save tensor.resolve_conj().resolve_neg()")
+    if not found.permute(_order(found.stride())).is_contiguous():
+        raise ValueError("the elements of its tensor do not lie side by side; save tensor.contiguous()")
+    begin = records.get_record_offset(values[0])  # type: ignore[attr-defined]
+    skipped = int(found.storage_offset()) * dtype.itemsize
+    if skipped + nbytes > sizes[values[0]]:
+        raise ValueError("it ends before its tensor does")
+    return _Part(box, place[0], place[1] + begin + skipped, found.stride())
+
+
+def _reason_of(error: Exception) -> str:
+    """What is wrong, without torch's advice to load it with less care."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is damaged, or holds more than tensors and plain values"
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

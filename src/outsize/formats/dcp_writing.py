@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_out
-from outsize.formats.dcp import is_dcp
+from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.pieces import fill, parameter_pieces
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import DTYPES, StateArray, UnitShard
