@@ -150,7 +150,7 @@ def _used_bytes(manifest: Manifest) -> dict[str, list[tuple[int, int]]]:
     found: dict[str, list[tuple[int, int]]] = {}
     for region in regions:
         for piece in region.pieces:
-            end = piece.offset + piece.numel * region.dtype.itemsize
+            end = piece.offset + piece.numel * region.stored.itemsize
             found.setdefault(piece.file, []).append((piece.offset, end))
     return found
 

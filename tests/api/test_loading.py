@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import outsize
 from outsize.checkpoint import directory, files, reader
 from outsize.checkpoint.files import DataReader, file_record, open_manifest
 from outsize.checkpoint.manifest import Manifest, sealed
-from outsize.checkpoint.regions import CodedRegion, Joined, Piece, Region, narrow
+from outsize.checkpoint.regions import Joined, Piece, Region, narrow
 
 TIERS = ("device", "host", "disk")
 
@@ -274,7 +275,7 @@ def cut(source: Path, target: Path, ranks: int) -> None:
     files = [open(target / f"unit-rank-{rank}.bin", "wb") for rank in range(ranks)]  # noqa: SIM115
 
     def slices(region: Region) -> dict[str, Any]:
-        values, pieces = data.read(region).reshape(-1), []
+        values, pieces = data.read(replace(region, codec="", scales=None)).reshape(-1), []
         for rank, part in enumerate(values.tensor_split(ranks)):
             if not part.numel():
                 continue
@@ -283,7 +284,7 @@ def cut(source: Path, target: Path, ranks: int) -> None:
             files[rank].seek(ends[rank])
             files[rank].write(part.contiguous().view(torch.uint8).numpy().tobytes())
             ends[rank] = files[rank].tell()
-        return Region(region.dtype, region.shape, tuple(pieces)).to_json()
+        return Region(region.stored, region.shape, tuple(pieces)).to_json()
 
     for name, record in manifest.parameters.items():
         entry = content["parameters"][name]
@@ -291,8 +292,8 @@ def cut(source: Path, target: Path, ranks: int) -> None:
         entry["master"] = record.master and slices(record.master)
         for key, region in record.state.items():
             entry["state"][key] = (
-                {"codec": region.codec, "codes": slices(region.codes), "scales": slices(region.scales)}
-                if isinstance(region, CodedRegion)
+                {"codec": region.codec, "codes": slices(region), "scales": slices(region.scales)}
+                if region.codec
                 else slices(region)
             )
     content["world_size"], content["ranks"] = ranks, content["ranks"][:1] * ranks

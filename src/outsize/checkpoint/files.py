@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
-from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
+from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.disk import naming as naming
 from outsize.move.generations import crc32c_of
@@ -220,7 +220,7 @@ class DataReader:
         wanted = {name: set(range(len(self._files[name].sums))) for name in files}
         for region in regions:
             for piece in region.pieces:
-                end = piece.offset + piece.numel * region.dtype.itemsize
+                end = piece.offset + piece.numel * region.stored.itemsize
                 chunks = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
                 wanted.setdefault(piece.file, set()).update(chunks if piece.numel else ())
         slab = HostBuffer(CHUNK_BYTES)
@@ -238,25 +238,23 @@ class DataReader:
 
     def read(self, region: AnyRegion, start: int = 0, end: int | None = None) -> torch.Tensor:
         """The elements [start, end) of an array, 1-D; the whole array in its shape if no range is given."""
-        whole = end is None
         last = region.numel if end is None else end
-        if isinstance(region, CodedRegion):
-            found = self._decoded(region, start, last)
-            return found.view(region.shape) if whole else found
         if not isinstance(region, Region):
             runs = [self.read(*run) for run in region.runs(start, last)]
             found = torch.cat(runs) if runs else _empty(0, region.dtype)
-            return found.view(region.shape) if whole else found
-        out = _empty(last - start, region.dtype)
-        for piece, first in region.within(start, last):
-            _read(self._open[piece.file], piece.offset, out[first : first + piece.numel], self._folder / piece.file)
-        return out.view(region.shape) if whole else out
+        elif region.scales is None:
+            found = self._read_stored(region, start, last)
+        else:
+            first = start // BLOCK * BLOCK
+            scales = self._read_stored(region.scales, first // BLOCK, -(-last // BLOCK))
+            found = codec_named(region.codec).decode(self._read_stored(region, first, last), scales)[start - first :]
+        return found.view(region.shape) if end is None else found
 
-    def _decoded(self, region: CodedRegion, start: int, end: int) -> torch.Tensor:
-        first = start // BLOCK * BLOCK
-        codes = self.read(region.codes, first, end)
-        scales = self.read(region.scales, first // BLOCK, -(-end // BLOCK))
-        return codec_named(region.codec).decode(codes, scales)[start - first :]
+    def _read_stored(self, region: Region, start: int, end: int) -> torch.Tensor:
+        out = _empty(end - start, region.stored)
+        for piece, first in region.within(start, end):
+            _read(self._open[piece.file], piece.offset, out[first : first + piece.numel], self._folder / piece.file)
+        return out
 
     def close(self) -> None:
         while self._open:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region, narrow, natural, region_from
+from outsize.checkpoint.regions import AnyRegion, Region, narrow, natural, region_from
 from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.grad_ops import GradOps
@@ -122,7 +122,7 @@ class ParameterRecord:
     def from_json(cls, value: Any) -> ParameterRecord:
         stored = {key: value[key] for key in ("weight", "master", *GRADS) if value[key] is not None}
         arrays = {key: region_from(each) for key, each in stored.items()}
-        if any(isinstance(part, CodedRegion) for each in arrays.values() for part in _parts(each)):
+        if any(leaf.codec for each in arrays.values() for leaf in each.leaves()):
             raise ValueError("8-bit codes are for optimizer state alone, not for weights, masters and gradients")
         arrays |= {f"state.{name}": region_from(each) for name, each in value["state"].items()}
         grads = {key: _grad_note(value[key], arrays[key].dtype) for key in GRADS if key in arrays}
@@ -134,10 +134,6 @@ class ParameterRecord:
         if not all(region.dtype.is_floating_point for region in record.state.values()):
             raise ValueError("optimizer state is floating-point")
         return record
-
-
-def _parts(region: AnyRegion) -> Sequence[AnyRegion]:
-    return region.parts if isinstance(region, Joined) else (region,)
 
 
 def _grad_note(value: Any, dtype: torch.dtype) -> GradNote:
@@ -299,7 +295,7 @@ class Manifest:
     def check(self, region: Region) -> None:
         """Raise `ValueError` unless the region lies in one of the files."""
         for piece in region.pieces:
-            nbytes = piece.numel * region.dtype.itemsize
+            nbytes = piece.numel * region.stored.itemsize
             if not piece.numel:
                 continue  # of an array without elements, for which nobody has written a file
             if piece.file not in self.files or piece.offset + nbytes > self.files[piece.file].nbytes:

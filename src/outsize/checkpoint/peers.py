@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
 from outsize.checkpoint.manifest import FileRecord, ParameterRecord
-from outsize.checkpoint.regions import AnyRegion, CodedRegion, Joined, Region
+from outsize.checkpoint.regions import AnyRegion, Joined, Region
 from outsize.move.comm import Ranks
 from outsize.optim.compact import blocks_of
 
@@ -134,7 +135,7 @@ def merged_parts(parts: Sequence[RankPart], tensor: int) -> tuple[dict[str, File
 
 
 def _side_by_side(regions: Sequence[AnyRegion], cut: Cut) -> AnyRegion:
-    return Joined(cut.dim, tuple(each for each in regions if isinstance(each, (Region, CodedRegion))))
+    return Joined(cut.dim, tuple(each for each in regions if isinstance(each, Region)))
 
 
 def _of_one_place(parts: Sequence[RankPart]) -> dict[str, ParameterRecord]:
@@ -152,16 +153,11 @@ def _of_one_place(parts: Sequence[RankPart]) -> dict[str, ParameterRecord]:
     return found
 
 
-def _joined(regions: Sequence[AnyRegion], shape: tuple[int, ...]) -> AnyRegion:
+def _joined(regions: Sequence[AnyRegion | None], shape: tuple[int, ...]) -> Region:
     """One array of the slices of all ranks."""
-    if isinstance(regions[0], CodedRegion):
-        coded = [each for each in regions if isinstance(each, CodedRegion)]
-        codes = _pieces([each.codes for each in coded], shape)
-        scales = _pieces([each.scales for each in coded], (blocks_of(codes.numel),))
-        return CodedRegion(codes, scales, regions[0].codec)
-    return _pieces([each for each in regions if isinstance(each, Region)], shape)
-
-
-def _pieces(regions: Sequence[Region], shape: tuple[int, ...]) -> Region:
-    pieces = [piece for region in regions for piece in region.pieces if piece.numel]
-    return Region(regions[0].dtype, shape, tuple(pieces or regions[0].pieces))
+    found = [each for each in regions if isinstance(each, Region)]
+    pieces = tuple(piece for region in found for piece in region.pieces if piece.numel) or found[0].pieces
+    scales = None
+    if found[0].scales is not None:
+        scales = _joined([each.scales for each in found], (blocks_of(prod(shape)),))
+    return replace(found[0], shape=shape, pieces=pieces, scales=scales)

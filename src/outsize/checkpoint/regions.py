@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from outsize.checkpoint.values import DTYPE_NAMES, DTYPES
-from outsize.optim.compact import BLOCK, CODE_DTYPES
+from outsize.optim.compact import CODE_DTYPES, blocks_of
 
 MAX_DIMS = 64
 """As in torch's own kernels."""
@@ -33,11 +33,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other."""
+    """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other.
 
-    dtype: torch.dtype
+    fp32 values may lie as 8-bit codes of the kind `codec`, with one fp32 scale for each `BLOCK` elements.
+    """
+
+    stored: torch.dtype
+    """Of what lies in the files."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    codec: str = ""
+    scales: Region | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.codec else self.stored
 
     @classmethod
     def at(cls, file: str, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
@@ -50,7 +60,7 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.stored.itemsize
 
     def within(self, start: int, end: int) -> Iterator[tuple[Piece, int]]:
         """The pieces of the elements [start, end) in order, each with its first element counted from `start`."""
@@ -58,18 +68,22 @@ class Region:
         for piece in self.pieces:
             low, high = max(start, first), min(end, first + piece.numel)
             if low < high:
-                offset = piece.offset + (low - first) * self.dtype.itemsize
+                offset = piece.offset + (low - first) * self.stored.itemsize
                 yield Piece(piece.file, offset, high - low), low - start
             first += piece.numel
 
     def leaves(self) -> Iterator[Region]:
         yield self
+        if self.scales is not None:
+            yield self.scales
 
     def to_json(self) -> dict[str, Any]:
-        what = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        found: dict[str, Any] = {"dtype": DTYPE_NAMES[self.stored], "shape": list(self.shape)}
         if len(self.pieces) == 1:
-            return {"file": self.pieces[0].file, "offset": self.pieces[0].offset, **what}
-        return {"pieces": [[piece.file, piece.offset, piece.numel] for piece in self.pieces], **what}
+            found = {"file": self.pieces[0].file, "offset": self.pieces[0].offset, **found}
+        else:
+            found = {"pieces": [[piece.file, piece.offset, piece.numel] for piece in self.pieces], **found}
+        return found if self.scales is None else {"codec": self.codec, "codes": found, "scales": self.scales.to_json()}
 
     @classmethod
     def from_json(cls, value: Any) -> Region:
@@ -83,45 +97,11 @@ class Region:
 
 
 @dataclass(frozen=True)
-class CodedRegion:
-    """An array of fp32 values kept as 8-bit codes, with one fp32 scale for each `BLOCK` elements."""
-
-    codes: Region
-    scales: Region
-    codec: str
-
-    dtype = torch.float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    @property
-    def numel(self) -> int:
-        return self.codes.numel
-
-    def leaves(self) -> Iterator[Region]:
-        yield from (self.codes, self.scales)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"codec": self.codec, "codes": self.codes.to_json(), "scales": self.scales.to_json()}
-
-    @classmethod
-    def from_json(cls, value: Any) -> CodedRegion:
-        codes, scales = Region.from_json(value["codes"]), Region.from_json(value["scales"])
-        if value["codec"] not in CODE_DTYPES or codes.dtype is not CODE_DTYPES[value["codec"]]:
-            raise ValueError(f"unknown code {value['codec']!r} in {codes.dtype}")
-        if scales.dtype is not torch.float32 or scales.shape != (-(-codes.numel // BLOCK),):
-            raise ValueError("the scales do not fit the codes")
-        return cls(codes, scales, str(value["codec"]))
-
-
-@dataclass(frozen=True)
 class Joined:
     """One array in parts along a dimension. See Note [Arrays in parts]."""
 
     dim: int
-    parts: tuple[Region | CodedRegion, ...]
+    parts: tuple[Region, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,7 +153,7 @@ class Joined:
 class Narrowed:
     """`count` entries from `first` on of an array's dimension `dim`, as an array."""
 
-    array: Region | CodedRegion | Joined
+    array: Region | Joined
     dim: int
     first: int
     count: int
@@ -208,7 +188,7 @@ class Narrowed:
             start += count
 
 
-AnyRegion = Region | CodedRegion | Joined | Narrowed
+AnyRegion = Region | Joined | Narrowed
 
 
 def narrow(region: AnyRegion, dim: int, first: int, count: int) -> AnyRegion:
@@ -227,8 +207,15 @@ def region_from(value: Any) -> AnyRegion:
     return Joined.from_json(value) if "parts" in value else _part(value)
 
 
-def _part(value: Any) -> Region | CodedRegion:
-    return CodedRegion.from_json(value) if "codec" in value else Region.from_json(value)
+def _part(value: Any) -> Region:
+    if "codec" not in value:
+        return Region.from_json(value)
+    codes, scales = Region.from_json(value["codes"]), Region.from_json(value["scales"])
+    if value["codec"] not in CODE_DTYPES or codes.stored is not CODE_DTYPES[value["codec"]]:
+        raise ValueError(f"unknown code {value['codec']!r} in {codes.stored}")
+    if scales.stored is not torch.float32 or scales.shape != (blocks_of(codes.numel),):
+        raise ValueError("the scales do not fit the codes")
+    return replace(codes, codec=value["codec"], scales=scales)
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:

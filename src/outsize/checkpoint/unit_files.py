@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +18,7 @@ import torch
 from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.manifest import CHUNK_BYTES, FileRecord
 from outsize.checkpoint.peers import name_of_rank
-from outsize.checkpoint.regions import AnyRegion, CodedRegion, Region
+from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.move.generations import ZERO_SUM, Generation, Generations, joined_sums, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
@@ -212,11 +213,11 @@ class UnitFiles:
             if not (slot.name in self._trained if array.public else array.layout.has(slot)):
                 continue
             dtype = MASTER_DTYPE[slot.dtype] if key == MASTER else array.dtype(slot.dtype)
-            region: AnyRegion = self._region(self._places[key], array.layout, slot, dtype, slot.shape)
+            region = self._region(self._places[key], array.layout, slot, dtype, slot.shape)
             if array.codec is not None and array.scales is not None and array.compact(slot.dtype):
                 blocks = (blocks_of(slot.numel),)
                 scales = self._region(self._scales[key], array.scales.layout, slot, torch.float32, blocks)
-                region = CodedRegion(region, scales, array.codec.kind)  # type: ignore[arg-type]
+                region = replace(region, codec=array.codec.kind, scales=scales)
             yield key if key == MASTER else f"state.{key}", region
 
     @staticmethod
