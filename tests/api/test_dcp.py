@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
-from outsize.formats.dcp_writing import DcpEntry, write_dcp
+from outsize.formats.dcp_writing import write_dcp
+from outsize.formats.pieces import Arriving, NamedWeight
 from outsize.optim.rules import join_master
 from tests.api.dcp_runs import (
     TIERS,
@@ -128,6 +129,11 @@ def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: 
         load(tmp_path / "folder", model)
 
 
+def entry(numel: int, read: Callable[[], Tensor]) -> NamedWeight:
+    """An fp32 tensor in one piece."""
+    return NamedWeight("", (numel,), torch.float32, lambda: iter([lambda _: Arriving(lambda: iter((read(),)))]))
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -141,7 +147,7 @@ def test_writing_holds_one_tensor_whatever_the_size_of_the_model(tmp_path: Path)
         seen.append(resident_bytes())
         return tensor
 
-    entries = [DcpEntry((f"weight{at}",), (numel,), torch.float32, partial(read, float(at))) for at in range(count)]
+    entries = {(f"weight{at}",): entry(numel, partial(read, float(at))) for at in range(count)}
     write_dcp(tmp_path / "folder", entries)
     assert max(seen) - seen[0] <= 4 * 4 * numel
     state = {f"weight{at}": torch.empty(numel) for at in range(count)}
@@ -150,7 +156,7 @@ def test_writing_holds_one_tensor_whatever_the_size_of_the_model(tmp_path: Path)
 
 
 def test_a_full_disk_is_named_and_leaves_no_metadata(tmp_path: Path) -> None:
-    entries = [DcpEntry(("weight",), (1 << 20,), torch.float32, partial(torch.zeros, 1 << 20))]
+    entries = {("weight",): entry(1 << 20, partial(torch.zeros, 1 << 20))}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
@@ -167,11 +173,11 @@ def test_an_error_of_a_read_comes_through_as_it_is(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_dcp(tmp_path / "folder", [DcpEntry(("weight",), (4,), torch.float32, stop)])
+        write_dcp(tmp_path / "folder", {("weight",): entry(4, stop)})
 
 
 def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
-    entries = [DcpEntry(("weight",), (4,), torch.float32, partial(torch.zeros, 4))]
+    entries = {("weight",): entry(4, partial(torch.zeros, 4))}
     write_dcp(tmp_path / "folder", entries)
     with pytest.raises(FileExistsError):
         write_dcp(tmp_path / "folder", entries)

@@ -135,7 +135,7 @@ def _export_dcp(
     dtype: torch.dtype | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    from outsize.formats.dcp_writing import DcpContent, DcpGroup, entries_of, write_dcp  # takes seconds to import
+    from outsize.formats.dcp_writing import Place, optimizer_content, write_dcp  # takes seconds to import
 
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
@@ -150,25 +150,29 @@ def _export_dcp(
     check_replaceable(target)
     take_state(prepared)
     settle(prepared)
-    groups = None
+    further: dict[str, list[str]] = {}
+    for alias, name in tied_names(model).items():
+        further.setdefault(name, []).append(alias)
+    tensors: dict[Place, NamedWeight] = {}
+    values: dict[Place, object] = {}
+    shards = [unit.shard for unit in prepared.engine.units]
     if optimizer is not None:
+        name_of = prepared.engine.name_of
         groups = [
-            DcpGroup(
-                {key: value for key, value in group.items() if key not in NOT_HYPER},
-                [prepared.engine.name_of(param) for param in group["params"]],
-            )
+            {key: value for key, value in group.items() if key not in NOT_HYPER}
+            | {"params": [name_of(param) for param in group["params"]]}
             for group in optimizer.param_groups
         ]
-    content = DcpContent(
-        shards=[unit.shard for unit in prepared.engine.units],
-        dtype=dtype,
-        buffers={name: value for name, (value, persistent) in buffers_of(model).items() if persistent},
-        aliases=tied_names(model),
-        groups=groups,
-    )
+        tensors, values = optimizer_content(shards, groups)
+    for shard in shards:
+        for slot in shard.layout.slots:
+            out = dtype or DTYPES[slot.dtype]
+            weight = NamedWeight(slot.name, slot.shape, out, partial(parameter_pieces, shard, slot, out))
+            tensors |= {(name,): weight for name in (slot.name, *further.get(slot.name, ()))}
+    tensors |= {(buffer.name,): buffer for buffer in _buffers(model, dtype)}
     folder = NewFolder(target)
     try:
-        write_dcp(folder.path, *entries_of(content))
+        write_dcp(folder.path, tensors, values)
         folder.publish()
     except BaseException:
         folder.abandon()
@@ -192,11 +196,15 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
             join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
             pieces = partial(tensor_pieces, pieces, local, tuple(param.shape), cuts[slot.name], out, join)
         found.append(NamedWeight(name, tuple(param.shape), out, pieces))
+    found += _buffers(model, dtype)
+    return [weight for weight in found if weight.name not in ignored]
+
+
+def _buffers(model: nn.Module, dtype: torch.dtype | None) -> Iterator[NamedWeight]:
     for name, (value, persistent) in buffers_of(model).items():
         if persistent:
             out = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            found.append(NamedWeight(name, tuple(value.shape), out, partial(buffer_pieces, value)))
-    return [weight for weight in found if weight.name not in ignored]
+            yield NamedWeight(name, tuple(value.shape), out, partial(buffer_pieces, value))
 
 
 def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -175,16 +175,22 @@ def tensor_pieces(
     yield lambda slab: Arriving(lambda: runs(slab))
 
 
+def state_pieces(shard: UnitShard, array: StateArray, slot: Slot) -> Iterator[Piece]:
+    """The values of an optimizer array that belong to a parameter."""
+    for start in range(slot.offset, slot.end, JOINED_NUMEL):
+        end = min(start + JOINED_NUMEL, slot.end)
+        yield partial(_at_once, partial(shard.read_array, array, start, end))
+
+
 def buffer_pieces(value: torch.Tensor) -> Iterator[Piece]:
     """A tensor in memory. One that is not contiguous is copied once."""
     flat = value.detach().contiguous().view(-1)
-    numel = SLAB_BYTES // flat.itemsize
-    for start in range(0, flat.numel(), numel):
-        yield partial(_copied, flat[start : start + numel])
+    for part in flat.split(SLAB_BYTES // flat.itemsize) if flat.numel() else ():
+        yield partial(_at_once, part.cpu)
 
 
-def _copied(content: torch.Tensor, slab: torch.Tensor) -> Arriving:
-    return Arriving(lambda: iter((content.cpu(),)))
+def _at_once(read: Callable[[], torch.Tensor], slab: torch.Tensor) -> Arriving:
+    return Arriving(lambda: iter((read(),)))
 
 
 def drain_all(transfers: Iterable[Transfer]) -> None:
