@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from outsize.optim.compact import (
+from outsize.move.codes import (
     BLOCK,
     CODE_DTYPES,
     blocks_of,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from outsize.move.codes import CODE_DTYPES, blocks_of, decode
 from outsize.move.grad_ops import GradOps
 from outsize.move.shard import SlotState
 from outsize.optim import Lion, adagrad, adam, lion, sgd
 from outsize.optim.adagrad import AdagradRule
 from outsize.optim.adam import AdamRule
-from outsize.optim.compact import CODE_DTYPES, blocks_of, decode
 from outsize.optim.lion import LionRule
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.sgd import SGDRule

@@ -12,22 +12,20 @@ from outsize.api.resources import Resources
 from outsize.api.survey import Survey
 from outsize.config import Config
 from outsize.move.buffer import open_buffer
+from outsize.move.codes import BLOCK, CodeKind
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import (
-    BLOCK,
     CODE_BYTES,
     MASTER,
     MASTER_BYTES,
     SCALE_BYTES,
     STATE_BYTES,
-    Codec,
     Scales,
     StateArray,
     UnitShard,
 )
 from outsize.move.store import DiskStore, MemoryStore, Store
-from outsize.optim.compact import BlockCodec
 from outsize.optim.rules import Rule
 from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
@@ -55,9 +53,9 @@ class Shards:
         self._config = config
         self._resources = resources
         self._shared = shared
-        self._codecs: dict[str, Codec] = {}
+        self._codes: dict[str, CodeKind] = {}
         if rule is not None and config.state_format == "compact":
-            self._codecs = {name: BlockCodec(kind) for name, kind in rule.codes.items()}
+            self._codes = dict(rule.codes)
 
     def open(self, whole: UnitLayout, tiers: UnitTiers) -> UnitShard:
         """`whole` is the layout of the whole unit; what rests here is this rank's slice of it."""
@@ -87,7 +85,7 @@ class Shards:
         """With values for these segments."""
         found: Layouts = {}
         for name in self._plan.kept.arrays:
-            scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codecs else None
+            scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codes else None
             bytes_of = STATE_BYTES if scales is None else CODE_BYTES
             found[name] = array_layout(layout, bytes_of, 1, segments), scales if scales and scales.nbytes else None
         found[MASTER] = array_layout(layout, MASTER_BYTES, 1, segments), None
@@ -113,7 +111,7 @@ class Shards:
             if scaling is not None:
                 was = None if old is None or old.scales is None else old.scales.store
                 scales = Scales(scaling, open_store(scaling, was))
-            arrays[name] = StateArray(name, layout, store, scales, self._codecs.get(name))
+            arrays[name] = StateArray(name, layout, store, scales, self._codes.get(name))
         return arrays
 
     def _preallocate(self, shard: UnitShard) -> None:

@@ -56,7 +56,7 @@ class States:
 
     def __init__(self, shard: UnitShard, array: StateArray) -> None:
         values = array_layout(shard.layout, STATE_BYTES, segments=shard.stated())
-        self.unit, self.layout = shard.layout, array.layout if array.codec is None else values
+        self.unit, self.layout = shard.layout, array.layout if array.code is None else values
         self._shard = shard
         self._array = array
 
@@ -64,7 +64,7 @@ class States:
         return self._array.value_dtype(slot.dtype)
 
     def read(self, first: int, out: torch.Tensor) -> None:
-        if self._array.codec is None:
+        if self._array.code is None:
             self._array.store.read(first, out).wait()
             return
         start, end = self.layout.elements(first, out.numel())
@@ -73,7 +73,7 @@ class States:
 
     def write(self, first: int, source: torch.Tensor) -> None:
         self._shard.before_change()
-        if self._array.codec is None:
+        if self._array.code is None:
             self._array.store.write(first, source).wait()
             return
         start, end = self.layout.elements(first, source.numel())

@@ -15,10 +15,10 @@ import torch
 from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
+from outsize.move.codes import BLOCK, decode
 from outsize.move.disk import naming as naming
 from outsize.move.generations import crc32c_of
 from outsize.move.memory import HostBuffer, memory_of
-from outsize.optim.compact import BLOCK, codec_named
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
@@ -247,7 +247,7 @@ class DataReader:
         else:
             first = start // BLOCK * BLOCK
             scales = self._read_stored(region.scales, first // BLOCK, -(-last // BLOCK))
-            found = codec_named(region.codec).decode(self._read_stored(region, first, last), scales)[start - first :]
+            found = decode(self._read_stored(region, first, last), scales, region.codec == "root")[start - first :]
         return found.view(region.shape) if end is None else found
 
     def _read_stored(self, region: Region, start: int, end: int) -> torch.Tensor:

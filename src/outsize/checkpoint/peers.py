@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from outsize.checkpoint.manifest import FileRecord, ParameterRecord
 from outsize.checkpoint.regions import AnyRegion, Joined, Region
+from outsize.move.codes import blocks_of
 from outsize.move.comm import Ranks
-from outsize.optim.compact import blocks_of
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from outsize.checkpoint.values import DTYPE_NAMES, DTYPES
-from outsize.optim.compact import CODE_DTYPES, blocks_of
+from outsize.move.codes import CODE_DTYPES, blocks_of
 
 MAX_DIMS = 64
 """As in torch's own kernels."""

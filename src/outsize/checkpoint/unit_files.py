@@ -19,11 +19,11 @@ from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.manifest import CHUNK_BYTES, FileRecord
 from outsize.checkpoint.peers import name_of_rank
 from outsize.checkpoint.regions import AnyRegion, Region
+from outsize.move.codes import blocks_of
 from outsize.move.generations import ZERO_SUM, Generation, Generations, joined_sums, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
 from outsize.move.store import DiskStore, Store
-from outsize.optim.compact import blocks_of
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
 WRITE_BYTES = 8 << 20
@@ -214,10 +214,10 @@ class UnitFiles:
                 continue
             dtype = MASTER_DTYPE[slot.dtype] if key == MASTER else array.dtype(slot.dtype)
             region = self._region(self._places[key], array.layout, slot, dtype, slot.shape)
-            if array.codec is not None and array.scales is not None and array.compact(slot.dtype):
+            if array.code is not None and array.scales is not None and array.compact(slot.dtype):
                 blocks = (blocks_of(slot.numel),)
                 scales = self._region(self._scales[key], array.scales.layout, slot, torch.float32, blocks)
-                region = replace(region, codec=array.codec.kind, scales=scales)
+                region = replace(region, codec=array.code, scales=scales)
             yield key if key == MASTER else f"state.{key}", region
 
     @staticmethod

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import final
 
 import torch
 
 from outsize.move.buffer import Buffer
+from outsize.move.codes import CODE_DTYPES, CodeKind, blocks_of, decode, encode
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Step
 from outsize.move.device import Lanes
@@ -44,35 +45,10 @@ MASTER_BYTES = {name: dtype.itemsize for name, dtype in MASTER_DTYPE.items()}
 """What completes a 16-bit parameter to its fp32 master: the 16-bit rest of a bf16 one, the master itself of an fp16
 one (DESIGN.md, "Exact state in 12 bytes")."""
 
-BLOCK = 64
-"""Elements that share a scale in a compact array. Parameters begin on multiples of it, so none shares a block."""
-
 CODE_BYTES = {"float32": 1, "float64": 8, "bfloat16": 1, "float16": 1}  # float64 stays exact
 SCALE_BYTES = {"float32": 4, "bfloat16": 4, "float16": 4}
 READ_NUMEL = 1 << 21
 """Elements of one plain read step: large requests keep the drive busy, and the end of a unit comes soon."""
-
-
-class Codec(Protocol):
-    """How the values of a compact array become 8-bit codes (1-D) and a scale for each `BLOCK` of them, and back."""
-
-    @property
-    def kind(self) -> str:
-        """Its name in checkpoints."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the codes."""
-        ...
-
-    def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Fill `codes` and `scales` (fp32) from fp32 `values`; what `decode` gave comes back bit for bit."""
-        ...
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The fp32 values."""
-        ...
 
 
 @final
@@ -103,14 +79,14 @@ class Scales:
 class StateArray:
     """One optimizer array of a unit (for example `exp_avg`), one value an element, at rest in a store.
 
-    A compact one holds codes; `scales` and `codec` turn them into values.
+    A compact one holds codes; `scales` and `code` turn them into values.
     """
 
     name: str
     layout: ArrayLayout
     store: Store
     scales: Scales | None = None
-    codec: Codec | None = None
+    code: CodeKind | None = None
 
     @property
     def public(self) -> bool:
@@ -119,12 +95,12 @@ class StateArray:
 
     def compact(self, param_dtype: str) -> bool:
         """Whether it holds codes where the parameter's dtype is this one."""
-        return self.codec is not None and param_dtype in SCALE_BYTES
+        return self.code is not None and param_dtype in SCALE_BYTES
 
     def dtype(self, param_dtype: str) -> torch.dtype:
         """The dtype of what rests."""
-        if self.codec is not None and self.compact(param_dtype):
-            return self.codec.dtype
+        if self.code is not None and self.compact(param_dtype):
+            return CODE_DTYPES[self.code]
         return self.value_dtype(param_dtype)
 
     def value_dtype(self, param_dtype: str) -> torch.dtype:
@@ -134,17 +110,17 @@ class StateArray:
     def read(self, start: int, end: int, param_dtype: str) -> torch.Tensor:
         """A copy of the values [start, end), 1-D. Blocks."""
         rests = self.store.get(*self.layout.span(start, end)).view(self.dtype(param_dtype))
-        if self.codec is None or self.scales is None or not self.compact(param_dtype):
+        if self.scales is None or not self.compact(param_dtype):
             return rests
         scales = self.scales.store.get(*self.scales.layout.span(start, end)).view(torch.float32)
-        return self.codec.decode(rests, scales)
+        return decode(rests, scales, self.code == "root")
 
     def write(self, start: int, end: int, param_dtype: str, values: torch.Tensor) -> None:
         """Overwrite the values [start, end). Blocks."""
-        if self.codec is not None and self.scales is not None and self.compact(param_dtype):
-            codes = torch.empty(end - start, dtype=self.codec.dtype, device="cpu")
-            scales = torch.empty(-(-codes.numel() // BLOCK), dtype=torch.float32, device="cpu")
-            self.codec.encode(values.float(), codes, scales)
+        if self.scales is not None and self.compact(param_dtype):
+            codes = torch.empty(end - start, dtype=self.dtype(param_dtype), device="cpu")
+            scales = torch.empty(blocks_of(codes.numel()), dtype=torch.float32, device="cpu")
+            encode(values.float().cpu(), codes, scales, self.code == "root")
             self.scales.store.put(self.scales.layout.span(start, end)[0], scales.view(torch.uint8))
             values = codes
         self.store.put(self.layout.span(start, end)[0], _bytes_of(values, self.dtype(param_dtype)))
@@ -179,6 +155,7 @@ Pending = dict[str, SlotUpdate]
 
 
 @final
+@dataclass(eq=False)
 class UnitShard:
     """The stores of one unit and the buffer it is gathered into. `params` is None where the buffer is the store.
 
@@ -186,40 +163,27 @@ class UnitShard:
     slice of it (`rank`, and how many `ranks` share the unit), else the same.
     """
 
-    def __init__(
-        self,
-        layout: UnitLayout,
-        tiers: UnitTiers,
-        buffer: Buffer,
-        params: Store | None,
-        grads: Sequence[GradShard],
-        device: torch.device,
-        whole: UnitLayout | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        shared: bool = False,
-        lanes: Lanes | None = None,
-        late: Callable[[UnitShard], None] | None = None,
-    ) -> None:
-        self.layout = layout
-        self.whole = layout if whole is None else whole
-        self.rank = rank
-        self.ranks = ranks
-        self.shared = shared  # whether other ranks have the unit too, split or whole
-        self.tiers = tiers
-        self.buffer = buffer
-        self.params = params
-        self.grad_shards = list(grads)
-        self.device = device
-        self.lanes = lanes  # of an accelerator
-        self.arrays: dict[str, StateArray] = {}
-        self.has_late_room = False  # whether there is room for the state of frozen parameters too
-        self._late = late  # replaces the arrays by longer ones with the same values
-        self.slot_states: dict[str, SlotState] = {}
-        self.hold: Callable[[], None] | None = None  # blocks until nobody needs the bytes in memory as they are
-        self.views: dict[str, dict[str, torch.Tensor]] = {}  # of arrays in memory, by parameter; see the update
-        self.param_layout = array_layout(layout, OWN_BYTES)
-        self.slots = {slot.name: slot for slot in layout.slots}
+    layout: UnitLayout
+    tiers: UnitTiers
+    buffer: Buffer
+    params: Store | None
+    grad_shards: list[GradShard]
+    device: torch.device
+    whole: UnitLayout
+    rank: int
+    ranks: int
+    shared: bool  # whether other ranks have the unit too, split or whole
+    lanes: Lanes | None  # of an accelerator
+    late: Callable[[UnitShard], None]  # replaces the arrays by longer ones with the same values
+    arrays: dict[str, StateArray] = field(default_factory=dict)
+    has_late_room: bool = False  # whether there is room for the state of frozen parameters too
+    slot_states: dict[str, SlotState] = field(default_factory=dict)
+    hold: Callable[[], None] | None = None  # blocks until nobody needs the bytes in memory as they are
+    views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # of arrays in memory; see the update
+
+    def __post_init__(self) -> None:
+        self.param_layout = array_layout(self.layout, OWN_BYTES)
+        self.slots = {slot.name: slot for slot in self.layout.slots}
         self.whole_slots = {slot.name: slot for slot in self.whole.slots}
         self._whole_layout = array_layout(self.whole, OWN_BYTES)
 
@@ -264,8 +228,7 @@ class UnitShard:
         """Make sure that there is room for the optimizer's state of these parameters; nothing of the unit may be on its
         way. Raises `ValueError` or `OSError`, with nothing changed."""
         if not all(map(self.has_room, names)):
-            assert self._late is not None, "there is an optimizer"
-            self._late(self)
+            self.late(self)
 
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""

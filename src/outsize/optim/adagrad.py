@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from outsize import _native
-from outsize.optim.compact import encode
+from outsize.move.codes import encode
 from outsize.optim.native import native_arrays, runs_natively
 from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 

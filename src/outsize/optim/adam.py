@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from outsize import _native
-from outsize.optim.compact import CodeKind
+from outsize.move.codes import CodeKind
 from outsize.optim.native import expect_arrays, native_arrays, runs_natively
 from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 

@@ -13,9 +13,9 @@ from typing import Any, NoReturn, final
 import torch
 
 from outsize import _native
+from outsize.move.codes import CodeKind, decode, encode
 from outsize.move.grad_ops import GradOps
 from outsize.move.shard import SlotState
-from outsize.optim.compact import CodeKind, decode, encode
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,31 +24,6 @@ CODE_DTYPES = {"signed": torch.int8, "root": torch.uint8}
 
 _SMALLEST_SCALE = 2.0**-126
 _SMALLEST_ROOT = 2.0**-63
-
-
-@dataclass(frozen=True)
-class BlockCodec:
-    """One way to keep an array in 8 bits, for those who hold the bytes and know nothing of the formula."""
-
-    kind: CodeKind
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return CODE_DTYPES[self.kind]
-
-    def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        encode(values, codes, scales, self.kind == "root")
-
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return decode(codes, scales, self.kind == "root")
-
-
-def codec_named(kind: str) -> BlockCodec:
-    """The codec that checkpoints know by this name."""
-    if kind == "signed":
-        return BlockCodec("signed")
-    assert kind == "root", f"unknown code {kind!r}"
-    return BlockCodec("root")
 
 
 def blocks_of(numel: int) -> int:
