@@ -163,10 +163,12 @@ def optimizer_content(
                 continue
             for key, value in state.scalars.items():
                 counted = torch.tensor(value, device="cpu") if key == "step" and isinstance(value, float) else value
-                values[(*root, key)] = counted
+                values[OPTIMIZER, "state", slot.name, key] = counted
             for array in shard.arrays.values():
                 if array.public and array.name not in state.scalars:  # SGD without momentum has None there
                     pieces = partial(state_pieces, shard, array, slot)
                     dtype = array.value_dtype(slot.dtype)
-                    arrays[(*root, array.name)] = NamedWeight(slot.name, slot.shape, dtype, pieces)
+                    arrays[OPTIMIZER, "state", slot.name, array.name] = NamedWeight(
+                        slot.name, slot.shape, dtype, pieces
+                    )
     return arrays, values
