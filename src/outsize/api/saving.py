@@ -57,13 +57,14 @@ def save(
             int, float, bool, None and tensors, nested. Anything else is a `TypeError` that names its place, also in
             what a module's `get_extra_state()` gives, which is saved too.
         keep: how many checkpoints of the series stay (the folders beside `path` whose names differ in their last digits
-            only); the oldest beyond it are removed once this one is complete. Default: all.
+            only); the oldest beyond it are removed once this one is complete, and what it shares with the run was read
+            and found whole (`verify`). Default: all.
 
     An update that is still owed runs first. State on disk becomes the checkpoint by hard links where `path` is on the
     same file system, whatever its size; the next update writes new files, for which there must be room now. State in
-    memory beyond 64 MiB is written behind the training from where it lies (what is updated before that is copied, or
-    waited for where `host_memory` leaves no room): the `Saving` that is returned has `wait()` and
-    `done()`, the next `save` or `load` waits too, and so does the end of the process.
+    memory beyond 64 MiB is written behind the training from where it lies. What is updated before that is copied, or
+    waited for where `host_memory` leaves no room. The `Saving` that is returned has `wait()` and `done()`. The next
+    `save` or `load` waits too, and so does the end of the process. Memory: the largest gradient that is saved.
 
     Raises `OSError` with path and errno if the disk is full or fails; then nothing is left behind and the earlier
     checkpoint is as it was. What goes wrong later is logged, and raised by `wait()`, the next `save` and `load`.

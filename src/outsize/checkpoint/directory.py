@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -183,24 +183,20 @@ def remove_all(folders: Iterable[Path]) -> None:
             logger.warning("%s is superfluous and could not be removed; remove it by hand", folder)
 
 
-def check_room(directory: Path, needed: Mapping[int, int], going: Iterable[Path]) -> None:
-    """Raise `OSError` (ENOSPC) unless the file system of the directory has room.
-
-    `needed` gives, for each file system (`st_dev`), the bytes that the checkpoint and the next update write there. The
-    checkpoints `going` are removed in between.
-    """
-    device, free = directory.stat().st_dev, os.statvfs(directory)
+def check_room(directory: Path, needed: int, going: Iterable[Path]) -> None:
+    """Raise `OSError` (ENOSPC) unless the file system of the directory has room for the bytes that the checkpoint and
+    the next update write there. The checkpoints `going` are removed in between."""
+    free = os.statvfs(directory)
     room = free.f_bavail * free.f_frsize
     for file in (file for folder in going for file in data_of(folder)):
         with suppress(FileNotFoundError):
             status = file.lstat()
-            if status.st_nlink == 1 and status.st_dev == device:
-                room += status.st_blocks * 512
-    if needed.get(device, 0) > room:
+            room += status.st_blocks * 512 if status.st_nlink == 1 else 0
+    if needed > room:
         raise OSError(
             errno.ENOSPC,
-            f"no room for this checkpoint and to train on: {format_bytes(needed[device])} are written beside the "
-            f"files that it shares, and {format_bytes(room)} are free; remove older checkpoints (keep=), or save "
-            f"to another file system",
+            f"no room for this checkpoint and to train on: {format_bytes(needed)} are written beside the files that "
+            f"it shares, and {format_bytes(room)} are free; remove older checkpoints (keep=), or save to another file "
+            f"system",
             str(directory),
         )

@@ -123,15 +123,14 @@ class UnfinishedCheckpoint:
         """Raise `OSError` now, while nothing has changed, if what is about to be written has no room."""
         here = self._folder.path.stat().st_dev
         in_memory = sum(unit.copied_bytes for unit in units)
-        needed = {here: self._grads.nbytes + sum(state.file.nbytes for state in self._snapshot.states) + in_memory}
+        needed = self._grads.nbytes + sum(state.file.nbytes for state in self._snapshot.states) + in_memory
         pending = in_memory > 0
         for file in (file for unit in units for file in unit.files.values()):
-            device = file.now.file.device
-            if small or device != here:
-                needed[here] += file.touched_bytes
+            if small or file.now.file.device != here:
+                needed += file.touched_bytes
                 pending = True
             elif not file.has_next:
-                needed[here] += file.reserved_bytes
+                needed += file.reserved_bytes
         # What goes makes room only for what is written after it: the next generations, unless there is more to come.
         check_room(self._folder.target.parent, needed, going if not pending else ())
 
