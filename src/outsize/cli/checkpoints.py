@@ -22,7 +22,7 @@ from outsize.checkpoint.files import DataReader, open_manifest
 from outsize.checkpoint.folder import remove_leftovers
 from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.cli.options import DTYPES
-from outsize.formats.stored import stored_weights
+from outsize.formats.pieces import stored_weights
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
 from outsize.plan.sizes import format_bytes, parse_bytes
 

@@ -1,4 +1,4 @@
-"""Tensors on their way out, piece by piece: from the stores of one rank, from several, or from memory."""
+"""Tensors on their way out, piece by piece: from the stores of one rank or several, a checkpoint, or memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import final
 
 import torch
 
+from outsize.checkpoint.files import DataReader
+from outsize.checkpoint.manifest import Manifest, ParameterRecord
 from outsize.checkpoint.peers import Cut
 from outsize.move.memory import COPIED_NUMEL
 from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard
@@ -198,3 +200,27 @@ def drain_all(transfers: Iterable[Transfer]) -> None:
     for transfer in transfers:
         with suppress(OSError):
             transfer.wait()
+
+
+def stored_weights(manifest: Manifest, data: DataReader, dtype: torch.dtype | None) -> list[NamedWeight]:
+    """Every parameter and persistent buffer, in `dtype` or its own; in another one it comes from the master."""
+    records = dict(manifest.parameters)
+    records |= {name: ParameterRecord({"weight": manifest.buffers[name]}) for name in manifest.persistent}
+    found = []
+    for name, record in records.items():
+        # The option is for floating-point values; parameters are no others.
+        out = dtype if dtype is not None and record.dtype.is_floating_point else record.dtype
+        found.append(NamedWeight(name, record.shape, out, partial(_record_pieces, data, record, out)))
+    return found
+
+
+def _record_pieces(data: DataReader, record: ParameterRecord, out: torch.dtype) -> Iterator[Piece]:
+    master = record.master if out is not record.dtype else None
+
+    def values(start: int, end: int) -> torch.Tensor:
+        weight = data.read(record.weight, start, end)
+        return weight if master is None else join_master(weight, data.read(master, start, end))
+
+    numel = record.weight.numel
+    for start in range(0, numel, JOINED_NUMEL):
+        yield partial(_at_once, partial(values, start, min(start + JOINED_NUMEL, numel)))
