@@ -219,10 +219,10 @@ class DataReader:
         """
         wanted = {name: set(range(len(self._files[name].sums))) for name in files}
         for region in regions:
-            for piece in region.pieces:
+            for piece in filter(lambda piece: piece.numel, region.pieces):  # of an empty one there may be no file
                 end = piece.offset + piece.numel * region.stored.itemsize
                 chunks = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-                wanted.setdefault(piece.file, set()).update(chunks if piece.numel else ())
+                wanted.setdefault(piece.file, set()).update(chunks)
         slab = HostBuffer(CHUNK_BYTES)
         for name, numbers in sorted(wanted.items()):
             record, path = self._files[name], self._folder / name
