@@ -1,3 +1,3 @@
 """The update: which arrays each optimizer keeps, and one pass over them, chunk by chunk. `Lion` is for users."""
 
-from outsize.optim.lion import Lion as Lion
+from outsize.optim.native import Lion as Lion

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outsize.optim.adagrad import AdagradRule
-from outsize.optim.adam import AdamRule
-from outsize.optim.lion import Lion, LionRule
+from outsize.optim.native import AdagradRule, AdamRule, Lion, LionRule, SGDRule
 from outsize.optim.rules import Rule
-from outsize.optim.sgd import SGDRule
 from outsize.optim.streamed import StreamedRule
 
 

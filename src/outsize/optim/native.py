@@ -1,13 +1,18 @@
-"""Pieces as the one-pass kernels take them."""
+"""The optimizers that the one-pass kernels run, `Lion` among them, each with its formula in torch's own operations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+from typing import Any, final
 
 import torch
 
 from outsize import _native
-from outsize.optim.rules import Piece, refuse_new_array
+from outsize.move.codes import CodeKind, encode
+from outsize.move.shard import SlotState
+from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened, refuse_new_array
 
 _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 
@@ -35,8 +40,302 @@ def native_arrays(piece: Piece, names: Sequence[str]) -> _native.Arrays:
     )
 
 
-def expect_arrays(piece: Piece, names: Sequence[str]) -> None:
-    """Raise `RuntimeError` if the optimizer's options need an array that `prepare` did not make."""
-    for name in names:
-        if name not in piece.states:
-            refuse_new_array(name)
+_BUFFER = "momentum_buffer"
+
+
+def adam_formula(
+    tensors: Opened,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+    amsgrad: bool,
+    step: int,
+) -> None:
+    """torch's own sequence of operations (`torch.optim.adam`), for what the kernel does not serve."""
+    param, states = tensors.param, tensors.states
+    grad = -tensors.grad if maximize else tensors.grad
+    exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
+    if weight_decay != 0:
+        if decoupled:
+            param.mul_(1 - lr * weight_decay)
+        else:
+            grad = grad.add(param, alpha=weight_decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    second = exp_avg_sq
+    if amsgrad:
+        second = torch.maximum(states["max_exp_avg_sq"], exp_avg_sq, out=states["max_exp_avg_sq"])
+    denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(eps)
+    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+
+
+def sgd_formula(
+    tensors: Opened,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first: bool,
+) -> None:
+    """torch's own sequence of operations (`torch.optim.sgd`), for what the kernel does not serve."""
+    grad = -tensors.grad if maximize else tensors.grad
+    if weight_decay != 0:
+        grad = grad.add(tensors.param, alpha=weight_decay)
+    if momentum != 0:
+        buffer = tensors.states[_BUFFER]
+        if first:
+            buffer.copy_(grad)
+        else:
+            buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
+        grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
+    tensors.param.add_(grad, alpha=-lr)
+
+
+def adagrad_formula(
+    tensors: Opened, *, lr: float, lr_decay: float, eps: float, weight_decay: float, maximize: bool, step: int
+) -> None:
+    """torch's own sequence of operations (`torch.optim.adagrad`), for what the kernel does not serve."""
+    grad = -tensors.grad if maximize else tensors.grad
+    if weight_decay != 0:
+        grad = grad.add(tensors.param, alpha=weight_decay)
+    total = tensors.states["sum"].addcmul_(grad, grad, value=1)
+    tensors.param.addcdiv_(grad, total.sqrt().add_(eps), value=-lr / (1 + (step - 1) * lr_decay))
+
+
+def lion_formula(
+    tensors: Opened, *, lr: float, beta1: float, beta2: float, weight_decay: float, maximize: bool
+) -> None:
+    """Algorithm 2 in torch operations; `param` and `exp_avg` are updated in place."""
+    param, exp_avg = tensors.param, tensors.states["exp_avg"]
+    grad = -tensors.grad if maximize else tensors.grad
+    param.mul_(1 - lr * weight_decay)
+    direction = (exp_avg * beta1).add_(grad, alpha=1 - beta1).sign_()
+    param.add_(direction, alpha=-lr)
+    exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+class NativeRule(Rule):
+    """A rule with a kernel; a formula serves the pieces that the kernel does not."""
+
+    merges = True
+    kernel: Callable[..., None]
+    formula: Callable[..., None]
+
+    @abstractmethod
+    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
+        """What the kernel and the formula are given beside arrays."""
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self.read(Options(hyper, where), SlotState({}, initialised=False))
+
+    def start(self, piece: Piece) -> None:
+        """Fill the arrays of a parameter that was never stepped, where zeros will not do."""
+
+    def apply(self, piece: Piece) -> None:
+        state, names = piece.state, self.needs(piece.hyper)
+        options = self.read(Options(piece.hyper), state)
+        for name in names:
+            if name not in piece.states:
+                refuse_new_array(name)
+        state.next_scalars = self.next_scalars(options, names)
+        if not state.initialised:
+            self.start(piece)
+        if runs_natively(piece):
+            self.kernel(native_arrays(piece, names), **options, threads=piece.threads)
+        else:
+            with opened(piece, self.codes) as tensors:
+                self.formula(tensors, **options)
+
+    def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        """The per-parameter values after the step."""
+        return {"step": float(options["step"])} if "step" in options else {}
+
+
+def _next_step(state: SlotState) -> int:
+    return int(number(state.scalars.get("step", 0.0)) + 1.0)
+
+
+@final
+class AdamRule(NativeRule):
+    """Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), with AMSGrad and maximize, as in torch."""
+
+    kernel, formula = staticmethod(_native.adam), staticmethod(adam_formula)
+
+    def __init__(self, amsgrad: bool, decoupled: bool) -> None:
+        self.arrays = _adam_arrays(amsgrad)
+        self.codes = {name: _ADAM_KINDS[name] for name in self.arrays}
+        self.counts = self.scalars = ("step",)
+        self._decoupled = decoupled
+
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        return _adam_arrays(Options(hyper).flag("amsgrad"))
+
+    def read(self, options: Options, state: SlotState) -> _native.AdamOptions:
+        beta1, beta2 = options.betas()
+        return {
+            "lr": options.number("lr"),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": options.number("eps", least=0),
+            "weight_decay": options.number("weight_decay"),
+            "decoupled": options.flag("decoupled_weight_decay", self._decoupled),
+            "maximize": options.flag("maximize"),
+            "amsgrad": options.flag("amsgrad"),
+            "step": _next_step(state),
+        }
+
+
+_ADAM_KINDS: dict[str, CodeKind] = {"exp_avg": "signed", "exp_avg_sq": "root", "max_exp_avg_sq": "root"}
+
+
+def _adam_arrays(amsgrad: bool) -> tuple[str, ...]:
+    return tuple(_ADAM_KINDS) if amsgrad else ("exp_avg", "exp_avg_sq")
+
+
+# Note [No momentum yet]
+# torch has no momentum_buffer before the first step with momentum; that step copies the gradient, without dampening.
+# Here the array exists from the start. A parameter that was never stepped has no momentum yet; one that was stepped
+# without momentum says so as torch's state does, by the scalar momentum_buffer = None.
+
+
+@final
+class SGDRule(NativeRule):
+    """SGD with momentum, dampening, Nesterov momentum (Sutskever et al. 2013), coupled decay and maximize, as in torch.
+
+    `momentum`: whether any parameter group has one.
+    """
+
+    kernel, formula = staticmethod(_native.sgd), staticmethod(sgd_formula)
+
+    def __init__(self, momentum: bool) -> None:
+        self.arrays = (_BUFFER,) if momentum else ()
+        self.codes = {_BUFFER: "signed"} if momentum else {}
+        self.scalars = (_BUFFER,)
+
+    def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
+        return (_BUFFER,) if Options(hyper).number("momentum") != 0 else ()
+
+    def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        return {_BUFFER: None} if self.arrays and options["first"] and not names else {}
+
+    def read(self, options: Options, state: SlotState) -> _native.SgdOptions:
+        return {
+            "lr": options.number("lr"),
+            "momentum": options.number("momentum"),
+            "dampening": options.number("dampening"),
+            "weight_decay": options.number("weight_decay"),
+            "nesterov": options.flag("nesterov"),
+            "maximize": options.flag("maximize"),
+            "first": not state.initialised or _BUFFER in state.scalars,
+        }
+
+
+@final
+class AdagradRule(NativeRule):
+    """Adagrad (Duchi et al. 2011) with learning-rate decay, coupled decay and maximize, as in torch."""
+
+    kernel, formula = staticmethod(_native.adagrad), staticmethod(adagrad_formula)
+
+    def __init__(self) -> None:
+        self.arrays = ("sum",)
+        self.codes = {"sum": "root"}
+        self.counts = self.scalars = ("step",)
+
+    def start(self, piece: Piece) -> None:
+        total, value = piece.states["sum"], _initial_sum(Options(piece.hyper))
+        if "sum" in piece.scales:
+            encode(torch.full_like(total, value, dtype=torch.float32), total, piece.scales["sum"], True)
+        else:
+            total.fill_(value)
+
+    def read(self, options: Options, state: SlotState) -> _native.AdagradOptions:
+        _initial_sum(options)
+        return {
+            "lr": options.number("lr"),
+            "lr_decay": options.number("lr_decay", least=0),
+            "eps": options.number("eps", least=0),
+            "weight_decay": options.number("weight_decay"),
+            "maximize": options.flag("maximize"),
+            "step": _next_step(state),
+        }
+
+
+def _initial_sum(options: Options) -> float:
+    return options.number("initial_accumulator_value", least=0, default=0.0)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2).
+
+    Each step moves every weight by `lr` in the direction of the sign of a momentum, so `lr` is usually 3 to 10 times
+    smaller, and `weight_decay` (decoupled) as many times larger, than with AdamW. Works with and without outsize.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step; return the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = _lion_options(Options(group))
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                lion_formula(Opened(param, param.grad, state), **options)
+        return loss
+
+
+@final
+class LionRule(NativeRule):
+    """The update of `Lion`."""
+
+    kernel, formula = staticmethod(_native.lion), staticmethod(lion_formula)
+
+    def __init__(self) -> None:
+        self.arrays = ("exp_avg",)
+        self.codes = {"exp_avg": "signed"}
+        self.scalars = ()
+
+    def read(self, options: Options, state: SlotState) -> _native.LionOptions:
+        return _lion_options(options)
+
+
+def _lion_options(options: Options) -> _native.LionOptions:
+    beta1, beta2 = options.betas()
+    return {
+        "lr": options.number("lr"),
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": options.number("weight_decay"),
+        "maximize": options.flag("maximize"),
+    }
