@@ -1,4 +1,4 @@
-"""The hyper-parameters of a step: as they are now, compared, and told to other ranks."""
+"""The hyper-parameters of a step: as they are now, and as they are told to other ranks."""
 
 from __future__ import annotations
 
@@ -40,17 +40,6 @@ def _plain(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else str(tuple(value.shape))
     return repr(value) if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else type(value).__name__
-
-
-def differs(now: object, before: object) -> bool:
-    """Whether an option is another one; NaN is the same as NaN."""
-    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
-        return not torch.equal(now, before)
-    if isinstance(now, float) and isinstance(before, float) and now != now and before != before:
-        return False  # both are NaN
-    if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)) and len(now) == len(before):
-        return type(now) is not type(before) or any(map(differs, now, before))
-    return now is not before and bool(now != before)
 
 
 def hyper_of(group: dict[str, Any]) -> dict[str, object]:

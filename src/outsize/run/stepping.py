@@ -15,9 +15,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from outsize.move.shard import MASTER, Pending, SlotUpdate
 from outsize.optim.update import ChunkUpdater
+from outsize.optim.worker import differs
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
-from outsize.run.hyper import differs, hyper_of, told
+from outsize.run.hyper import hyper_of, told
 from outsize.run.owing import expect_own, owed_to
 from outsize.run.state_dict import WholeState, stopping_on_errors
 from outsize.run.unit import Unit
