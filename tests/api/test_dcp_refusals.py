@@ -358,3 +358,16 @@ def test_pieces_of_no_grid_are_refused_with_the_remedy(target: Target, tmp_path:
     saved_run(tmp_path / "folder")
     changed(tmp_path / "folder", double_chunk)
     target.refuses(tmp_path / "folder", "no grid .* save it again")
+
+
+@pytest.mark.parametrize("depth", [2, 300_000])
+@pytest.mark.parametrize(
+    "pickled",
+    [b"}%sNs.", b"}(%sNu.", b"(%sNd.", b"\x8f(%s\x90.", b"(%s\x91.", b"cbuiltins\nset\n(%sl\x85R."],
+    ids=["SETITEM", "SETITEMS", "DICT", "ADDITEMS", "FROZENSET", "set"],
+)
+def test_a_key_that_is_not_plain_is_refused_before_its_hash_is_taken(
+    pickled: bytes, depth: int, tmp_path: Path
+) -> None:
+    nested = b")" + b"\x85" * depth
+    refused(tmp_path / "folder", b"\x80\x05" + pickled.replace(b"%s", nested), "(is damaged|asks for builtins)")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -45,8 +46,14 @@ class _RefusedError(Exception):
 
 
 @final
-class _Reader(pickle.Unpickler):
-    """Imports nothing: a pickle is a program that calls what it names, and here each name is an empty class."""
+class _Reader(pickle._Unpickler):
+    """Imports nothing: a pickle is a program that calls what it names, and here each name is an empty class.
+
+    Keys are plain. To find the hash of a tuple Python goes into it without looking how deep it is.
+    """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in _PACKAGES:
@@ -54,7 +61,29 @@ class _Reader(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype) or found is torch.Size:
             return found
-        return dict if name == "OrderedDict" else type(name, (_Record,), {})
+        return (dict) if name == "OrderedDict" else type(name, (_Record,), {})
+
+    def load_setitem(self) -> None:
+        items = [self.stack.pop(), self.stack.pop()]
+        self._fill(items[::-1])
+
+    def load_setitems(self) -> None:
+        self._fill(self.pop_mark())
+
+    def _fill(self, items: list[Any]) -> None:
+        if any(type(key) not in (str, int) and not isinstance(key, _Record) for key in items[::2]):
+            raise ValueError("a key is not plain")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def load_other(self) -> None:
+        raise ValueError("it holds what no metadata does")
+
+    dispatch: ClassVar[Any] = {
+        **pickle._Unpickler.dispatch,
+        **dict.fromkeys(pickle.DICT + pickle.ADDITEMS + pickle.FROZENSET, load_other),
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
 
 
 @final
