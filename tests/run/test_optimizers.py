@@ -163,6 +163,7 @@ class Counting(torch.optim.Optimizer):
 
 
 OPTIMIZERS["Lion of a third party"] = lambda params: Lion(params)
+OPTIMIZERS["Lion"] = lambda params: outsize.optim.Lion(params, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
