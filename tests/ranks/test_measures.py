@@ -303,23 +303,22 @@ def test_ranks_with_nothing_to_train_in_their_slices_keep_the_same_units(tmp_pat
 
 def test_collecting_buffers_are_used_again_and_make_room_for_larger_ones() -> None:
     buffers, device = Buffers(Ledger()), torch.device("cpu")
-    large, small = buffers.take(8 << 12, device), buffers.take(2 << 12, device)
+    large, small = buffers.take(8 << 12, device, [].append), buffers.take(2 << 12, device, [].append)
     at = large.data_ptr()
     buffers.give(large)
     gone = weakref.ref(small.untyped_storage())
     buffers.give(small)
     del large, small
-    assert buffers.take(4 << 12, device).data_ptr() != at
+    assert buffers.take(4 << 12, device, [].append).data_ptr() != at
     assert gone() is None
-    assert buffers.take(8 << 12, device).data_ptr() == at
+    assert buffers.take(8 << 12, device, [].append).data_ptr() == at
 
 
 def test_buffers_give_back_what_is_spent_of_them() -> None:
     ledger = Ledger()
     buffers, device = Buffers(ledger), torch.device("cpu")
     wanted: list[int] = []
-    buffers.make_room = wanted.append
-    memory = buffers.take(8 << 12, device).fill_(7)
+    memory = buffers.take(8 << 12, device, wanted.append).fill_(7)
     buffers.spend(memory, [memory[: 3 << 12], memory[(5 << 12) + 1 :]])
     assert buffers.held == 8 << 12
     assert buffers.drop_free() and not buffers.drop_free()
@@ -327,9 +326,9 @@ def test_buffers_give_back_what_is_spent_of_them() -> None:
     assert memory[3 << 12 : (5 << 12) + 1].eq(7).all() and not memory[: 3 << 12].any()
     buffers.give(memory)
     assert not buffers.held, "memory that has gone is not kept for the next unit"
-    buffers.give(buffers.take(8 << 12, device))
+    buffers.give(buffers.take(8 << 12, device, wanted.append))
     assert wanted == [8 << 12, 8 << 12] and buffers.held == buffers.free == 8 << 12
-    buffers.take(8 << 12, device)
+    buffers.take(8 << 12, device, wanted.append)
     assert wanted == [8 << 12, 8 << 12], "what is kept needs no room"
     assert buffers.held == 8 << 12 and not buffers.free
 

@@ -318,13 +318,9 @@ def _open_streamer(
         resting, sums = 0, 0
         if unit.shard.grads is not None and unit.shard.tiers.grads == "disk":  # alike on every rank
             resting, sums = unit.shard.grads.nbytes, unit.shard.grads.sum_bytes
-        keepers.append(
-            GradKeeper(unit, resources.conveyor, owner, streamer.make_room, streamer.settle, reduction, resting, sums)
-        )
+        keepers.append(GradKeeper(unit, resources.conveyor, owner, streamer, reduction, resting, sums))
     if reduction is not None:
         reduction.collectors += [keeper.collector for keeper in keepers if keeper.collector is not None]
-        reduction.buffers.make_room = streamer.make_room_to_collect
-        reduction.make_room_to_rest = streamer.make_room_to_rest
     return streamer, keepers
 
 

@@ -33,8 +33,6 @@ class Buffers:
     """Memory for whole gradients, used again for the next unit."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.make_room: Callable[[int], None] = lambda nbytes: None
-        """Called before so many bytes are added to `held`."""
         self._ledger = ledger
         self._free: list[torch.Tensor] = []
         self._spent: dict[int, list[torch.Tensor]] = {}  # by the address of what was taken
@@ -50,8 +48,8 @@ class Buffers:
         """Bytes of buffers that wait to be used again."""
         return self._ledger.now.get(KEPT, 0)
 
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """uint8 [nbytes], contents undefined."""
+    def take(self, nbytes: int, device: torch.device, make_room: Callable[[int], None]) -> torch.Tensor:
+        """uint8 [nbytes], contents undefined. Calls `make_room` before so many bytes are added to `held`."""
         found = next((index for index, memory in enumerate(self._free) if memory.numel() == nbytes), None)
         memory = None if found is None else self._free.pop(found)
         # Memory is shortest while the largest unit is collected: what is too small for it makes room.
@@ -60,7 +58,7 @@ class Buffers:
             self._ledger.remove(KEPT, nbytes)
             self._ledger.add(TAKEN, nbytes)
             return memory
-        self.make_room(nbytes)
+        make_room(nbytes)
         self._ledger.add(TAKEN, nbytes)
         on_host = device.type == "cpu"
         return HostBuffer(nbytes).bytes if on_host else torch.empty(nbytes, dtype=torch.uint8, device=device)

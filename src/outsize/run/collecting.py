@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -18,6 +18,7 @@ from outsize.run.unit import Unit
 
 if TYPE_CHECKING:
     from outsize.run.keeper import GradKeeper
+    from outsize.run.streamer import Streamer
 
 
 def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
@@ -34,14 +35,19 @@ class WholeGradients:
     """The whole gradients of one unit while they are collected on one rank, a flat buffer a segment."""
 
     def __init__(
-        self, shard: UnitShard, buffers: Buffers, dtype: torch.dtype | None, home: torch.Tensor | None = None
+        self,
+        shard: UnitShard,
+        buffers: Buffers,
+        make_room: Callable[[int], None],
+        dtype: torch.dtype | None,
+        home: torch.Tensor | None = None,
     ) -> None:
-        """`home`: memory to collect them in, in place of a buffer."""
+        """`make_room` for a buffer, of so many bytes; `home`: memory to collect the gradients in, in place of one."""
         self._shard = shard
         self._buffers = buffers
         sizes = collecting_sizes(shard.whole, dtype)
         self._taken = home is None
-        self._memory = buffers.take(sum(sizes), shard.device) if home is None else home
+        self._memory = buffers.take(sum(sizes), shard.device, make_room) if home is None else home
         self._flat: list[torch.Tensor] = []
         first = 0
         for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
@@ -162,12 +168,21 @@ class Collector:
     # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
     # when somebody asks. A gradient that the user throws away takes what was collected for it along.
 
-    def __init__(self, unit: Unit, reduction: Reduction, rest: GradKeeper, resting_bytes: int, sum_bytes: int) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        reduction: Reduction,
+        rest: GradKeeper,
+        streamer: Streamer,
+        resting_bytes: int,
+        sum_bytes: int,
+    ) -> None:
         """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
         `sum_bytes`: the same where they are added to others."""
         self._unit = unit
         self._reduction = reduction
         self._rest = rest
+        self._streamer = streamer
         self._resting_bytes = resting_bytes
         self._sum_bytes = sum_bytes
         self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
@@ -208,7 +223,13 @@ class Collector:
 
     def _begin(self) -> WholeGradients:
         home = self._home if self._home is not None and unused(self._home) else None
-        return WholeGradients(self._unit.shard, self._reduction.buffers, self._reduction.dtype, home)
+        return WholeGradients(
+            self._unit.shard,
+            self._reduction.buffers,
+            self._streamer.make_room_to_collect,
+            self._reduction.dtype,
+            home,
+        )
 
     def reduce(self, all_of_it: bool = False) -> None:
         """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there.
@@ -256,7 +277,7 @@ class Collector:
         unfilled = set(fresh)
         try:
             adds = any(name not in fresh for name in reduced)
-            self._reduction.make_room_to_rest(self._sum_bytes if adds else self._resting_bytes)
+            self._streamer.make_room_to_rest(self._sum_bytes if adds else self._resting_bytes)
             for name, own in reduced.items():
                 grad = expected.get(name)
                 if grad is None or self._unit.parameters[name].grad is not grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -21,6 +21,9 @@ from outsize.run.local import expect_dense, like, local_gradient
 from outsize.run.owner import Owner
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
+
+if TYPE_CHECKING:
+    from outsize.run.streamer import Streamer
 
 
 @final
@@ -40,8 +43,7 @@ class GradKeeper:
         unit: Unit,
         conveyor: Conveyor,
         owner: Owner,
-        make_room: Callable[[int], None],
-        settle: Callable[[Unit], None],
+        streamer: Streamer,
         reduction: Reduction | None = None,
         resting_bytes: int = 0,
         sum_bytes: int = 0,
@@ -49,12 +51,13 @@ class GradKeeper:
         """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
         `sum_bytes`: the same where they are added to others."""
         self.owner = owner
-        self._settle = settle
         self._reduction = reduction  # None with one rank
-        self.collector = None if reduction is None else Collector(unit, reduction, self, resting_bytes, sum_bytes)
+        self.collector = (
+            None if reduction is None else Collector(unit, reduction, self, streamer, resting_bytes, sum_bytes)
+        )
         self._unit = unit
         self._conveyor = conveyor
-        self._make_room = make_room
+        self._streamer = streamer
         self._slots = unit.shard.slots
         self.update_now: Callable[[Unit], bool] | None = None  # where the update runs in the backward
         self.deferred = False  # whether the update waits for the end of the backward
@@ -272,7 +275,7 @@ class GradKeeper:
     def rewrite(self, grad: RestingGrad, divisor: float = 1.0) -> None:
         """Apply the remembered operations to the bytes, then a division."""
         self.check_current(grad)
-        self._settle(self._unit)
+        self._streamer.settle(self._unit)
         value = self.exact(grad)
         if divisor != 1.0:
             value.div_(divisor)
@@ -418,7 +421,7 @@ class GradKeeper:
         stays on the device."""
         expect_dense(name, grad)
         if not self._unit.settled:
-            self._settle(self._unit)  # see Note [An owed update owns its gradients]
+            self._streamer.settle(self._unit)  # see Note [An owed update owns its gradients]
         grad = grad.detach()
         ops = None if previous is None or previous.ops.zero else previous.ops
         if self._shard is None:
@@ -443,19 +446,19 @@ class GradKeeper:
         shard = self._shard
         assert shard is not None
         if shard.in_memory and shard.bytes_beside(slot):
-            self._make_room(shard.bytes_beside(slot))  # as below
+            self._streamer.make_room(shard.bytes_beside(slot))  # as below
         shard.use(slot)
         if widens and not shard.wide:
             self._find_norms()  # of what is narrow still
         if shard.in_memory and widens and shard.store is not None and shard.sum_bytes > shard.nbytes:
-            self._make_room(shard.sum_bytes - shard.nbytes)  # which may write these gradients out
+            self._streamer.make_room(shard.sum_bytes - shard.nbytes)  # which may write these gradients out
         if shard.in_memory:
             self._await_writing()  # what is being written must not change under the write
             if shard.wide:
                 shard.open(self._live())  # fp32 sums that nobody wants any more make room for plain gradients
             return
         if shard.store is not None:
-            self._make_room(shard.sum_bytes if widens else shard.nbytes)
+            self._streamer.make_room(shard.sum_bytes if widens else shard.nbytes)
             self._unit.await_written()
         shard.open(self._live())
 

@@ -44,8 +44,6 @@ class Reduction:
         self.reducing = True
         self.adds_up = True  # whether the budget holds the whole gradients of the model
         self.collectors: list[Collector] = []
-        self.make_room_to_rest: Callable[[int], None] = lambda nbytes: None
-        """Called before the gradients of a unit are laid to rest, with what they take there."""
         self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
         self._passed = 0  # units, from the end of the model, that this backward has reduced
