@@ -521,7 +521,7 @@ def where_means_stay(disk: str) -> list[list[int]]:
             model(torch.ones(2, 64, dtype=dtype)).sum().backward()
             held.append(model[0].weight.grad if step == 2 else None)  # a gradient that the user keeps
             optimizer.zero_grad()  # no step: an update that still runs has its gradients, too
-            homes = [keeper.collector._home for keeper in prepared.engine.keepers if keeper.collector]
+            homes = [each.collector._home for each in prepared.engine.gradients if each.collector]
             for index, home in enumerate(homes):
                 if home is not None and not (step == 2 and index == 0):
                     await_unused(home)

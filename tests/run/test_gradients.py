@@ -236,8 +236,8 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
         block: Any = model.blocks[1]
         for batch in data:
             squared_error(model, batch).backward()
-            for keeper in prepared(model).engine.keepers:
-                keeper.flush_and_drop()
+            for each in prepared(model).engine.gradients:
+                each.flush_and_drop()
             with outsize.gathered(block.up.weight, grads=True, modify=modify):
                 block.up.weight.grad.norm()
             with outsize.gathered(model, grads=True, modify=modify):

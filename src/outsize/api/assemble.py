@@ -34,7 +34,6 @@ from outsize.run import hooks
 from outsize.run.activations import can_recompute
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
-from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, is_repeated, local
 from outsize.run.owner import Owner
 from outsize.run.reduction import Reduction
@@ -42,6 +41,7 @@ from outsize.run.state import store_state
 from outsize.run.stepping import Stepper, refuse_own_step
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
+from outsize.run.unit_gradients import UnitGradients
 
 logger = logging.getLogger("outsize")
 
@@ -229,8 +229,8 @@ def _build(
     ranks: Ranks | None,
 ) -> Prepared:
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
-    gradients = sum(tiers.grads == "disk" for tiers in plan.tiers)
-    allow_open_files((lasting + gradients) * len(config.directories))
+    passing = sum(tiers.grads == "disk" for tiers in plan.tiers)
+    allow_open_files((lasting + passing) * len(config.directories))
     opening = Shards(plan, config, rule, resources, ranks is not None)
     shards = [opening.open(layout, tiers) for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)]
     resources.shards, resources.ranks = shards, ranks
@@ -253,7 +253,7 @@ def _build(
         reduction.adds_up = bool(adds_up)
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner = Owner()
-    streamer, keepers = _open_streamer(units, resources, updater, plan, owner, reduction, rounds)
+    streamer, gradients = _open_streamer(units, resources, updater, plan, owner, reduction, rounds)
     scopes, owned, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
@@ -268,13 +268,13 @@ def _build(
             repeated = {name: sums[name] for name, param in plan.parameters.items() if is_repeated(param)}
             check_same([ranks.tensor], "the values of parameters that each has whole", repeated)
     _cast_buffers(model, config)
-    engine = Engine(units, keepers, streamer, resources.conveyor, scopes, owned, owner, reduction, id(model))
+    engine = Engine(units, gradients, streamer, resources.conveyor, scopes, owned, owner, reduction, id(model))
     for unit in units:
         for param in unit.parameters.values():
             param.__class__ = engine.class_for(unit, param)
         unit.shard.buffer.note_views()
-    for keeper in keepers:
-        keeper.make_ready()
+    for each in gradients:
+        each.make_ready()
     stepper = None
     if optimizer is not None:
         assert updater is not None
@@ -299,11 +299,11 @@ def _open_streamer(
     owner: Owner,
     reduction: Reduction | None,
     rounds: Ranks | None,
-) -> tuple[Streamer, list[GradKeeper]]:
-    keepers: list[GradKeeper] = []
+) -> tuple[Streamer, list[UnitGradients]]:
+    gradients: list[UnitGradients] = []
     streamer = Streamer(
         units,
-        keepers,
+        gradients,
         resources.conveyor,
         updater,
         resources.conveyor.slab_bytes,
@@ -318,10 +318,10 @@ def _open_streamer(
         resting, sums = 0, 0
         if unit.shard.grads is not None and unit.shard.tiers.grads == "disk":  # alike on every rank
             resting, sums = unit.shard.grads.nbytes, unit.shard.grads.sum_bytes
-        keepers.append(GradKeeper(unit, resources.conveyor, owner, streamer, reduction, resting, sums))
+        gradients.append(UnitGradients(unit, resources.conveyor, owner, streamer, reduction, resting, sums))
     if reduction is not None:
-        reduction.collectors += [keeper.collector for keeper in keepers if keeper.collector is not None]
-    return streamer, keepers
+        reduction.collectors += [each.collector for each in gradients if each.collector is not None]
+    return streamer, gradients
 
 
 def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:

@@ -150,7 +150,7 @@ def _show_gradients(
             resting = param.grad
             value = resting.home.value(resting)
             unit, slot = prepared.engine.unit_of(param)
-            prepared.engine.keepers[unit.index].shown[slot.name] = resting
+            prepared.engine.gradients[unit.index].shown[slot.name] = resting
             param.grad = value
             shown[param] = (resting, value, value._version)
     return shown
@@ -160,13 +160,13 @@ def _hide_gradient(
     prepared: Prepared, param: torch.Tensor, resting: RestingGrad, value: torch.Tensor, modify: bool
 ) -> None:
     unit, slot = prepared.engine.unit_of(param)
-    keeper = prepared.engine.keepers[unit.index]
-    keeper.shown.pop(slot.name, None)
+    gradients = prepared.engine.gradients[unit.index]
+    gradients.shown.pop(slot.name, None)
     if param.grad is not value:
         return  # the user replaced or removed it
     param.grad = resting
     if modify:
-        keeper.adopt(slot.name, value)
+        gradients.adopt(slot.name, value)
 
 
 @contextmanager

@@ -248,15 +248,15 @@ def _has_bits(value: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def _fill_gradients(prepared: Prepared, checkpoint: Checkpoint | None, unit: Unit) -> None:
     """Drop the unit's gradients, and take those of the checkpoint."""
-    keeper = prepared.engine.keepers[unit.index]
-    keeper.flush_and_drop()
+    gradients = prepared.engine.gradients[unit.index]
+    gradients.flush_and_drop()
     for param in unit.parameters.values():
         param.grad = None
     if checkpoint is None:
-        keeper.restore_held({})
+        gradients.restore_held({})
         return
     found = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
-    keeper.restore_held(
+    gradients.restore_held(
         {
             name: (_own_part(checkpoint, unit, name, record.arrays["held"]), record.grads["held"][0])
             for name, record in found.items()
@@ -272,9 +272,9 @@ def _fill_gradients(prepared: Prepared, checkpoint: Checkpoint | None, unit: Uni
             param.grad = ops.apply_(content.to(param.dtype))
         else:
             # Norms of whole gradients are found anew where this is a part of one.
-            keeper.restore(name, content, ops, norms if prepared.engine.reduction is None else {})
-    keeper.finish()
-    keeper.flush_and_drop()
+            gradients.restore(name, content, ops, norms if prepared.engine.reduction is None else {})
+    gradients.finish()
+    gradients.flush_and_drop()
 
 
 def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: AnyRegion) -> torch.Tensor:

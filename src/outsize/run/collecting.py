@@ -17,8 +17,8 @@ from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
 
 if TYPE_CHECKING:
-    from outsize.run.keeper import GradKeeper
     from outsize.run.streamer import Streamer
+    from outsize.run.unit_gradients import UnitGradients
 
 
 def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
@@ -172,7 +172,7 @@ class Collector:
         self,
         unit: Unit,
         reduction: Reduction,
-        rest: GradKeeper,
+        rest: UnitGradients,
         streamer: Streamer,
         resting_bytes: int,
         sum_bytes: int,

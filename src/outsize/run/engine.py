@@ -21,7 +21,6 @@ from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.buffers import unused
 from outsize.run.guard import Classes
-from outsize.run.keeper import GradKeeper
 from outsize.run.local import bind, is_distributed, local, local_gradient, shared_as
 from outsize.run.owner import BACKWARD, FORWARD, GATHERED, Owner
 from outsize.run.reduction import Reduction
@@ -30,6 +29,7 @@ from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
 from outsize.run.transforms import in_transform, on_copies, outside_transforms
 from outsize.run.unit import Unit
+from outsize.run.unit_gradients import UnitGradients
 
 logger = logging.getLogger("outsize")
 
@@ -77,7 +77,7 @@ class Engine:
     def __init__(
         self,
         units: Sequence[Unit],
-        keepers: Sequence[GradKeeper],
+        gradients: Sequence[UnitGradients],
         streamer: Streamer,
         conveyor: Conveyor,
         scopes: Sequence[frozenset[int]],
@@ -89,7 +89,7 @@ class Engine:
         self.reduction = reduction  # None with one rank
         self._root = root  # the id of the whole model
         self.units = units
-        self.keepers = keepers
+        self.gradients = gradients
         self.streamer = streamer
         self.conveyor = conveyor
         see_script_functions()
@@ -437,11 +437,11 @@ class Engine:
             return
         self._watch_backward()
         unit = self._home[name]
-        keeper = self.keepers[unit.index]
-        complete = keeper.arrives(name)
+        gradients = self.gradients[unit.index]
+        complete = gradients.arrives(name)
         if complete:
             self.streamer.finished(unit)  # before the gradient is copied: the weights may make room for it
-        keeper.take(name, complete)
+        gradients.take(name, complete)
 
     def _watch_backward(self) -> None:
         """See the end of this backward, whatever it uses of the model."""
@@ -456,11 +456,11 @@ class Engine:
     def _end_backward(self, complete: bool = True) -> None:
         self._task = -1
         self._return_nodes()
-        for keeper in self.keepers:
-            if keeper.collecting or keeper.deferred:
-                keeper.end_of_backward(complete)
+        for each in self.gradients:
+            if each.collecting or each.deferred:
+                each.end_of_backward(complete)
             else:
-                keeper.finish()  # a hook of the user's may have added to a gradient that was complete
+                each.finish()  # a hook of the user's may have added to a gradient that was complete
         if self.reduction is not None:
             self.reduction.no_more_comes(interrupted=not complete)
             self.streamer.end_pass("backward")
@@ -532,7 +532,7 @@ class Engine:
         if unit.shard.on_device and self.reduction is None and param.dtype in (torch.float32, torch.float64):
             param.grad = grad
         else:
-            self.keepers[unit.index].take_over(name, grad)
+            self.gradients[unit.index].take_over(name, grad)
 
     def class_for(self, unit: Unit, param: torch.Tensor) -> type:
         if is_distributed(param):

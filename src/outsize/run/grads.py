@@ -15,7 +15,7 @@ from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
 
 if TYPE_CHECKING:
-    from outsize.run.keeper import GradKeeper
+    from outsize.run.unit_gradients import UnitGradients
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ class RestingGrad(torch.Tensor):
     """
 
     label: str
-    _home: weakref.ref[GradKeeper]
+    _home: weakref.ref[UnitGradients]
     ops: GradOps
     norms: dict[float, torch.Tensor]
     own_norm: torch.Tensor | None
@@ -43,7 +43,7 @@ class RestingGrad(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, param: torch.Tensor, name: str, home: GradKeeper, norm: torch.Tensor, loose: torch.Tensor | None = None
+        cls, param: torch.Tensor, name: str, home: UnitGradients, norm: torch.Tensor, loose: torch.Tensor | None = None
     ) -> RestingGrad:
         self: RestingGrad = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
@@ -68,7 +68,7 @@ class RestingGrad(torch.Tensor):
         return torch.float32 if own is torch.float16 else own
 
     @property
-    def home(self) -> GradKeeper:
+    def home(self) -> UnitGradients:
         home = self._home()
         assert home is not None, "the model of this gradient is gone"
         return home

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class Reduction:
-    """What the keepers of all units share: the ranks, whether backwards reduce now, and the norms over all slices."""
+    """What the gradients of all units share: the ranks, whether backwards reduce now, and the norms over all slices."""
 
     # Note [Norms over slices]
     # The norm of a slice is taken when the slice is laid to rest. Whoever asks for a norm makes all ranks add up the

@@ -18,9 +18,8 @@ from outsize.optim.update import ChunkUpdater
 from outsize.optim.worker import differs
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
-from outsize.run.hyper import hyper_of, told
-from outsize.run.owing import expect_own, owed_to
 from outsize.run.state_dict import WholeState, stopping_on_errors
+from outsize.run.step_record import expect_own, hyper_of, owed_to, told
 from outsize.run.unit import Unit
 
 # Note [The update happens at the fetch]
@@ -89,8 +88,8 @@ class Stepper:
         self._group_of: dict[int, dict[str, Any]] = {}
         self._applied: dict[Unit, Pending] = {}  # in this backward. See Note [The update in the backward]
         if in_backward:
-            for keeper in engine.keepers:
-                keeper.update_now = self._update_now
+            for each in engine.gradients:
+                each.update_now = self._update_now
         self.state = WholeState(engine, optimizer, updater)
         self._attach()
 
@@ -365,7 +364,7 @@ class Stepper:
         groups = self._groups()
         for unit, pending in pendings.items():
             self._engine.streamer.settle(unit)  # it may still owe an exact update out of the same bytes
-            pending = self._engine.keepers[unit.index].keep_together(pending)
+            pending = self._engine.gradients[unit.index].keep_together(pending)
             ready[unit] = {
                 name: replace(owed, hyper=hyper_of(groups[id(unit.parameters[name])]))
                 for name, owed in unit.held.items()
@@ -375,7 +374,7 @@ class Stepper:
                 name: owed if owed.loose is None else replace(owed, loose=owed.loose.clone())
                 for name, owed in pending.items()
             }
-            self._engine.keepers[unit.index].turn()
+            self._engine.gradients[unit.index].turn()
         return ready
 
     def _groups(self) -> dict[int, dict[str, Any]]:
@@ -404,7 +403,7 @@ class Stepper:
         return pendings
 
     def _owed_to(self, unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
-        expect_own(unit, name, grad, self._engine.keepers[unit.index])
+        expect_own(unit, name, grad, self._engine.gradients[unit.index])
         self._make_room(unit, [name])
         return owed_to(unit, name, grad, hyper)
 

@@ -22,9 +22,9 @@ from outsize.plan.sizes import format_bytes
 from outsize.run.activations import in_backward
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.excess import Excess
-from outsize.run.keeper import GradKeeper
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Residency, Unit
+from outsize.run.unit_gradients import UnitGradients
 
 PREFETCH_UNITS = 8
 """How far ahead the streamer looks; memory usually allows less."""
@@ -67,7 +67,7 @@ class Streamer:
     def __init__(
         self,
         units: Sequence[Unit],
-        keepers: Sequence[GradKeeper],
+        gradients: Sequence[UnitGradients],
         conveyor: Conveyor,
         updater: ChunkUpdater | None,
         slab_bytes: int,
@@ -82,7 +82,7 @@ class Streamer:
         self.schedule = Schedule()
         self.wait_seconds = 0.0
         self._units = units
-        self._keepers = keepers
+        self._gradients = gradients
         self._conveyor = conveyor
         self._updater = updater
         self._slab_bytes = slab_bytes
@@ -415,7 +415,7 @@ class Streamer:
         """What the running backward is going to take for the gradients of the unit in use and of the one before."""
         if self._reduction is None or self.last is None or not in_backward():
             return 0
-        coming = PASSING_UNITS * self._keepers[self.last.index].passing_bytes
+        coming = PASSING_UNITS * self._gradients[self.last.index].passing_bytes
         return max(coming - self._reduction.buffers.held - sum(self._passing), 0)
 
     def _would_last(self, unit: Unit) -> bool:
@@ -496,9 +496,9 @@ class Streamer:
         return not (unit.always_resident or unit.holds or unit is self.last or unit.viewed)
 
     def _drop_written_grads(self) -> None:
-        for keeper in self._keepers:
+        for each in self._gradients:
             try:
-                keeper.drop_if_written()
+                each.drop_if_written()
             except OSError as error:
                 self.stop(error)
                 raise
@@ -507,7 +507,7 @@ class Streamer:
         """Write out and drop the gradients of one unit; whether there was one."""
         began = time.perf_counter()
         try:
-            return any(keeper.flush_and_drop() for keeper in self._keepers)
+            return any(each.flush_and_drop() for each in self._gradients)
         except OSError as error:
             self.stop(error)
             raise

@@ -1,4 +1,4 @@
-"""The keeper of a unit's gradients: takes each from autograd as soon as it exists and lays it to rest."""
+"""The gradients of a unit: each is taken from autograd as soon as it exists, and laid to rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @final
-class GradKeeper:
+class UnitGradients:
     """Owns the gradients of one unit between backward and update.
 
     On the device tier the gradient stays the tensor that autograd produced, held by its `RestingGrad`. On host and disk
