@@ -1,4 +1,4 @@
-"""What a step records: the gradient of each parameter and the options of each group, as they are; told to other ranks."""
+"""What a step records: each parameter's gradient and each group's options, as they are; and how ranks are told."""
 
 from __future__ import annotations
 
