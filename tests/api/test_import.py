@@ -20,8 +20,9 @@ import outsize
 from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.formats import hugging
-from outsize.run import paging
-from outsize.run.paging import MappedFiles, page_in
+from outsize.run import mapped_files
+from outsize.run.mapped_files import MappedFiles
+from outsize.run.paging import page_in
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -58,7 +59,7 @@ def test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memo
 ) -> None:
     kind = getattr(transformers, loader)
     resident: list[int] = []
-    measure = paging._resident_file_bytes
+    measure = mapped_files._resident_file_bytes
 
     def measured() -> int:
         resident.append(measure())
@@ -66,8 +67,8 @@ def test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memo
 
     oracle = kind.from_pretrained(pretrained, dtype=dtype)
     before = measure()
-    monkeypatch.setattr(paging, "_resident_file_bytes", measured)
-    monkeypatch.setattr(paging, "MAPPED_BYTES", MAPPED)
+    monkeypatch.setattr(mapped_files, "_resident_file_bytes", measured)
+    monkeypatch.setattr(mapped_files, "MAPPED_BYTES", MAPPED)
     with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path, device="cpu") as context:
         model = kind.from_pretrained(pretrained, dtype=dtype)
     largest = 2000 * 512 * 4
@@ -91,7 +92,7 @@ def mapped(path: Path, numel: int) -> torch.Tensor:
 
 
 def test_pages_of_mapped_files_go_unless_they_are_modified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paging, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(mapped_files, "MAPPED_BYTES", 0)
     numel = 1 << 20
     older, used = mapped(tmp_path / "older", numel), mapped(tmp_path / "used", numel)
     files = MappedFiles()
@@ -100,10 +101,10 @@ def test_pages_of_mapped_files_go_unless_they_are_modified(tmp_path: Path, monke
     modified, read = mapped(tmp_path / "modified", numel), mapped(tmp_path / "read", numel)
     modified[5] = 3
     total = [float(each.sum()) for each in (older, used, modified, read)]
-    before = paging._resident_file_bytes()
+    before = mapped_files._resident_file_bytes()
     files.trim()
     slack = 1 << 20
-    assert abs(before - paging._resident_file_bytes() - 2 * numel * 4) < slack  # of `used` and `read`
+    assert abs(before - mapped_files._resident_file_bytes() - 2 * numel * 4) < slack  # of `used` and `read`
     assert [float(each.sum()) for each in (older, used, modified, read)] == total
 
 
@@ -111,7 +112,7 @@ def test_a_system_without_proc_keeps_the_pages(tmp_path: Path, monkeypatch: pyte
     def missing(*_: Any, **__: Any) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(paging.Path, "read_text", missing)
+    monkeypatch.setattr(mapped_files.Path, "read_text", missing)
     with torch.device("cpu"), init(host_memory="64MiB", device="cpu"):
         model = nn.Linear(512, 512)
     assert type(model.weight) is nn.Parameter

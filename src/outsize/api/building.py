@@ -16,8 +16,7 @@ from outsize.api.ranks import know_place
 from outsize.api.survey import find_budgets
 from outsize.config import Config, make_config
 from outsize.move.disk import DiskDirectoryError
-from outsize.run.pager import ACCOUNT, Pager
-from outsize.run.paging import PagedParameter, PageFile
+from outsize.run.paging import ACCOUNT, PagedParameter, PageFile, Pager
 
 LOADER_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 

@@ -1,30 +1,31 @@
-"""Parameters under construction: the class that they take on, and the memory and disk space behind them."""
+"""Parameters under construction: a pager keeps them within a budget of memory, the rest on disk."""
 
 from __future__ import annotations
 
-import re
+import os
 import sys
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from outsize.move.disk import RunDirectory, StripedFile, open_engine
-from outsize.move.memory import PAGE_BYTES, give_back_pages, keep_huge_pages_inside
+from outsize.move.memory import PAGE_BYTES, Ledger, give_back_pages, keep_huge_pages_inside
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
+from outsize.run.mapped_files import MappedFiles
 
-if TYPE_CHECKING:
-    from outsize.run.pager import Pager
+ACCOUNT = "host/parameters"
 
 MIN_PAGED_BYTES = 8 << 10
 """Smaller parameters stay in memory: they need not hold a whole page of it."""
@@ -32,11 +33,8 @@ MIN_PAGED_BYTES = 8 << 10
 SMALL_BYTES = 64 << 10
 """Smaller parameters stay in memory as long as larger ones can go: they cost more requests than they free bytes."""
 
-MAPPED_BYTES = 64 << 20
-"""Resident pages of mapped files that may come together before they are given back."""
-
-FILE_BYTES = 1 << 30
-"""The disk space for parameters grows by sparse files of this size."""
+FILE_BYTES = 8 << 40
+"""The file of parameters is sparse and has at most this size, which every usual file system allows."""
 
 # Note [Paged in place]
 # A parameter on disk keeps its memory's address: the values are written from where they are, then the pages that lie
@@ -46,20 +44,11 @@ FILE_BYTES = 1 << 30
 # NumPy array, a storage object) lives or autograd has saved the parameter. The use counts of the tensor and of its
 # storage tell; what they are for an unshared parameter differs between versions of torch and is measured.
 
-# Note [Values that nobody reads]
-# Filling operations replace every value of their target, so the old ones are not read from disk: models are often
-# initialised twice, by their layers and then by themselves. Should the operation fail or write nothing after all (the
-# target's version counter tells), the old values are read then.
-
-_INITS = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
-_FILLS = _INITS | {getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "copy_")}
-_INIT_NAMES = {function.__name__ for function in _INITS}
-
-
-class Place(Enum):
-    MEMORY = "in memory"
-    LEAVING = "in memory, being written"
-    DISK = "on disk"
+# Note [Room for the next parameter]
+# The pager is told of a parameter when its memory is there already. So it keeps room for one more of the largest size
+# seen so far, where there is a disk: memory exceeds the budget only while a parameter is made that is larger than all
+# before it, by what it is larger, or where the budget does not hold two of them. A model that fits the budget without
+# that room, and so was paged for nothing, is read back at the end.
 
 
 @final
@@ -72,14 +61,11 @@ class Page:
     nbytes: int
     first: int
     length: int
-    place: Place = Place.MEMORY
+    name: str = "(unnamed)"
     holds: int = 0
-    unread: bool = False  # See Note [Values that nobody reads]
-    version: int = 0  # of the parameter whose values are unread
-    slot: Slot | None = None
-    transfer: Transfer | None = None
-    bytes: torch.Tensor | None = None  # uint8 [length]; keeps the storage alive while it is written
-    owners: list[Owner] = field(default_factory=list)
+    on_disk: bool = False
+    start: int | None = None  # in the file, once it was written
+    owners: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, param: nn.Parameter) -> Page:
@@ -95,39 +81,13 @@ class Page:
         storage = param.untyped_storage()
         return (storage._cdata, storage.data_ptr(), storage.nbytes()) == (self.key, self.address, self.nbytes)
 
-    def is_whole(self, param: nn.Parameter) -> bool:
-        """Whether what replaces all values of this parameter replaces all of the page, countably."""
-        alone = len(self.owners) == 1 and not param.is_inference()
-        return alone and param.numel() * param.element_size() == self.nbytes
+    def params(self) -> list[nn.Parameter]:
+        return [param for ref in list(self.owners.values()) if (param := ref()) is not None]
 
     def inside(self, param: nn.Parameter) -> torch.Tensor:
         """The bytes that can go to disk, as uint8 [length]."""
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         return empty.set_(param.untyped_storage(), self.first - self.address, (self.length,), (1,))
-
-    def give_back(self) -> None:
-        """The memory's pages go; its address stays. See Note [Paged in place]."""
-        give_back_pages(self.first, self.length)
-        if self.length >= SMALL_BYTES:  # each call may split a mapping of the process, and those are limited
-            keep_huge_pages_inside(self.first, self.length)  # they come back faster in huge pages
-
-
-@final
-@dataclass(eq=False)
-class Owner:
-    """One paged parameter."""
-
-    ref: weakref.ref[nn.Parameter]
-    page: Page
-    name: str
-
-
-@final
-@dataclass(frozen=True)
-class Slot:
-    file: StripedFile
-    start: int
-    nbytes: int
 
 
 @final
@@ -136,59 +96,291 @@ class PageFile:
 
     def __init__(self, directories: Sequence[Path], limit_bytes: int) -> None:
         self._directories = directories
-        self._limit_bytes = limit_bytes
-        self._free: dict[int, list[Slot]] = {}
-        self._used_bytes = 0
-        self._position = 0
-        self._files: list[StripedFile] = []
-        self._runs: list[RunDirectory] = []
-        self._engine: list[Any] = []
-        self._close = weakref.finalize(self, _close_all, self._engine, self._files, self._runs)
+        self._limit_bytes = min(limit_bytes, FILE_BYTES)
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self._file: StripedFile | None = None
+        self._opened = ExitStack()
+        self.close = weakref.finalize(self, self._opened.close)
 
-    def take(self, nbytes: int) -> Slot:
-        free = self._free.get(nbytes)
-        if free:
-            return free.pop()
-        if self._used_bytes + nbytes > self._limit_bytes:
+    @property
+    def file(self) -> StripedFile:
+        if self._file is None:
+            runs = [RunDirectory(directory) for directory in self._directories]
+            for run in runs:
+                self._opened.callback(run.close)
+            engine = open_engine()
+            self._opened.callback(engine.close)
+            self._file = StripedFile(engine, [run.path for run in runs], "parameters", self._limit_bytes)
+            self._opened.callback(self._file.close)
+        return self._file
+
+    def take(self, nbytes: int) -> int:
+        """The start of free space in the file."""
+        if self._free.get(nbytes):
+            return self._free[nbytes].pop()
+        start = self._end
+        if start + nbytes > self._limit_bytes:
             raise ValueError(
                 f"the parameters need more than the {format_bytes(self._limit_bytes)} that may be used on disk; raise "
                 f"disk_space, or name a directory with more free space"
             )
-        if not self._engine:
-            self._runs += [RunDirectory(directory) for directory in self._directories]
-            self._engine.append(open_engine())
-        if not self._files or self._position + nbytes > self._files[-1].nbytes:
-            paths = [run.path for run in self._runs]
-            name = f"parameters-{len(self._files):05d}"
-            self._files.append(StripedFile(self._engine[0], paths, name, max(nbytes, FILE_BYTES)))
-            self._position = 0
-        self._files[-1].preallocate(self._position, nbytes)
-        slot = Slot(self._files[-1], self._position, nbytes)
-        self._position += nbytes
-        self._used_bytes += nbytes
-        return slot
+        self.file.preallocate(start, nbytes)
+        self._end += nbytes
+        return start
 
-    def give(self, slot: Slot) -> None:
-        self._free.setdefault(slot.nbytes, []).append(slot)
-
-    def close(self) -> None:
-        """Remove the files; safe to repeat."""
-        self._close()
-
-
-def _close_all(engine: list[Any], files: list[StripedFile], runs: list[RunDirectory]) -> None:
-    while engine:
-        engine.pop().close()
-    while files:
-        files.pop().close()
-    while runs:
-        runs.pop().close()
+    def give(self, start: int, nbytes: int) -> None:
+        self._free.setdefault(nbytes, []).append(start)
 
 
 def use_counts(param: nn.Parameter) -> tuple[int, int, int]:
     """Who refers to the parameter's tensor, to its storage's Python object, and to its storage."""
     storage = param.untyped_storage()
     return param._use_count(), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+@final
+class Pager:
+    """Keeps the parameters of a model under construction within `budget` bytes of memory. Thread-safe.
+
+    See Note [Room for the next parameter] for the exact bound.
+    """
+
+    def __init__(self, budget: int, disk: PageFile | None) -> None:
+        self.ledger = Ledger()
+        self.ledger.add(ACCOUNT, 0)
+        self.mapped = MappedFiles()
+        self._budget = budget
+        self._disk = disk
+        self._building = True
+        self._largest = 0  # bytes of a parameter
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._page_of: dict[int, Page] = {}  # by the parameter's id
+        self._pages: dict[int, Page] = {}  # by the storage's identity, least recently used first
+        self._dead: deque[tuple[int, weakref.ref[nn.Parameter]]] = deque()
+        self._class: Any = type("PagedParameter", (PagedParameter,), {"pager": self})
+        self._unshared = use_counts(nn.Parameter(torch.empty(1, device="cpu")))
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Page a new parameter from now on. Raises `ValueError` if the model does not fit."""
+        if type(param) is not nn.Parameter or param.device.type != "cpu" or param.layout is not torch.strided:
+            return
+        with self._alone():
+            self.mapped.trim()
+            self._track(param, "(unnamed)")
+            param.__class__ = self._class
+
+    def name(self, param: nn.Parameter | None, name: str) -> None:
+        """What error messages call the parameter."""
+        page = self._page_of.get(id(param))
+        if page is not None and isinstance(param, self._class):
+            page.name = name
+
+    @contextmanager
+    def in_memory(self, param: nn.Parameter, operation: str) -> Iterator[None]:
+        """Keep the parameter in memory while an operation runs."""
+        with self._alone():
+            page = self._page_of[id(param)]
+            self._check_building(param, page, operation)
+            self.mapped.trim()
+            self._pages[page.key] = self._pages.pop(page.key)  # the most recently used
+            page.holds += 1
+        try:
+            with self._alone():
+                if page.on_disk:
+                    self._make_room(page.length)
+                    self._read(page)
+            yield
+        finally:
+            with self._alone():
+                page.holds -= 1
+                if not page.holds_values_of(param):  # the operation gave it another storage
+                    self._disown(id(param))
+                    self._track(param, page.name)
+
+    def finish(self, failed: bool) -> None:
+        """The model is built. Parameters that fit are plain from now on; the others wait on disk for `hand_over`."""
+        with self._alone():
+            self._building = False
+            try:
+                if not failed and sum(page.nbytes for page in self._pages.values()) > self._budget:
+                    self._write(0)
+                elif not failed:
+                    for page in self._pages.values():
+                        self._read(page)
+            finally:
+                for page in [page for page in self._pages.values() if not page.on_disk]:
+                    self._make_plain(page)
+
+    def hand_over(self, param: nn.Parameter) -> None:
+        """Bring the parameter into memory for good. It and those that share its storage are plain from now on."""
+        with self._alone():
+            if self._building:
+                raise RuntimeError("outsize.prepare was called inside the outsize.init block; leave the block first")
+            page = self._page_of[id(param)]
+            self._read(page)
+            self._make_plain(page)
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._reap()
+            try:
+                yield
+            finally:
+                self._close_if_empty()
+
+    @property
+    def _used(self) -> int:
+        return self.ledger.now[ACCOUNT]
+
+    def _check_building(self, param: nn.Parameter, page: Page, operation: str) -> None:
+        what = f"parameter {page.name!r} (shape {tuple(param.shape)})"
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{operation}: {what} is built under outsize.init by another process, not by this fork")
+        if not self._building:
+            raise RuntimeError(
+                f"{operation}: {what} was built under outsize.init and its values are on disk; call "
+                f"outsize.prepare(model, optimizer) first"
+            )
+
+    def _track(self, param: nn.Parameter, name: str) -> None:
+        fresh = Page.of(param)
+        page = self._pages.setdefault(fresh.key, fresh)
+        page.name = name
+        key = id(param)
+        page.owners[key] = weakref.ref(param, lambda ref: self._on_death(key, ref))
+        self._page_of[key] = page
+        if page is not fresh:
+            return
+        self._largest = max(self._largest, page.nbytes)
+        self.ledger.add(ACCOUNT, page.nbytes)
+        page.holds += 1
+        try:
+            self._make_room(0)
+        except BaseException:
+            self._disown(key)
+            param.__class__ = nn.Parameter
+            raise
+        page.holds -= 1
+
+    def _make_room(self, nbytes: int) -> None:
+        """Write pages until `nbytes` more fit, and a quarter of the budget ahead of the need."""
+        most = self._budget - nbytes
+        spare = self._largest if self._disk is not None else 0  # see Note [Room for the next parameter]
+        ahead = self._budget // 4
+        if self._used > most - spare:
+            self._write(most - spare - ahead)
+        if self._used > most - min(spare, SMALL_BYTES):
+            self._write(most - SMALL_BYTES - ahead, small=True)
+        if self._used > most:
+            self._refuse(nbytes)
+
+    def _refuse(self, nbytes: int) -> None:
+        needed = format_bytes(self._used + nbytes)
+        budget = format_bytes(self._budget)
+        if self._disk is None:
+            raise ValueError(
+                f"the parameters built so far take {needed} but host_memory is {budget} and there is no disk; pass "
+                f"disk='/path/on/a/fast/drive' to outsize.init, or raise host_memory"
+            )
+        stuck = sum(page.nbytes - page.length for page in self._pages.values())
+        if stuck > self._budget // 2:
+            raise ValueError(
+                f"of {len(self._pages)} parameters {format_bytes(stuck)} cannot go to disk, which takes whole pages of "
+                f"memory (none of a parameter below {format_bytes(MIN_PAGED_BYTES)}), and {needed} would be in memory, "
+                f"but host_memory is {budget}; raise host_memory"
+            )
+        raise ValueError(
+            f"parameters of {needed} are in use at the same time but host_memory is {budget}; raise host_memory, or "
+            f"build smaller parameters and keep no aliases of them (views, .data, NumPy arrays, gradient graphs)"
+        )
+
+    def _write(self, goal: int, small: bool = False) -> None:
+        """Write `small` pages or the others, least recently used first, until those in memory take `goal` bytes."""
+        if self._disk is None:
+            return
+        left = self._used
+        with ExitStack() as writes:  # each is waited for, also when another fails
+            for page in list(self._pages.values()):
+                if left <= goal:
+                    break
+                params = page.params()
+                if (page.nbytes < SMALL_BYTES) is small and self._can_leave(page, params):
+                    if page.start is None:
+                        page.start = self._disk.take(page.length)
+                    source = page.inside(params[0])
+                    writes.callback(self._drop, page, source, self._disk.file.write(page.start, source))
+                    left -= page.length
+
+    def _can_leave(self, page: Page, params: list[nn.Parameter]) -> bool:
+        """Whether only `params`, its owners, reach the page. See Note [Paged in place]."""
+        if page.on_disk or page.holds or not page.length or len(params) != len(page.owners):
+            return False
+        for param in params:
+            if not page.holds_values_of(param):
+                return False
+            param_uses, storage_references, storage_uses = use_counts(param)
+            if (param_uses, storage_references, storage_uses - len(page.owners) + 1) != self._unshared:
+                return False
+        return True
+
+    def _drop(self, page: Page, source: torch.Tensor, written: Transfer) -> None:
+        """The memory's pages go when they are written; the address stays. `source` keeps the storage until then."""
+        written.wait()
+        give_back_pages(page.first, page.length)
+        if page.length >= SMALL_BYTES:  # each call may split a mapping of the process, and those are limited
+            keep_huge_pages_inside(page.first, page.length)  # they come back faster in huge pages
+        page.on_disk = True
+        self.ledger.remove(ACCOUNT, page.length)
+
+    def _read(self, page: Page) -> None:
+        params = page.params()
+        if page.on_disk and params:
+            assert self._disk is not None
+            assert page.start is not None
+            self._disk.file.read(page.start, page.inside(params[0])).wait()
+            page.on_disk = False
+            self.ledger.add(ACCOUNT, page.length)
+
+    def _make_plain(self, page: Page) -> None:
+        for param in page.params():
+            self._disown(id(param))
+            param.__class__ = nn.Parameter
+
+    def _disown(self, key: int) -> None:
+        """The parameter is no longer paged; its page goes with the last one."""
+        page = self._page_of.pop(key)
+        del page.owners[key]
+        if page.owners:
+            return
+        del self._pages[page.key]
+        self.ledger.remove(ACCOUNT, page.nbytes - (page.length if page.on_disk else 0))
+        if page.start is not None and self._disk is not None:
+            self._disk.give(page.start, page.length)
+
+    def _on_death(self, key: int, ref: weakref.ref[nn.Parameter]) -> None:
+        """Runs where the last reference goes, perhaps while the lock is held: then its next holder reaps."""
+        self._dead.append((key, ref))
+        if not self._building and self._lock.acquire(blocking=False):
+            try:
+                self._reap()
+                self._close_if_empty()
+            finally:
+                self._lock.release()
+
+    def _reap(self) -> None:
+        while self._dead:
+            key, ref = self._dead.popleft()
+            if key in self._page_of and self._page_of[key].owners[key] is ref:
+                self._disown(key)
+
+    def _close_if_empty(self) -> None:
+        if not self._building and not self._pages and self._disk is not None:
+            self._disk.close()
 
 
 class PagedParameter(nn.Parameter):
@@ -207,7 +399,7 @@ class PagedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            with _held([self], "copy.deepcopy", None), torch._C.DisableTorchFunctionSubclass():
+            with self.pager.in_memory(self, "copy.deepcopy"), torch._C.DisableTorchFunctionSubclass():
                 memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
@@ -226,137 +418,23 @@ def page_in(param: nn.Parameter) -> torch.Tensor:
 def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` with its paged arguments in memory."""
     if not all(issubclass(kind, PagedParameter) for kind in types):
-        return _run_beside_others(func, args, kwargs)
-    found: list[PagedParameter] = []
-    _collect((args, kwargs), found)
-    params = {id(param): param for param in found}
-    target = args[0] if args else kwargs.get("tensor")
-    fills = _is_fill(func) and sum(param is target for param in found) == 1
+        # Another guarded class takes part (a prepared model, say): show it plain aliases, so that its own guard runs.
+        args, kwargs = tree_map_only(PagedParameter, lambda param: param.data, (args, kwargs))
+        return func(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}"
-    with torch._C.DisableTorchFunctionSubclass(), _held(params.values(), name, target if fills else None):
+    with torch._C.DisableTorchFunctionSubclass(), ExitStack() as held:
+        for param in {id(param): param for param in _paged((args, kwargs))}.values():
+            held.enter_context(param.pager.in_memory(param, name))
         if func in TO_NUMPY and not args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
         return func(*args, **kwargs)
 
 
-def _is_fill(func: Any) -> bool:
-    """See Note [Values that nobody reads]. Transformers puts functions of its own in the place of torch's."""
-    if getattr(func, "__module__", "") == "transformers.initialization":
-        return func.__name__ in _INIT_NAMES
-    return func in _FILLS
-
-
-def _run_beside_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another guarded class takes part (a prepared model, say): show it plain aliases, so that its own guard runs."""
-    args, kwargs = tree_map_only(PagedParameter, lambda param: param.data, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _collect(value: Any, found: list[PagedParameter]) -> None:
+def _paged(value: Any) -> Iterator[PagedParameter]:
     if isinstance(value, PagedParameter):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _collect(each, found)
-    elif isinstance(value, dict):
-        _collect(list(value.values()), found)
-
-
-@contextmanager
-def _held(params: Iterable[PagedParameter], operation: str, filled: Any) -> Iterator[None]:
-    """Keep the parameters in memory while an operation runs, which replaces the values of `filled`."""
-    held: list[tuple[Pager, PagedParameter, Page]] = []
-    failed = True
-    try:
-        for param in params:
-            held.append((param.pager, param, param.pager.hold(param, operation, param is filled)))
-        yield
-        failed = False
-    finally:
-        for pager, param, page in held:
-            pager.release(param, page, failed)
-
-
-# Note [Mapped weights]
-# Loaders map weights from files, and a page of the file counts as this process's memory from its first use until the
-# file is closed: after reading a model of any size, all of it. A parameter that is a piece of such a mapping is copied
-# out of it; one that was cast from it leaves no trace of its source. So the pages of whole mappings go (MADV_DONTNEED:
-# they come back from the file if they are used again) whenever the resident pages of files have grown by a fixed
-# amount. Only mappings that were made since the pager began or that a parameter came from, and that hold no modified
-# page, which would be lost.
-
-
-@final
-class MappedFiles:
-    """Files that loaders have mapped, whose pages are given back now and then. See Note [Mapped weights]."""
-
-    def __init__(self) -> None:
-        self._others = {each.identity for each in _file_mappings(detailed=False)}
-        self._limit = _resident_file_bytes() + MAPPED_BYTES
-
-    def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor that lies in a mapped file; any other tensor itself."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
-            return tensor
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALL_BYTES or storage.resizable():
-            return tensor
-        address = storage.data_ptr()
-        for each in _file_mappings(detailed=False):
-            if each.address <= address < each.address + each.nbytes:
-                self._others.discard(each.identity)
-                return tensor.detach().clone()
-        return tensor
-
-    def trim(self) -> None:
-        """Give back what can be, if enough has come together."""
-        if _resident_file_bytes() <= self._limit:
-            return
-        for each in _file_mappings(detailed=True):
-            if each.unmodified and each.identity not in self._others:
-                with suppress(OSError):  # locked by its owner: it stays
-                    give_back_pages(each.address, each.nbytes)
-        self._limit = _resident_file_bytes() + MAPPED_BYTES
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """A private mapping of a file that is no program. `unmodified`: it holds pages, all of them the file's own."""
-
-    address: int
-    nbytes: int
-    file: str  # device and inode
-    unmodified: bool
-
-    @property
-    def identity(self) -> tuple[int, str]:
-        return self.address, self.file
-
-
-_HEAD = r"^([0-9a-f]+)-([0-9a-f]+) [r-][w-]-p \S+ (\S+ [1-9]\d*)\b.*\n"
-_MAPS = re.compile(_HEAD, re.MULTILINE)
-_SMAPS = re.compile(
-    _HEAD + "".join(rf"(?:[A-Z].*\n)*?{key}: +(\d+) kB\n" for key in ("Rss", "Anonymous", "Swap")), re.M
-)
-
-
-def _file_mappings(detailed: bool) -> Iterator[_Mapping]:
-    """Those of this process; `unmodified` is found out only in detail, which is slower. None where /proc has none."""
-    try:
-        listing = Path("/proc/self/smaps" if detailed else "/proc/self/maps").read_text(errors="replace")
-    except OSError:
-        return
-    for low, high, file, *kilobytes in (_SMAPS if detailed else _MAPS).findall(listing):
-        resident, *changed = map(int, kilobytes or (0, 0))
-        address = int(low, 16)
-        yield _Mapping(address, int(high, 16) - address, file, resident > 0 and not any(changed))
-
-
-def _resident_file_bytes() -> int:
-    """Of this process's memory what belongs to files and shared memory; 0 on a system that does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[2]) * PAGE_BYTES
-    except OSError:
-        return 0
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _paged(each)
