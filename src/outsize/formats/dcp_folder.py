@@ -11,7 +11,7 @@ import sys
 import zipfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -313,8 +313,9 @@ def _located(box: Box, place: Place, file: IO[bytes], archive: zipfile.ZipFile, 
             "and save it again here"
         )
     file.seek(0)
-    with torch.serialization.skip_data():  # until torch 2.10 the values are read for the meta device too
-        found = torch.load(file, map_location="meta", weights_only=True)
+    found = None
+    with torch.serialization.skip_data(), suppress(NotImplementedError):  # raised where a sparse tensor is looked at
+        found = torch.load(file, map_location="meta", weights_only=True)  # torch before 2.10 reads values for meta too
     values = [name for name in sizes if name.startswith("data/")]
     nbytes = prod(box[1]) * dtype.itemsize
     fits = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (box[1], dtype)
