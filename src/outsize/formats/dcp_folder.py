@@ -313,7 +313,7 @@ def _located(box: Box, place: Place, file: IO[bytes], archive: zipfile.ZipFile, 
             "and save it again here"
         )
     file.seek(0)
-    found = None
+    found: Any = None
     with torch.serialization.skip_data(), suppress(NotImplementedError):  # raised where a sparse tensor is looked at
         found = torch.load(file, map_location="meta", weights_only=True)  # torch before 2.10 reads values for meta too
     values = [name for name in sizes if name.startswith("data/")]
