@@ -250,12 +250,8 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     starts = [each.data_ptr() - first for each in (one, other)]
     if (one.is_contiguous() and other.is_contiguous()) or other.itemsize != size or any(at % size for at in starts):
         return True
-    reach = [
-        sum((count - 1) * by for count, by in zip(each.shape, each.stride(), strict=True)) for each in (one, other)
-    ]
-    taken = torch.zeros(
-        max(at // size + far for at, far in zip(starts, reach, strict=True)) + 1, dtype=torch.bool, device="cpu"
-    )
+    elements = max(at // size + _reach(each) for at, each in zip(starts, (one, other), strict=True))
+    taken = torch.zeros(elements, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), starts[0] // size).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), starts[1] // size).any())
 
