@@ -270,7 +270,6 @@ class Ranks:
         number = next(_made) if model is None else model.number
         self._store = store = _own_store(number, self.members)
         self.model = self._meet(number, everyone or members) if model is None else model
-        self.model.groups.append(self)
         self._place = f"{number}/{members[0]}-{members[-1]}/"
         self._lanes: dict[str, Lane] = {}
         for name in LANES:
@@ -278,6 +277,7 @@ class Ranks:
             self._lanes[name] = lane
             if lane.moving is not lane.agreeing:
                 self.model.watch.to_abort.append(lane.moving)
+        self.model.groups.append(self)  # the watch looks at its lanes from now on
         self.copies = Ranks(copies, backend, model=self.model) if copies else None
         self.tensor = Ranks(tensor, model=self.model) if tensor else None
 
