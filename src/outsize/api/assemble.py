@@ -271,7 +271,7 @@ def _build(
     engine = Engine(units, gradients, streamer, resources.conveyor, scopes, owned, owner, reduction, id(model))
     for unit in units:
         for param in unit.parameters.values():
-            param.__class__ = engine.class_for(unit, param)
+            engine.take_over(unit, param)
         unit.shard.buffer.note_views()
     for each in gradients:
         each.make_ready()

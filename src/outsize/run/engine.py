@@ -20,14 +20,14 @@ from outsize.move.conveyor import Conveyor
 from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.buffers import unused
-from outsize.run.guard import Classes
+from outsize.run.guard import Classes, hear_no_more, hear_of_gradients
 from outsize.run.local import bind, is_distributed, local, local_gradient, shared_as
 from outsize.run.owner import BACKWARD, FORWARD, GATHERED, Owner
 from outsize.run.reduction import Reduction
 from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
 from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
-from outsize.run.transforms import in_transform, on_copies, outside_transforms
+from outsize.run.transforms import in_transform, on_copies
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 
@@ -41,7 +41,6 @@ class Frame:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.held: list[Unit] = []
-        self.differentiates = torch.is_grad_enabled()
 
 
 @final
@@ -104,10 +103,6 @@ class Engine:
         self._frames: list[Frame] = []
         self.owner = owner
         self._task = -1
-        self._nodes: dict[str, object] = {}  # autograd's nodes of the running forward. See Note [Borrowed nodes].
-        self._hooks: dict[str, weakref.ref[object]] = {}
-        self._watched: set[int] = set()
-        self._collected_by_autograd: set[str] = set()
 
     # -- the gate ----------------------------------------------------------------------------------------------------
 
@@ -141,13 +136,6 @@ class Engine:
         else:
             self._refuse_read(tensor, unit, operation)
         unit.shard.buffer.use()
-        if unit.index not in self._watched and self._differentiates:
-            self._watch_gradients(unit)
-
-    @property
-    def _differentiates(self) -> bool:
-        """Whether autograd sees what happens now: the forward of a custom function runs without it, and is seen."""
-        return torch.is_grad_enabled() or bool(self._frames and self._frames[-1].differentiates)
 
     def is_in_place(self, key: int) -> bool:
         """Whether the unit's values can be read now."""
@@ -317,7 +305,7 @@ class Engine:
             if not self._frames and not in_backward():
                 self._begin_pass()
             self._frames.append(frame)
-            with self._on_copies(module) if transformed else self._opened(frame):
+            with on_copies(module, self._may_rest) if transformed else self._opened(frame):
                 yield
             if id(module) == self._root and self.reduction is not None and not in_backward():
                 self.streamer.end_pass("forward")
@@ -326,8 +314,6 @@ class Engine:
                 self._frames.remove(frame)
             for unit in frame.held:
                 unit.let_go()
-            if not self._frames:
-                self._return_nodes()
             self.owner.give()
 
     @contextmanager
@@ -360,8 +346,6 @@ class Engine:
         frame.held.append(unit)
         unit.holds += 1
         unit.shard.buffer.use()
-        if self._differentiates and unit.index not in self._watched:
-            self._watch_gradients(unit)
         unit.open(self.classes.open)
 
     def _close(self, units: Iterable[Unit]) -> tuple[str, Unit] | None:
@@ -372,14 +356,6 @@ class Engine:
             if written is not None and not unit.writable:
                 found = written, unit
         return found
-
-    @contextmanager
-    def _on_copies(self, module: nn.Module) -> Iterator[None]:
-        """See Note [Weights given to a transform]."""
-        with on_copies(module, self._may_rest) as params:
-            for param in params:
-                self._watch_gradients(self.unit_of(param)[0])
-            yield
 
     def _may_rest(self, param: torch.Tensor) -> bool:
         return self.owns(param) and not self.unit_of(param)[0].resident
@@ -403,39 +379,10 @@ class Engine:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    # Note [Borrowed nodes]
-    # A parameter's gradient is seen by a hook on the node of autograd that accumulates it. The node lives as long as a
-    # graph uses it, and it owns the parameter in a way that the garbage collector cannot see: kept here for good, it
-    # would keep the model, this engine, its thread and its files until the end of the process. So nodes are kept only
-    # while a forward builds its graph, and each graph's nodes get their hook anew.
-
-    def _watch_gradients(self, unit: Unit) -> None:
-        """Follow each trainable parameter's gradient to its final slot; also of those unfrozen since the last time."""
-        with outside_transforms(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            for name, param in unit.parameters.items():
-                if not param.requires_grad or name in self._nodes or name in self._collected_by_autograd:
-                    continue
-                if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
-                    self._collected_by_autograd.add(name)  # a plain gradient, accumulated by autograd itself
-                    continue
-                node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                self._nodes[name] = node
-                known = self._hooks.get(name)
-                if known is None or known() is None:
-                    # After the node has run, so that the user's own hooks have seen the gradient.
-                    hook = partial(self._gradient_arrived, name)
-                    node.register_hook(hook)
-                    self._hooks[name] = weakref.ref(hook)
-        self._watched.add(unit.index)
-
-    def _return_nodes(self) -> None:
-        self._nodes.clear()
-        self._watched.clear()
-
-    def _gradient_arrived(self, name: str, *_: object) -> None:
-        if not self._names:  # the model was released, and a graph of before keeps the node
-            return
+    def gradient_arrived(self, param: torch.Tensor) -> None:
+        """Autograd has just left a gradient in `param.grad`."""
         self._watch_backward()
+        name = self._names[id(param)]
         unit = self._home[name]
         gradients = self.gradients[unit.index]
         complete = gradients.arrives(name)
@@ -455,7 +402,6 @@ class Engine:
 
     def _end_backward(self, complete: bool = True) -> None:
         self._task = -1
-        self._return_nodes()
         for each in self.gradients:
             if each.collecting or each.deferred:
                 each.end_of_backward(complete)
@@ -513,8 +459,6 @@ class Engine:
                 unit.writable -= modify
                 if not unit.shown:
                     self._show_together(unit)
-            if not self._frames:
-                self._return_nodes()
             self.streamer.return_room()
             self.owner.give()
 
@@ -534,14 +478,22 @@ class Engine:
         else:
             self.gradients[unit.index].take_over(name, grad)
 
-    def class_for(self, unit: Unit, param: torch.Tensor) -> type:
-        if is_distributed(param):
-            return self.classes.guarded_distributed
-        return self.classes.resident if unit.resident else self.classes.guarded
+    def take_over(self, unit: Unit, param: torch.Tensor) -> None:
+        """The parameter is of this engine from now on."""
+        distributed = is_distributed(param)
+        if distributed:
+            param.__class__ = self.classes.guarded_distributed
+        else:
+            param.__class__ = self.classes.resident if unit.resident else self.classes.guarded
+        if not (unit.shard.on_device and param.dtype in (torch.float32, torch.float64)):  # autograd keeps these itself
+            hear_of_gradients(param, self)
 
     def forget(self) -> None:
         """The parameters are plain ones from now on."""
         self._names.clear()
+        for unit in self.units:
+            for param in unit.parameters.values():
+                hear_no_more(param)
 
     def owns(self, param: torch.Tensor) -> bool:
         return id(param) in self._names

@@ -10,6 +10,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from types import FrameType
@@ -202,12 +203,50 @@ class ManagedParameter(_Managed):
         """What `torch.utils.swap_tensors` asks before it changes anything."""
         self.gate.refuse_copy(self, "swapped with another tensor")  # type: ignore[arg-type]
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """As torch's. See Note [The last to hear of a gradient]."""
+        param: Any = self
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = torch.Tensor.register_post_accumulate_grad_hook(param, hook)
+            hooks = param._post_accumulate_grad_hooks
+            if _LAST in hooks:
+                hooks[_LAST] = hooks.pop(_LAST)
+            return handle
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
         return f"Parameter(shape={shape}, dtype={dtype}, managed by outsize)"
 
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec else str(torch.Tensor.__format__(self, spec))  # type: ignore[arg-type]
+
+
+# Note [The last to hear of a gradient]
+# A hook of torch's on the parameter tells when autograd has left a gradient in it, and the gradient is laid to rest at
+# once. The user's own hooks must have seen it before: ours stays the last in the parameter's dict of hooks. Torch holds
+# that dict where the garbage collector cannot see it, so the hook knows the engine weakly.
+
+_LAST = -1
+
+
+def hear_of_gradients(param: torch.Tensor, engine: Engine) -> None:
+    """The engine takes each gradient that autograd leaves in the parameter."""
+    known = weakref.ref(engine)
+
+    def arrived(param: torch.Tensor) -> None:
+        engine = known()
+        if engine is not None:
+            engine.gradient_arrived(param)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        if param._post_accumulate_grad_hooks is None:
+            param._post_accumulate_grad_hooks = OrderedDict()  # torch's own function refuses a frozen parameter
+        param._post_accumulate_grad_hooks[_LAST] = arrived
+
+
+def hear_no_more(param: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        (param._post_accumulate_grad_hooks or {}).pop(_LAST, None)
 
 
 def _unguarded_property(name: str) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # Note [Weights given to a transform]
 # `torch.func.grad(loss)(dict(model.named_parameters()))` wraps the parameters: operations on a wrapper do not pass the
@@ -25,19 +24,12 @@ def in_transform() -> bool:
     return running is not None and running.key() in _DIFFERENTIATING
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, torch.func sees nothing: a gradient that passes through it is accumulated below all its levels."""
-    running = torch._C._functorch.peek_interpreter_stack()
-    return nullcontext() if running is None else temporarily_clear_interpreter_stack()
-
-
 @contextmanager
-def on_copies(module: nn.Module, is_managed: Callable[[torch.Tensor], bool]) -> Iterator[list[torch.Tensor]]:
-    """While a forward of `module` runs, copies stand for wrapped managed parameters that require gradients; these are
-    yielded. See Note [Weights given to a transform]."""
+def on_copies(module: nn.Module, is_managed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """While a forward of `module` runs, copies stand for wrapped managed parameters that require gradients. See Note
+    [Weights given to a transform]."""
     copies: dict[int, torch.Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    found: list[torch.Tensor] = []
     try:
         for part in module.modules():
             given: dict[str, Any] = part._parameters
@@ -48,10 +40,9 @@ def on_copies(module: nn.Module, is_managed: Callable[[torch.Tensor], bool]) -> 
                 if param.requires_grad and is_managed(param):
                     if id(weight) not in copies:
                         copies[id(weight)] = weight.clone()
-                        found.append(param)
                     replaced.append((given, name, weight))
                     given[name] = copies[id(weight)]
-        yield found
+        yield
     finally:
         for given, name, weight in replaced:
             given[name] = weight

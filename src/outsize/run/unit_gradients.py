@@ -131,7 +131,7 @@ class UnitGradients:
             collector = self.collector
             param.grad = self._rest(name, grad) if collector is None else collector.collect(name, grad, None)
         elif grad is not None and grad.requires_grad:
-            grad.detach_()  # a gradient at rest has no graph, which would keep the parameter: Note [Borrowed nodes]
+            grad.detach_()  # a gradient at rest has no graph, which would keep the parameter
         if complete and self.update_now is not None and self._frozen:
             self.deferred = True  # the frozen parameters may be needed until the backward is over
             self._arrived.clear()
