@@ -463,8 +463,8 @@ def test_options_that_change_every_step_are_not_tried_again(
     pair = workshop.pair(optimizer=lambda model: OPTIM.NAdam(model.parameters(), lr=1e-3), tier="host")
     schedules = [optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 12) for _, optimizer in pair.both]
     tried = []
-    original = StreamedRule._probe
-    monkeypatch.setattr(StreamedRule, "_probe", lambda *args: tried.append(args) or original(*args))
+    original = StreamedRule._try_out
+    monkeypatch.setattr(StreamedRule, "_try_out", lambda *args: tried.append(args) or original(*args))
     for _ in range(10):
         for (model, optimizer), schedule in zip(pair.both, schedules, strict=True):
             train(model, optimizer, batches(1), scheduler=schedule)

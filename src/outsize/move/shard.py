@@ -138,6 +138,8 @@ class SlotUpdate:
     """Where the gradient rests otherwise."""
     in_memory: bool = False
     """Whether `resting` keeps its contents in memory until the update has run."""
+    noted: object = None
+    """What the optimizer's rule reads beside the hyper-parameters."""
 
 
 @dataclass

@@ -36,10 +36,8 @@ class Piece:
     state: SlotState
     threads: int = 1
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    attributes: Mapping[str, object] = field(default_factory=dict)
-    """What the user has hung on the parameter."""
-    own: Mapping[str, object] | None = None
-    """What the user had set on the optimizer when the step was called; None: whatever it has now."""
+    noted: Any = None
+    """What the rule had noted of the parameter when the step was called."""
 
 
 class Rule(ABC):
@@ -60,9 +58,6 @@ class Rule(ABC):
     tried: Mapping[str, object] = MappingProxyType({})
     """What a trial has found in the state of a parameter beside arrays."""
 
-    reads_attributes: bool = False
-    """Whether the update may look at what the user has hung on a parameter."""
-
     counts: tuple[str, ...] = ()
     """The per-parameter values that count steps; a parameter that was stepped has them."""
 
@@ -72,8 +67,8 @@ class Rule(ABC):
     optional: frozenset[str] = frozenset()
     """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
 
-    def own(self) -> Mapping[str, object] | None:
-        """What the update reads from the optimizer itself, as it is now."""
+    def note(self, param: torch.Tensor) -> object:
+        """What the update will read beside options, as it is now: from the parameter and from the optimizer itself."""
         return None
 
     def look_ahead(

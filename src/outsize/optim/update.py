@@ -33,7 +33,6 @@ from outsize.move.shard import (
 from outsize.move.store import Store
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule, join_master, split_master
-from outsize.optim.worker import attributes_of
 from outsize.plan.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
@@ -69,8 +68,6 @@ class ChunkUpdater:
         self._cores = update_threads()
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
-        self._attributes: dict[str, dict[str, object]] = {}
-        self._own: dict[str, Mapping[str, object] | None] = {}
 
     @property
     def threads(self) -> int:
@@ -91,15 +88,6 @@ class ChunkUpdater:
     def optional(self) -> frozenset[str]:
         """The arrays that a parameter's state may be without."""
         return self.rule.optional
-
-    def note_attributes(self, name: str, param: torch.Tensor) -> None:
-        """Keep what the user has hung on a parameter, or set on the optimizer, for the parameter's next update."""
-        if self.rule.reads_attributes:
-            self._own[name] = self.rule.own()
-            found = attributes_of(param).items()
-            self._attributes[name] = {
-                key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in found
-            }
 
     def master_of(self, shard: UnitShard, name: str) -> torch.Tensor:
         """The fp32 values that a 16-bit parameter is the rounding of, as far as they rest here, 1-D."""
@@ -231,19 +219,12 @@ class ChunkUpdater:
             param, grad = param.view(slot.shape), grad.view(slot.shape)
             master = None if master is None else master.view(slot.shape)
             arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
-        hung = _beside(param, self._attributes.get(slot.name, {}))
-        own = self._own.get(slot.name)
-        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, hung, own))
+        self.rule.apply(Piece(param, master, arrays, grad, owed.ops, owed.hyper, state, threads, scales, owed.noted))
         after = state.next_scalars
         assert after is not None
         for each in slots:
             if each.end <= end:
                 shard.slot_states[each.name] = SlotState(dict(after), True)
-
-
-def _beside(param: torch.Tensor, values: Mapping[str, object]) -> dict[str, object]:
-    """What the user has on the accelerator, where the update runs."""
-    return {key: each.to(param.device) if isinstance(each, torch.Tensor) else each for key, each in values.items()}
 
 
 def staged_bytes(shard: UnitShard, start: int, end: int) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,23 +14,20 @@ import torch
 
 # Note [A worker optimizer]
 # The user's optimizer object keeps its class, its param_groups and its hooks. The arithmetic is done by a worker: an
-# object of the same class whose only parameter is the piece at hand (as fp32 master), whose state is the piece's state
-# and whose hyper-parameters are those of the step being run. It calls the class's own step function below torch's
-# profiling wrapper, so that hooks which the user registered fire once a step and not once a piece. What the user has
-# hung on a parameter (a factor for its learning rate) is on the worker's parameter too. What the step keeps anywhere
-# but in that parameter's state would be lost or mixed up between pieces, and is an error. What it changes of its groups
-# and of the optimizer is told to the caller. See Note [What a step changes of its groups].
+# object of the same class whose only parameters are those at hand (as fp32 masters), with their state and with the
+# options of the step being run. It calls the class's own step function below torch's profiling wrapper, so that hooks
+# which the user registered fire once a step. What the user has hung on a parameter (a factor for its learning rate) is
+# on the worker's parameter too. What the step keeps anywhere but in a parameter's state would be lost, and is an error.
+# What it changes of its groups and of the optimizer is told to the caller.
 
 # Note [Attributes of the optimizer]
 # A step may read what the user sets on the optimizer between steps (`optimizer.trust = 0.1`). The update runs later
 # than `step()`, so what the optimizer has is noted there, and the worker has it while it steps. torch's own bookkeeping
 # is left out, and so is what a GradScaler leaves.
 
-# Note [What a step changes of its groups]
-# Many optimizers count steps in their groups (`group["step"] += 1`) or on themselves. Here every parameter is stepped
-# alone and later. So a pilot, a further object of the user's class with one small parameter a group, steps once when
-# the user calls `step()`, and what it makes of the groups is put into the user's own. Every parameter's step starts
-# from the groups as they were before. The trial has shown that these changes do not depend on the parameters.
+Values = Mapping[str, Any]
+Group = tuple[Values, "Sequence[Subject]"]
+"""Options, and the parameters that have them."""
 
 
 @dataclass
@@ -40,6 +37,7 @@ class Subject:
     param: torch.Tensor
     grad: torch.Tensor | None
     state: dict[str, Any] = field(default_factory=dict)
+    attributes: Values = field(default_factory=dict)
 
 
 class Unsuited(RuntimeError):
@@ -52,201 +50,130 @@ class Worker:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # a thread that updates must not keep it alive
-        self._worker = _worker_of(optimizer)
-        self._of_torch = {key: value for key, value in vars(self._worker).items() if not _is_own(key)}
-        self._own: dict[str, object] = {}
+        self._worker: Any = object.__new__(type(optimizer))
+        self._of_torch = {
+            key: type(value)() if key.endswith("_hooks") else value
+            for key, value in vars(optimizer).items()
+            if _is_torchs(key) and key not in {"state", "param_groups", *_PATCHED}
+        }
+        self._own: dict[str, Any] = {}
         self._step = plain_step(type(optimizer))
 
-    def own(self) -> Mapping[str, object]:
+    def own(self) -> Values:
         """What the optimizer has as attributes now. See Note [Attributes of the optimizer]."""
         optimizer = self._optimizer()
         now = self._own if optimizer is None else _own_of(optimizer)
         if differs(now, self._own):
-            self._own = {key: taken(value) for key, value in now.items()}
+            self._own = snapshots(now)
         return self._own
 
-    def run(
-        self,
-        subjects: Sequence[Subject],
-        hyper: Mapping[str, object],
-        attributes: Mapping[str, object],
-        own: Mapping[str, object],
-    ) -> tuple[dict[str, object], dict[str, object]]:
-        """One step on these parameters; their values and states change in place.
-
-        `attributes`: of the parameters; `own`: of the optimizer. Returns what the step has changed of the group and of
-        the optimizer.
-        """
-        [changes], of_optimizer = self.run_groups([(hyper, subjects)], attributes, own)
-        return changes, of_optimizer
-
-    def run_groups(
-        self,
-        groups: Sequence[tuple[Mapping[str, object], Sequence[Subject]]],
-        attributes: Mapping[str, object],
-        own: Mapping[str, object],
-    ) -> tuple[list[dict[str, object]], dict[str, object]]:
-        """As `run`, with several groups."""
+    def run(self, groups: Sequence[Group], own: Values) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """One step on these parameters, whose values and states change in place, with these attributes of the
+        optimizer. Returns what the step has changed of each group and of the optimizer."""
         worker = self._worker
         vars(worker).clear()
-        vars(worker).update(self._of_torch, **{key: taken(value) for key, value in own.items()})
-        worker.state = defaultdict(dict)
-        worker.param_groups = []
-        pairs = []
-        for hyper, subjects in groups:
-            leaves = []
-            for subject in subjects:
-                leaf = subject.param.detach().requires_grad_()
-                leaf.grad = subject.grad
-                leaf.__dict__.update(attributes)
-                if subject.state:
-                    worker.state[leaf] = subject.state
-                leaves.append(leaf)
-                pairs.append((subject, leaf))
-            worker.param_groups.append({**{key: taken(value) for key, value in hyper.items()}, "params": leaves})
-        before = [
-            {**hyper, "params": group["params"]} for (hyper, _), group in zip(groups, worker.param_groups, strict=True)
+        vars(worker).update(self._of_torch, **snapshots(own), state=defaultdict(dict))
+        pairs = [(subject, _leaf_of(subject)) for _, subjects in groups for subject in subjects]
+        leaves = iter(pairs)
+        worker.param_groups = [
+            {**snapshots(options), "params": [next(leaves)[1] for _ in subjects]} for options, subjects in groups
         ]
+        worker.state.update({leaf: subject.state for subject, leaf in pairs if subject.state})
         after = list(worker.param_groups)
+        before = [{**options, "params": group["params"]} for (options, _), group in zip(groups, after, strict=True)]
         try:
-            with torch.no_grad(), _host_by_default():
+            # What a step makes of its own is in host memory, whatever device the user has made the default.
+            on_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+            with torch.no_grad(), on_host:
                 self._step(worker)
             for subject, leaf in pairs:
                 if leaf.data_ptr() != subject.param.data_ptr():  # it put another tensor in place of the values
                     subject.param.copy_(leaf)
-                subject.state = dict(worker.state.get(leaf, {}))
-                hung = _changes(vars(leaf), attributes)
+                subject.state = dict(worker.state.pop(leaf, {}))
+                hung = _changes(vars(leaf), subject.attributes)
                 if hung:
                     raise Unsuited(f"its step() sets attributes of its parameters ({', '.join(map(repr, hung))})")
-            known = {id(leaf) for _, leaf in pairs}
-            foreign = [key for key in worker.state if id(key) not in known]
-            if foreign:
-                name = "a tensor" if isinstance(foreign[0], torch.Tensor) else repr(foreign[0])
+            for key in worker.state:
+                name = "a tensor" if isinstance(key, torch.Tensor) else repr(key)
                 raise Unsuited(f"its step() keeps state under {name}, which is no parameter")
             return [_changes(*each) for each in zip(after, before, strict=True)], _changes(_own_of(worker), own)
         finally:
-            worker.state = defaultdict(dict)
-            worker.param_groups = []
+            vars(worker).clear()
 
 
-@final
-class Pilot:
-    """Steps ahead of the real parameters. See Note [What a step changes of its groups]."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, at_start: Callable[[Mapping[str, object]], dict[str, object]]
-    ) -> None:
-        """`at_start(options)`: these options as they were before the first step."""
-        self._worker = Worker(optimizer)
-        self._at_start = at_start
-        self._states: list[dict[str, Any]] = []
-
-    def look_ahead(
-        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
-    ) -> Callable[[], None]:
-        """Step with these `groups`, of which `stepped` have gradients. What is returned makes the changes."""
-        own = self._worker.own()
-        states, changed_groups, changed_own = [], [], dict[str, object]()
-        for at, (hyper, with_grad) in enumerate(zip(groups, stepped, strict=True)):
-            if at == len(self._states):  # the first step, or a group that was added
-                self._states.append({})
-            generator = torch.Generator().manual_seed(0)
-            start, grad = (torch.randn(_SHAPE, generator=generator, device="cpu", dtype=torch.float32) for _ in "ab")
-            subject = Subject(start, grad if with_grad else None, copy.deepcopy(self._states[at]))
-            try:
-                of_group, of_optimizer = self._worker.run([subject], hyper, {}, own)
-            except Exception:
-                if subject.state or not with_grad:
-                    raise
-                # The groups have counted on without the pilot (a checkpoint was loaded): it makes its state first.
-                self._worker.run([subject], self._at_start(hyper), {}, self._at_start(own))
-                of_group, of_optimizer = self._worker.run([subject], hyper, {}, own)
-            states.append(subject.state)
-            changed_groups.append(of_group)
-            changed_own.update(of_optimizer)
-
-        def commit() -> None:
-            self._states = states
-            for group, changes in zip(optimizer.param_groups, changed_groups, strict=True):
-                group.update(changes)
-            vars(optimizer).update(changed_own)
-
-        return commit
+def _leaf_of(subject: Subject) -> torch.Tensor:
+    leaf = subject.param.detach().requires_grad_()
+    leaf.grad = subject.grad
+    vars(leaf).update(subject.attributes)
+    return leaf
 
 
-_SHAPE = (16, 16)
-"""Of the pilot's parameters."""
-
-
-def _changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, object]:
+def _changes(now: Values, before: Values) -> dict[str, Any]:
     gone = sorted(map(str, before.keys() - now.keys()))
     if gone:
         raise Unsuited(f"its step() removes {gone[0]!r}")
     return {key: value for key, value in now.items() if key not in before or differs(value, before[key])}
 
 
-@contextmanager
-def _host_by_default() -> Iterator[None]:
-    """What a step makes of its own is in host memory, whatever device the user has made the default."""
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with torch.device("cpu"):
-        yield
-
-
 def differs(now: object, before: object) -> bool:
-    """Whether an option is another one; NaN is the same as NaN."""
+    """Whether a value, or anything inside of it, is another one; NaN is the same as NaN."""
     if now is before:
         return False
     if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
-        return now.device != before.device or not same_values(now, before)
-    if isinstance(now, float) and isinstance(before, float) and now != now and before != before:
-        return False
+        if (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
+            return True
+        return not bool(((now == before) | ((now != now) & (before != before))).all())
     try:
         if isinstance(now, Mapping) and isinstance(before, Mapping):
             return now.keys() != before.keys() or any(differs(now[key], value) for key, value in before.items())
-        if isinstance(now, (list, tuple, deque)) and isinstance(before, (list, tuple, deque)):
+        if isinstance(now, _SEQUENCES) and isinstance(before, _SEQUENCES):
             return len(now) != len(before) or any(map(differs, now, before))
         if type(now) is type(before) and hasattr(now, "__dict__") and type(now).__eq__ is object.__eq__:
             return differs(vars(now), vars(before))
-        return bool(now != before)
+        return bool(now != before) and not (now != now and before != before)
     except (RuntimeError, ValueError):  # arrays compare by element
         return True
 
 
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and values; NaN is the same as NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+_SEQUENCES = (list, tuple, deque)
 
 
-def _own_of(optimizer: Any) -> dict[str, object]:
-    return {key: value for key, value in vars(optimizer).items() if _is_own(key)}
+def inside(value: object, depth: int = 5) -> Iterator[Any]:
+    """The value, and what its containers hold, keys included."""
+    yield value
+    if depth and isinstance(value, (Mapping, set, frozenset, *_SEQUENCES)):
+        for each in [*value, *value.values()] if isinstance(value, Mapping) else value:
+            yield from inside(each, depth - 1)
 
 
-def _is_own(name: str) -> bool:
-    of_torch = name in _BOOKKEEPING or (name.startswith("_optimizer_") and name.endswith("_hooks"))
-    return not of_torch
+def snapshots(values: Values) -> dict[str, Any]:
+    """The values as they are now, whatever becomes of what holds them."""
+    return {key: _snapshot(value) for key, value in values.items()}
 
 
-def taken(value: Any) -> Any:
-    """The value as it is now, whatever becomes of what holds it."""
+def _snapshot(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
 
 
-def attributes_of(param: torch.Tensor) -> dict[str, object]:
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
     """What the user has hung on a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
-        return {key: value for key, value in vars(param).items() if key not in _OF_TORCH}
+        return {key: value for key, value in vars(param).items() if key not in _OF_TORCHS_PARAMETERS}
 
 
-_OF_TORCH = {"_is_param", "_local_tensor", "_spec"}
+def _own_of(optimizer: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(optimizer).items() if not _is_torchs(key)}
+
+
+def _is_torchs(name: str) -> bool:
+    return name in _PATCHED or name in _BOOKKEEPING or (name.startswith("_optimizer_") and name.endswith("_hooks"))
+
+
+_OF_TORCHS_PARAMETERS = {"_is_param", "_local_tensor", "_spec"}
 _PATCHED = {"step", "state_dict", "load_state_dict", "add_param_group", "zero_grad"}
-_BOOKKEEPING = _PATCHED | {
+_BOOKKEEPING = {
     "state",
     "param_groups",
     "grad_scale",
@@ -258,17 +185,6 @@ _BOOKKEEPING = _PATCHED | {
     "_zero_grad_profile_name",
 }
 """Attributes of an optimizer that torch, a scheduler or a scaler sets."""
-
-
-def _worker_of(optimizer: torch.optim.Optimizer) -> Any:
-    worker = object.__new__(type(optimizer))
-    worker.__dict__.update(optimizer.__dict__)
-    for patched in _PATCHED:
-        worker.__dict__.pop(patched, None)
-    for name, value in worker.__dict__.items():
-        if "hooks" in name and isinstance(value, (dict, OrderedDict)):
-            worker.__dict__[name] = OrderedDict()
-    return worker
 
 
 def plain_step(kind: type) -> Any:

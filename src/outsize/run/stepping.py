@@ -184,7 +184,7 @@ class Stepper:
             for name in pending:
                 unit.parameters[name].grad.spent = True  # type: ignore[union-attr]
             self._applied[unit] = pending
-            self._note_attributes(unit, pending)
+            self._note(unit, pending)
             return self._engine.streamer.update_now(unit, pending)
 
     def _check_finite_in_backward(self, unit: Unit, pending: Pending) -> None:
@@ -296,7 +296,7 @@ class Stepper:
         for unit, pending in pendings.items():
             if not pending:
                 continue
-            self._note_attributes(unit, pending)
+            self._note(unit, pending)
             if unit.shard.on_device:
                 self._update_in_place(unit, pending)
             else:
@@ -320,10 +320,9 @@ class Stepper:
         for name in pending:  # a graph of before must not be used
             torch.autograd.graph.increment_version(unit.parameters[name])
 
-    def _note_attributes(self, unit: Unit, pending: Pending) -> None:
-        self._engine.streamer.settle(unit)  # it may still owe an update, which sees them as they were
-        for name in pending:
-            self._updater.note_attributes(name, unit.parameters[name])
+    def _note(self, unit: Unit, pending: Pending) -> None:
+        for name, owed in pending.items():
+            owed.noted = self._updater.rule.note(unit.parameters[name])
 
     def _is_stepped(self, param: torch.Tensor) -> bool:
         return param.grad is not None or self._delays
