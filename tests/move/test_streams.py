@@ -77,10 +77,11 @@ class Accelerator:
 def ranks_on(accelerator: Accelerator) -> Any:
     """The first of two ranks, without a job."""
     ranks: Any = Ranks.__new__(Ranks)
-    ranks.rank, ranks.size, ranks.counts = 0, 2, comm.Counts()
-    ranks._exchange = lambda turn, behind: None
-    ranks.model = comm.Model(0, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
-    ranks._lanes = {name: comm.Lane(f"0/{name}", SimpleNamespace(), accelerator) for name in comm.LANES}
+    ranks.rank, ranks.size = 0, 2
+    ranks.model = comm.Model(0, False, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
+    ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model, moving=accelerator) for name in comm.LANES}
+    for lane in ranks._lanes.values():
+        lane.exchange = lambda turn: None
     return ranks
 
 
@@ -130,7 +131,7 @@ def test_a_reduction_runs_behind_its_gradients_and_beside_the_next_units_backwar
 ) -> None:
     accelerator = Accelerator(monkeypatch)
     accelerator.compute.put("gradients")
-    going = ranks_on(accelerator).all_reduce(torch.zeros(8), unit=0)
+    going, _ = ranks_on(accelerator).reduce(torch.zeros(8), unit=0, split=False)
     accelerator.compute.put("the next unit's backward")
     assert accelerator.collectives.past == {"gradients", "reduce"}
     assert "reduce" not in accelerator.compute.past

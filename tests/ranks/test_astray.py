@@ -444,7 +444,7 @@ def prepares_again(disk: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     if run.rank == 0:
         prepared = prepared_of(next(run.model.parameters()))
-        prepared.engine.reduction.ranks.close()  # as when it is collected
+        prepared.engine.reduction.ranks.model.close()  # as when it is collected
         store.wait(["waits"])
     else:
         store.set("waits", "1")

@@ -298,13 +298,13 @@ def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, int, int]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    counts, unit = prepared.engine.reduction.ranks.counts, 64 * 65 * 4
+    counts, unit = prepared.engine.reduction.ranks.model.counts, 64 * 65 * 4
     peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
     with outsize.gathered(model):
         return (
             [each.detach().clone() for each in model.parameters()],
-            counts.calls["gather"],
-            counts.elements["reduce"],
+            counts["gather calls"],
+            counts["reduce"],
             peak,
         )
 

@@ -29,10 +29,6 @@ def wide_model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
 
 
-def counted(counts: Any) -> dict[str, int]:
-    return counts.elements | {f"{kind} calls": count for kind, count in counts.calls.items()}
-
-
 def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bool, disk: str) -> dict[str, Any]:
     model = wide_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -43,24 +39,23 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
     reduction = prepared.engine.reduction
     counts = []
     for _ in range(4):
-        before = {} if reduction is None else counted(reduction.ranks.counts)
+        before = {} if reduction is None else dict(reduction.ranks.model.counts)
         model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
         optimizer.step()
         if settled:
             prepared.engine.streamer.settle_all()
-        after = {} if reduction is None else counted(reduction.ranks.counts)
+        after = {} if reduction is None else dict(reduction.ranks.model.counts)
         counts.append({kind: after[kind] - before.get(kind, 0) for kind in after})
         held = dict(outsize.memory(model).now)
         optimizer.zero_grad()
     numel = sum(layout.numel for layout in prepared.survey.layouts)  # padding included
-    calls = {} if reduction is None else dict(reduction.ranks.counts.calls)
     agreed = [each.get("agreement calls", 0) for each in counts]
     return {
         "agreed": agreed,
         "held": held,
         "numel": numel,
         "sent": counts[-1],
-        "calls": calls,
+        "calls": after,
         "units": len(prepared.engine.units),
     }
 
@@ -117,7 +112,7 @@ def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
                 assert sent["gather"] == numel
             if stage == 3:
                 assert 1.4 * numel < sent["gather"] <= 2 * numel
-            assert each["calls"]["reduce"] == 4 * each["units"]  # one collective a unit and step
+            assert each["calls"]["reduce calls"] == 4 * each["units"]  # one collective a unit and step
             assert each["agreed"][0] > each["units"]
             assert each["agreed"][-1] == 1, "a step that repeats the one before is agreed on once"
 
@@ -211,7 +206,7 @@ def accumulate(memory: str, disk: str) -> tuple[str, int, int]:
             model(torch.ones(2, WIDTH)).square().mean().backward()
     unit = max(each.nbytes for each in prepared.engine.units)
     peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
-    sent = prepared.engine.reduction.ranks.counts.elements["reduce"] * 4 // unit
+    sent = prepared.engine.reduction.ranks.model.counts["reduce"] * 4 // unit
     return str(outsize.plan(model)), peak, sent
 
 

@@ -53,8 +53,8 @@ class NobodyGone:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def tell(self, message: str) -> None:
-        self.told.append(message)
+    def tell(self, error: BaseException) -> None:
+        self.told.append(str(error))
 
     def find_gone(self) -> tuple[int, str]:
         return 1, "is gone (killed, ended or unreachable)"
@@ -65,12 +65,10 @@ def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The first of two ranks that share a model, without a job."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(comm, "DEVICE_POLL_SECONDS", 0.0)
     monkeypatch.setattr(comm, "STUCK_SECONDS", -1.0)
     ranks: Any = comm.Ranks.__new__(comm.Ranks)
-    ranks.members, ranks._gave_up = [0, 1], True
-    ranks._lanes = {name: comm.Lane(f"0/{name}", None, None) for name in comm.LANES}
-    ranks.model = comm.Model(0, NobodyGone(), ["a layer"], groups=[ranks])  # type: ignore[arg-type]
+    ranks.model = comm.Model(0, False, NobodyGone(), ["a layer"])  # type: ignore[arg-type]
+    ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model) for name in comm.LANES}
     monkeypatch.setattr(comm, "_models", {ranks.model})
     return ranks
 
@@ -94,27 +92,20 @@ def stuck_of(ranks: Any) -> Any:
     return comm._stuck(ranks.model.watch.members)
 
 
-def test_a_gather_that_its_conveyor_will_start_counts_as_come_to(first_of_two: Any) -> None:
-    for _ in range(5):
-        first_of_two.turn_to_gather(0, 8)
-    control = first_of_two._lanes["control"]
-    with control.waiting(control.next("step"), behind=False):
+def test_the_loops_wait_counts_before_that_of_the_conveyor_which_counts_as_come_to(first_of_two: Any) -> None:
+    turns = [first_of_two.turn_to_gather(0, 8) for _ in range(5)]
+    control, gather = (first_of_two._lanes[name] for name in ("control", "gather"))
+    with gather.waiting(turns[4]):
+        assert stuck_of(first_of_two).words == "gather of unit 'a layer' in step 0 (8 elements)"
+    with gather.waiting(turns[4]), control.waiting(control.next("step")):
         stuck = stuck_of(first_of_two)
     assert (stuck.lane, stuck.turn, stuck.words) == ("0/control", 0, "step in step 0 (0 elements)")
     assert len(stuck.come["0/gather"][1]) == 5
     assert stuck_of(first_of_two) is None
 
 
-def test_a_wait_of_the_conveyor_counts_while_the_loop_waits_for_it(first_of_two: Any) -> None:
-    gather = first_of_two._lanes["gather"]
-    with gather.waiting(first_of_two.turn_to_gather(0, 8), behind=True):
-        assert stuck_of(first_of_two) is None
-        with first_of_two.blocked():
-            assert stuck_of(first_of_two).words == "gather of unit 'a layer' in step 0 (8 elements)"
-
-
-def test_what_all_did_in_the_last_step_is_expected_in_this_one() -> None:
-    lane = comm.Lane("0/gather", None, None)
+def test_what_all_did_in_the_last_step_is_expected_in_this_one(first_of_two: Any) -> None:
+    lane = first_of_two._lanes["gather"]
     assert [lane.next("gather", unit).expected for unit in (0, 1, 2)] == [False] * 3
     lane.step(alike=True)
     assert [lane.next("gather", unit).expected for unit in (0, 1, 2, 3)] == [True, True, True, False]
@@ -144,7 +135,7 @@ def gives_up(disk: str) -> float:
         model(batch(0)[0])
     except RanksError:
         prepared.resources.close()
-        ranks.close()
+        ranks.model.close()
         del model, optimizer, prepared, ranks
         gc.collect()
         store.set("closed", "1")

@@ -89,8 +89,8 @@ def test_a_rank_that_stood_still_itself_accuses_nobody(ranks: list[Watch], clock
 
 
 def test_the_first_word_stays(ranks: list[Watch]) -> None:
-    ranks[1].tell("OSError: the disk is full")
-    ranks[2].tell("RanksError: rank 1 has failed")
+    ranks[1].tell(OSError("the disk is full"))
+    ranks[2].tell(RuntimeError("rank 1 has failed"))
     ranks[0].beat()
     assert ranks[0].said == (1, "has failed (OSError: the disk is full)")
 
@@ -108,7 +108,7 @@ def test_without_a_store_nobody_is_accused(ranks: list[Watch], store: Store) -> 
     store.broken = True
     assert not ranks[2].beat()
     assert ranks[2].said == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
-    ranks[2].tell("whatever")  # there is nobody to tell, and that is no error
+    ranks[2].tell(OSError("whatever"))  # there is nobody to tell, and that is no error
     assert ranks[1].find_gone() == (None, "the store of this job, which rank 0 or the launcher keeps, is gone")
     store.broken = False
 

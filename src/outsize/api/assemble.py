@@ -102,8 +102,8 @@ def assemble(
         return _assemble(model, optimizer, config, load, rule, ranks)
     except BaseException as error:
         if ranks is not None:
-            ranks.fail(error)
-            ranks.close()
+            ranks.model.watch.tell(error)
+            ranks.model.close()
         raise
 
 
@@ -243,8 +243,7 @@ def _build(
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]
-        sync = ranks.says_wanted = config.unused == "sync"
-        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, sync)
+        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger)
         adds_up = torch.tensor(
             [accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)], dtype=torch.int32, device="cpu"
         )

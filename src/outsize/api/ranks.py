@@ -82,6 +82,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
         if mesh is not None:
             raise ValueError("mesh needs the ranks of torch.distributed; start the job with torchrun, or leave it out")
         return None
+    backend, sync = str(dist.get_default_backend_for_device(config.compute_device)), config.unused == "sync"
     if mesh is None:
         if split:
             raise ValueError(
@@ -89,7 +90,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
                 "data-parallel and the tensor-parallel dimension, the one that parallelize_module was given a part of"
             )
         members = list(range(dist.get_world_size()))
-        return Ranks(members, _backend(config)) if len(members) > 1 else None
+        return Ranks(members, backend, sync=sync) if len(members) > 1 else None
     grid, place = _grid(mesh, {name for param in split for name in param.device_mesh.mesh_dim_names or ()})
     copy, share, part = (int(each) for each in place)
     copies, sharing, tensor = grid[:, share, part].tolist(), grid[copy, :, part].tolist(), grid[copy, share].tolist()
@@ -98,12 +99,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
     if len(sharing) * len(copies) * len(tensor) == 1 and not split:
         return None
     several = [ranks if len(ranks) > 1 else [] for ranks in (copies, tensor)]
-    return Ranks(sharing, _backend(config), several[0], several[1], grid.flatten().tolist())
-
-
-def _backend(config: Config) -> str:
-    """What moves the parameters and gradients of several ranks."""
-    return str(dist.get_default_backend_for_device(config.compute_device))
+    return Ranks(sharing, backend, several[0], several[1], grid.flatten().tolist(), sync)
 
 
 def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:

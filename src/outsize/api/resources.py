@@ -94,7 +94,7 @@ class Resources:
             threading.Thread(target=self.close, name="outsize-close").start()
             return
         if self.ranks is not None:
-            self.ranks.close()
+            self.ranks.model.close()
         self.conveyor.close()
         for shard in self.shards:
             shard.close()

@@ -73,18 +73,16 @@ class Watch:
         self.since = 0.0
         self.to_abort: list[Any] = []
         """Groups of an accelerator. The host may wait inside their work when a rank is gone."""
-        self._store, self._stuck = store, stuck
-        self.members, self._rank = list(members), rank
-        self._pid = os.getpid()
-        self._beat, self._told, self._told_stuck = 0, False, ""
-        self._all_stuck: list[bytes] = []
+        self.members = list(members)
+        self._store, self._stuck, self._rank, self._pid = store, stuck, rank, os.getpid()
+        self._beats, self._told, self._told_stuck = 0, False, ""
+        self._all_stuck: list[bytes] = []  # what all ranks waited for when this one looked last
         self._neighbour = self.members[(self.members.index(rank) + 1) % len(members)]
-        self._seen = (b"", 0.0)  # the neighbour's last count, and since when
+        self._seen: dict[int, tuple[bytes, float]] = {}  # by rank: its last count, and since when
         self._looked = 0.0  # when this rank looked last
         self._closing = threading.Event()
         self._store.set(f"beat/{rank}", "0")
-        self._thread = threading.Thread(target=self._run, name="outsize-ranks", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="outsize-ranks", daemon=True).start()
 
     @property
     def closed(self) -> bool:
@@ -96,27 +94,23 @@ class Watch:
         """Whether a rank has come to the good end of its run with this model, this one or another."""
         return self.closed or (self.said is not None and self.said[1] == ENDED)
 
-    def tell(self, message: str) -> None:
+    def missing(self) -> list[int]:
+        """The ranks that have not begun to count."""
+        return [rank for rank in self.members if not self._store.check([f"beat/{rank}"])]
+
+    def tell(self, error: BaseException) -> None:
         """Leave word for the others, once."""
         if not self._told and os.getpid() == self._pid:
             self._told = True
             with suppress(RuntimeError):  # the store is gone, and with it the rank that kept it
-                self._leave_word(self._rank, f"has failed ({message[:2000]})")
+                self._leave_word(self._rank, f"has failed ({type(error).__name__}: {error})"[:2000])
 
     def find_gone(self) -> tuple[int | None, str] | None:
         """Who went first, once a connection broke. Looks until it is sure, and no longer than `SILENT_SECONDS`: a rank
         that broke off may count a little longer."""
-        seen: dict[int, tuple[bytes, float]] = {}
+        self._seen = {}
         until = time.monotonic() + SILENT_SECONDS
-        while self.said is None and time.monotonic() < until and self.look():
-            now = time.monotonic()
-            with suppress(RuntimeError):  # the store goes: the next look hears of it
-                for rank in self.members:
-                    beat = self._get(f"beat/{rank}")
-                    if rank not in seen or seen[rank][0] != beat:
-                        seen[rank] = (beat, now)
-                    elif rank != self._rank and now - seen[rank][1] > SILENT_SECONDS / 2:
-                        self._hear(rank, "is gone (killed, ended or unreachable)")
+        while self.said is None and time.monotonic() < until and self.look(self.members, SILENT_SECONDS / 2):
             if self._closing.wait(BEAT_SECONDS):
                 break
         return self.said
@@ -131,25 +125,38 @@ class Watch:
 
     def beat(self) -> bool:
         """Count, and look around; False where there is nobody to ask any more."""
-        self._beat += 1
-        return self.look(f"beat/{self._rank}", str(self._beat))
+        self._beats += 1
+        return self.look([self._neighbour], STILL_SECONDS, str(self._beats))
 
-    def look(self, *count: str) -> bool:
-        """At what was left for all, at the neighbour, and with a `count` at what the others wait for."""
+    def look(self, ranks: Sequence[int], patience: float, count: str = "") -> bool:
+        """At what was left for all, at the counts of these ranks, and with a `count` at what the others wait for."""
         try:
             if count:
-                self._store.set(*count)
+                self._store.set(f"beat/{self._rank}", count)
                 self._compare()
             for key in ("word", "ended"):
                 if content := self._get(key):
                     rank, what = content.decode(errors="replace").split(" ", 1)
                     if int(rank) != self._rank:
                         self._hear(int(rank), what)
-            self._look_at_neighbour()
+            self._look_at(ranks, patience)
         except Exception:  # the store went with the rank that kept it
             self._hear(None, "the store of this job, which rank 0 or the launcher keeps, is gone")
             return False
         return True
+
+    def _look_at(self, ranks: Sequence[int], patience: float) -> None:
+        now = time.monotonic()
+        if now - self._looked > SILENT_SECONDS:  # a rank that has not looked has seen nothing
+            self._seen = {}
+        self._looked = now
+        for rank in ranks:
+            beat = self._get(f"beat/{rank}")
+            before, since = self._seen.setdefault(rank, (beat, now))
+            if beat != before:
+                self._seen[rank] = (beat, now)
+            elif beat and rank != self._rank and now - since > patience and not self._get("ended"):
+                self._leave_word(rank, "is gone (killed, ended or unreachable)")
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_SECONDS) and self.beat():
@@ -168,16 +175,8 @@ class Watch:
 
     def _leave_word(self, rank: int, what: str) -> None:
         """The first word stays, as far as ranks do not speak at the same moment."""
-        if not self._store.check(["word"]):
+        if not self._get("word"):
             self._store.set("word", f"{rank} {what}")
-
-    def _look_at_neighbour(self) -> None:
-        now, beat = time.monotonic(), self._get(f"beat/{self._neighbour}")
-        slept, self._looked = now - self._looked > SILENT_SECONDS, now
-        if beat != self._seen[0] or slept:  # a rank that has not looked has seen nothing
-            self._seen = (beat, now)
-        elif beat and now - self._seen[1] > STILL_SECONDS and not self._store.check(["ended"]):
-            self._leave_word(self._neighbour, "is gone (killed or unreachable)")
 
     def _compare(self) -> None:
         """Say what this rank waits for; if every rank does, and did when it looked last, see whether they parted."""
@@ -186,11 +185,10 @@ class Watch:
         if stuck != self._told_stuck:
             self._told_stuck = stuck
             self._store.set(f"stuck/{self._rank}", stuck)
-        keys = [f"stuck/{rank}" for rank in self.members]
         before, self._all_stuck = self._all_stuck, []
-        if own is None or not self._store.check(keys):
+        if own is None:
             return
-        self._all_stuck = [self._store.get(key) for key in keys]
+        self._all_stuck = [self._get(f"stuck/{rank}") or b"-" for rank in self.members]
         if b"-" not in self._all_stuck and self._all_stuck == before:
             every = {rank: Wait(**json.loads(each)) for rank, each in zip(self.members, before, strict=True)}
             if apart(every):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from outsize.move.comm import Going, Ranks, Reducing
+from outsize.move.comm import Going
 from outsize.move.shard import DTYPES, UnitShard
 from outsize.plan.layout import UnitLayout
-from outsize.run.buffers import Buffers, unused
+from outsize.run.buffers import unused
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense
 from outsize.run.reduction import Reduction
@@ -37,17 +37,16 @@ class WholeGradients:
     def __init__(
         self,
         shard: UnitShard,
-        buffers: Buffers,
+        reduction: Reduction,
         make_room: Callable[[int], None],
-        dtype: torch.dtype | None,
         home: torch.Tensor | None = None,
     ) -> None:
         """`make_room` for a buffer, of so many bytes; `home`: memory to collect the gradients in, in place of one."""
         self._shard = shard
-        self._buffers = buffers
+        self._ranks, self._buffers, dtype = reduction.ranks, reduction.buffers, reduction.dtype
         sizes = collecting_sizes(shard.whole, dtype)
         self._taken = home is None
-        self._memory = buffers.take(sum(sizes), shard.device, make_room) if home is None else home
+        self._memory = self._buffers.take(sum(sizes), shard.device, make_room) if home is None else home
         self._flat: list[torch.Tensor] = []
         first = 0
         for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
@@ -55,8 +54,8 @@ class WholeGradients:
             self._flat.append(flat)
             first += nbytes
         self.names: set[str] = set()
-        self._going: dict[int, Reducing] = {}  # by segment
-        self._asked: tuple[Going, Ranks, list[str], torch.Tensor] | None = None
+        self._going: dict[int, tuple[Going, torch.Tensor]] = {}  # by segment: what brings the sum, which will be there
+        self._asked: tuple[Going, list[str], torch.Tensor] | None = None
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """A contribution of this rank."""
@@ -81,28 +80,28 @@ class WholeGradients:
         """The user has thrown the gradient away."""
         self.names.discard(name)
 
-    def start(self, ranks: Ranks, trainable: Sequence[str] = ()) -> None:
+    def start(self, trainable: Sequence[str] = ()) -> None:
         """Start to reduce; nothing is added any more. `trainable`: these parameters, whatever this rank has of them."""
-        reduce = ranks.reduce_scatter if self._shard.ranks > 1 else ranks.all_reduce
+        ranks, unit, split = self._ranks, self._shard.layout.index, self._shard.ranks > 1
         for index in sorted({self._shard.whole_slots[name].segment for name in trainable or self.names}):
             self._zero_the_rest(index)
-            self._going[index] = reduce(self._flat[index], self._shard.layout.index, fixed=bool(trainable))
+            self._going[index] = ranks.reduce(self._flat[index], unit, split, fixed=bool(trainable))
         if trainable:
             names = list(trainable)
             present = torch.tensor([name in self.names for name in names], dtype=torch.int32, device="cpu")
-            self._asked = ranks.most(present, self._shard.layout.index), ranks, names, present
+            self._asked = ranks.most(present, unit), names, present
 
     def over_unless_wanted(self) -> bool:
         """Wait, unless a rank waits for this one to meet it; whether it is reduced."""
-        return all(going.going.over_unless_wanted() for going in self._going.values())
+        return all(going.over_unless_wanted() for going, _ in self._going.values())
 
     def _ask(self) -> None:
         """Of which parameters any rank has a gradient."""
         if self._asked is not None:
-            going, ranks, names, present = self._asked
+            going, names, present = self._asked
             going.wait()
-            if ranks.copies is not None:
-                ranks.copies.most(present, self._shard.layout.index).wait()
+            if self._ranks.copies is not None:
+                self._ranks.copies.most(present, self._shard.layout.index).wait()
             self.names = {name for name, there in zip(names, present.tolist(), strict=True) if there}
 
     def result(self) -> Mapping[str, torch.Tensor]:
@@ -111,10 +110,12 @@ class WholeGradients:
         self._ask()
         found: dict[str, torch.Tensor] = {}
         spent: list[torch.Tensor] = []
-        for index, going in self._going.items():
-            own = going.wait()
-            if going.ranks.copies is not None:  # every copy of the model has seen other data
-                own = going.ranks.copies.all_reduce(own, shard.layout.index).wait()
+        for index, (going, own) in self._going.items():
+            going.wait()
+            own.div_(self._ranks.size)
+            if self._ranks.copies is not None:  # every copy of the model has seen other data
+                self._ranks.copies.reduce(own, shard.layout.index, split=False)[0].wait()
+                own.div_(self._ranks.copies.size)
             for slot in shard.layout.slots:
                 if slot.segment == index and slot.name in self.names:
                     start = slot.offset - shard.layout.segments[index].start
@@ -223,13 +224,7 @@ class Collector:
 
     def _begin(self) -> WholeGradients:
         home = self._home if self._home is not None and unused(self._home) else None
-        return WholeGradients(
-            self._unit.shard,
-            self._reduction.buffers,
-            self._streamer.make_room_to_collect,
-            self._reduction.dtype,
-            home,
-        )
+        return WholeGradients(self._unit.shard, self._reduction, self._streamer.make_room_to_collect, home)
 
     def reduce(self, all_of_it: bool = False) -> None:
         """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there.
@@ -252,7 +247,7 @@ class Collector:
         for name in whole.names:
             expected[name].reductions += 1
         try:
-            whole.start(self._reduction.ranks, trainable)
+            whole.start(trainable)
         except BaseException:
             whole.keep()  # a collective may still write to it
             self._withdraw(expected, fresh)

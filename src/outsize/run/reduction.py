@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -33,12 +34,10 @@ class Reduction:
     # the model, or when the backward is over. A rank without a gradient gives zeros; the ranks tell each other which
     # parameters have one. A gradient that comes after its unit's turn is reduced when the backward is over.
 
-    def __init__(
-        self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, sync: bool = False
-    ) -> None:
+    def __init__(self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger) -> None:
         self.ranks = ranks
         self.split = split
-        self.sync = sync  # see Note [Units that some ranks do not use]
+        self.sync = ranks.model.sync  # see Note [Units that some ranks do not use]
         self.buffers = Buffers(ledger)
         self.dtype = dtype
         self.reducing = True
@@ -137,22 +136,19 @@ class Reduction:
         if not self._stale:
             return
         self._stale = False
-        if not self.split and self.ranks.tensor is None:
+        if not self._parted:
             return
         grads = [grad for collector in self.collectors for grad in collector.at_rest()]
+        if not grads:
+            return
         unknown = [grad for grad in grads if grad.own_norm is None]
         if unknown:  # read from the device at once
             norms = torch.stack([grad.norms[2.0].detach().double() for grad in unknown]).cpu()
             for grad, norm in zip(unknown, norms, strict=True):
                 grad.own_norm = norm
-        squares = torch.stack(
-            [grad.own_norm.square() for grad in grads if grad.own_norm is not None] or [torch.zeros((), device="cpu")]
-        )
-        repeated = torch.tensor([grad.repeated for grad in grads] or [True], device="cpu")
-        total = self._sum(squares, repeated).sqrt_()
-        if grads:
-            total = total.to(grads[0].norms[2.0].device)
-        for grad, norm in zip(grads, total, strict=False):
+        squares = torch.stack([grad.own_norm.square() for grad in grads if grad.own_norm is not None])
+        total = self._sum(squares, [grad.repeated for grad in grads]).sqrt_().to(grads[0].norms[2.0].device)
+        for grad, norm in zip(grads, total, strict=True):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
 
     def _agree_on_presence(self) -> None:
@@ -169,43 +165,43 @@ class Reduction:
         for group in self.ranks.everyone():
             group.agree_on_step(told)
 
-    def _sum(self, values: torch.Tensor, repeated: torch.Tensor) -> torch.Tensor:
+    @property
+    def _parted(self) -> bool:
+        """Whether other ranks have other parts of the parameters."""
+        return self.split or self.ranks.tensor is not None
+
+    def _sum(self, values: torch.Tensor, repeated: list[bool]) -> torch.Tensor:
         """Sums over all parts of the parameters; those that are `repeated` lie whole on every tensor-parallel rank."""
         if self.split:
             self.ranks.combine(values, "norms")
         tensor = self.ranks.tensor
         if tensor is not None:
-            tensor.combine(values.masked_fill_(repeated, 0.0) if tensor.rank else values, "norms")
+            tensor.combine(values.masked_fill_(torch.tensor(repeated), 0.0) if tensor.rank else values, "norms")
         return values
 
-    def _over_parts(self, value: torch.Tensor, kind: str, op: str) -> torch.Tensor:
+    def _over_parts(self, value: torch.Tensor, op: str) -> torch.Tensor:
         """The largest or smallest over all parts of a parameter."""
+        value = value.cpu().view(1)
         if self.split:
-            self.ranks.combine(value, kind, op)
-        return value if self.ranks.tensor is None else self.ranks.tensor.combine(value, kind, op)
+            self.ranks.combine(value, "norms", op)
+        return (value if self.ranks.tensor is None else self.ranks.tensor.combine(value, "norms", op))[0]
 
     def norm(self, own: torch.Tensor, order: float, repeated: bool) -> torch.Tensor:
         """The norm of this order of a whole gradient, of which this rank has the elements `own`; [] fp32."""
         wide = own.double()
-        if not self.split and self.ranks.tensor is None:
-            whole: torch.Tensor = torch.linalg.vector_norm(wide, order)
-            return whole.float()
-        if order == float("inf"):
-            local = wide.abs().max() if wide.numel() else torch.zeros((), dtype=torch.float64, device="cpu")
-            return self._over_parts(local.cpu().view(1), "norms", "max")[0].float()
-        if order == float("-inf"):
-            local = (
-                wide.abs().min() if wide.numel() else torch.full((), float("inf"), dtype=torch.float64, device="cpu")
-            )
-            return self._over_parts(local.cpu().view(1), "norms", "min")[0].float()
+        if abs(order) == inf:
+            nothing = torch.tensor(max(-order, 0.0), dtype=torch.float64, device="cpu")
+            part = torch.linalg.vector_norm(wide, order) if wide.numel() else nothing
+            return self._over_parts(part, "max" if order > 0 else "min").float()
+        if not self._parted:
+            return torch.linalg.vector_norm(wide, order).float()  # type: ignore[no-any-return]
         power = (wide != 0).sum().double() if order == 0 else wide.abs().pow(order).sum()
-        total = self._sum(power.cpu().view(1), torch.tensor([repeated], device="cpu"))[0]
+        total = self._sum(power.cpu().view(1), [repeated])[0]
         return (total if order == 0 else total.pow(1 / order)).float()
 
     def all_finite(self, own: torch.Tensor) -> bool:
         """Whether a whole gradient is finite, of which this rank has the elements `own`."""
-        finite = torch.isfinite(own).all().cpu().long().view(1)
-        return bool(self._over_parts(finite, "finite", "min")[0])
+        return bool(self._over_parts(torch.isfinite(own).all().long(), "min"))
 
     def whole(self, shard: UnitShard, name: str, own: torch.Tensor) -> torch.Tensor:
         """The whole gradient, 1-D, of which this rank has the elements `own`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cached_property
 from itertools import chain
@@ -161,16 +160,11 @@ class Unit:
         self._job = conveyor.submit(Job(iter([self._gather]), after=self._unwritten()))
         self.state = Residency.FETCHING
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Around a wait of the user's loop for this unit."""
-        return nullcontext() if self._ranks is None else self._ranks.blocked()
-
     def arrive(self) -> None:
         """Block until the values are in place; FETCHING -> RESIDENT."""
         self._expect(Residency.FETCHING)
         if self._job is not None:
-            with self.waiting():
-                self._job.wait()
+            self._job.wait()
         if self._gather is not None:
             self._gather.arrive()
             self._gather = None
@@ -189,8 +183,7 @@ class Unit:
     def await_written(self) -> None:
         """Block until all that was on its way to the stores has arrived there."""
         if self._job is not None:
-            with self.waiting():
-                self._job.written.wait()
+            self._job.written.wait()
 
     def let_go(self) -> None:
         """One who held the unit does so no more."""

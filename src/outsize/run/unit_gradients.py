@@ -205,8 +205,7 @@ class UnitGradients:
 
     def _await_writing(self) -> None:
         if self._writing is not None:
-            with self._unit.waiting():
-                self._writing.written.wait()
+            self._writing.written.wait()
             self._writing = None
 
     def add(self, grad: RestingGrad, more: torch.Tensor) -> None:
