@@ -32,7 +32,7 @@ def step_seconds(sim: Any, transfer_seconds: float) -> float:
     outsize.prepare(model, optimizer, device="sim", host_memory="64MiB", activations="keep", **places)
     prepared = prepared_of(next(model.parameters()))
     assert prepared is not None
-    prepared.engine.streamer._planned_capacity = 4 * max(unit.nbytes for unit in prepared.engine.units)
+    prepared.engine.streamer.room.planned_capacity = 4 * max(unit.nbytes for unit in prepared.engine.parameters.units)
     prepared.engine.streamer.drop_idle()
     x = torch.randn(ROWS, WIDTH, device="sim")
 

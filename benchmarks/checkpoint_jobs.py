@@ -82,7 +82,7 @@ class Job:
         prepared = prepared_of(next(self.model.parameters()))
         assert prepared is not None
         found = []
-        for shard in (unit.shard for unit in prepared.engine.units):
+        for shard in (unit.shard for unit in prepared.engine.parameters.units):
             stores = [array.store for array in shard.arrays.values()] + ([shard.params] if shard.params else [])
             found += [view for view in (store.view(0, store.nbytes) for store in stores) if view is not None]
         return found

@@ -34,7 +34,7 @@ def settle(model: nn.Module) -> None:
     prepared = prepared_of(next(model.parameters()))
     assert prepared is not None
     prepared.engine.streamer.settle_all()
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         unit.await_written()
 
 

@@ -128,8 +128,8 @@ def prepared(model: nn.Module) -> Prepared:
 def squeeze(model: nn.Module, units: int = 2) -> None:
     """Leave room for so many gathered units, as the smallest budget would."""
     streamer = prepared(model).engine.streamer
-    streamer._planned_capacity = units * max(unit.nbytes for unit in prepared(model).engine.units)
-    streamer._excess.logged = True
+    streamer.room.planned_capacity = units * max(unit.nbytes for unit in prepared(model).engine.parameters.units)
+    streamer.room.excess.logged = True
     streamer.drop_idle()
 
 
@@ -284,7 +284,7 @@ class Workshop:
         """Run every update that is owed and let everything arrive where it rests."""
         engine = prepared(model).engine
         engine.streamer.settle_all()
-        for unit in engine.units:
+        for unit in engine.parameters.units:
             unit.await_written()
 
     def leftovers(self) -> list[Any]:

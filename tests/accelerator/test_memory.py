@@ -86,4 +86,4 @@ def test_the_budget_of_the_device_is_kept(sim: Any, workshop: Workshop, kind: st
         step(model, optimizer, x)
     workshop.settle(model)
     assert sim.max_memory_allocated() - before <= budget + beside + slack
-    assert prepared(model).engine.streamer._excess.most_needed == 0
+    assert prepared(model).engine.streamer.room.excess.most_needed == 0

@@ -387,9 +387,9 @@ def test_a_unit_for_which_there_is_no_memory_names_the_remedy(sim: Any, workshop
 def test_gradients_on_their_way_to_disk_take_nothing_of_the_device(sim: Any, workshop: Workshop) -> None:
     model, _ = prepared_stack(workshop, "disk", units=5)
     engine = prepared(model).engine
-    engine.streamer._planned_capacity = sum(unit.nbytes for unit in engine.units)
+    engine.streamer.room.planned_capacity = sum(unit.nbytes for unit in engine.parameters.units)
     squared_error(model, on_sim(batches(1))[0]).backward()
-    assert all(unit.shard.buffer.resident for unit in engine.units)
+    assert all(unit.shard.buffer.resident for unit in engine.parameters.units)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -398,7 +398,7 @@ def test_what_lies_between_parameters_is_zero(sim: Any, workshop: Workshop, tier
     model, optimizer = prepared_stack(workshop, tier)
     train(model, optimizer, on_sim(batches(2)))
     workshop.settle(model)
-    for unit in prepared(model).engine.units:
+    for unit in prepared(model).engine.parameters.units:
         shard = unit.shard
         content = HostBuffer(shard.layout.param_bytes).bytes
         read = shard.buffer.fetch if shard.params is None else shard.params.read

@@ -145,10 +145,12 @@ def live_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Live:
     engine = prepared(model).engine
     record = None
     if optimizer is not None:
-        names = [tuple(engine.name_of(param) for param in group["params"]) for group in optimizer.param_groups]
+        names = [
+            tuple(engine.parameters.name_of(param) for param in group["params"]) for group in optimizer.param_groups
+        ]
         groups = tuple(GroupRecord({}, each) for each in names)
         record = OptimizerRecord(type(optimizer).__name__, prepared(model).survey.kept.arrays, groups)
-    slots = [slot for unit in engine.units for slot in unit.shard.layout.slots]
+    slots = [slot for unit in engine.parameters.units for slot in unit.shard.layout.slots]
     return Live(
         {slot.name: (slot.shape, DTYPES[slot.dtype]) for slot in slots},
         {name: (tuple(value.shape), value.dtype) for name, value in persistent(model).items()},
@@ -173,7 +175,7 @@ def load(
     live = live if weights else dataclasses.replace(live, buffers=None)  # type: ignore[arg-type]
     checkpoint = open_dcp(folder, live, str(folder), aliases_of(model), strict)
     settle(prepared(model))
-    for unit in prepared(model).engine.units:
+    for unit in prepared(model).engine.parameters.units:
         if weights:
             checkpoint.load_weights(unit.shard)
         if optimizer is not None:

@@ -46,7 +46,7 @@ class Run:
 
     @property
     def files(self) -> list[Generations]:
-        return [file for unit in self.prepared.engine.units for file in unit.shard.generations()]
+        return [file for unit in self.prepared.engine.parameters.units for file in unit.shard.generations()]
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):

@@ -131,7 +131,7 @@ def test_an_owed_update_runs_before_the_save(tmp_path: Path, monkeypatch: pytest
     first.backward()
     monkeypatch.setattr(Streamer, "prefetch", lambda self: None)  # which would run it sooner
     first.optimizer.step()
-    assert any(unit.pending for unit in first.model.embed.weight.prepared.engine.units)
+    assert any(unit.pending for unit in first.model.embed.weight.prepared.engine.parameters.units)
     first.scheduler.step()
     first.save(tmp_path / "checkpoint")
     first.optimizer.zero_grad()

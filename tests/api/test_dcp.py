@@ -309,7 +309,7 @@ FROZEN = ("empty", "frozen")
 
 def masters(model: nn.Module) -> dict[str, Tensor]:
     found = {}
-    for unit in prepared(model).engine.units:
+    for unit in prepared(model).engine.parameters.units:
         for name, slot in unit.shard.slots.items():
             with outsize.gathered(unit.parameters[name]):
                 value = unit.parameters[name].detach().clone().as_subclass(Tensor)

@@ -255,7 +255,7 @@ def test_verify_finds_a_byte_that_changed_on_the_disk(verify: bool, tmp_path: Pa
     run = Run(tmp_path, verify=verify, host_memory="1MiB")
     run.train()
     settle(run.prepared)
-    unit = run.prepared.engine.units[0]
+    unit = run.prepared.engine.parameters.units[0]
     if unit.state.value == "resident":
         unit.release()
     file = unit.shard.generations()[0].now.file

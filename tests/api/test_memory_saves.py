@@ -83,7 +83,7 @@ def test_without_room_for_copies_what_is_about_to_change_is_waited_for(
     run.prepared.resources.ledger.add("host/test", 1 << 20)
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
     released = threading.Event()
-    shard = run.prepared.engine.units[0].shard
+    shard = run.prepared.engine.parameters.units[0].shard
 
     def change() -> None:
         shard.before_change()
@@ -119,7 +119,7 @@ def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
     assert begun.wait(60)
-    changing = threading.Thread(target=run.prepared.engine.units[0].shard.before_change)
+    changing = threading.Thread(target=run.prepared.engine.parameters.units[0].shard.before_change)
     changing.start()
     changing.join(0.05)
     assert changing.is_alive()
@@ -223,7 +223,7 @@ def test_a_model_that_goes_away_is_still_written(tmp_path: Path, gate: threading
     run.train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    for unit in run.prepared.engine.units:
+    for unit in run.prepared.engine.parameters.units:
         unit.shard.close()
     gate.set()
     saving.wait()

@@ -292,10 +292,12 @@ class PreparedWorld(World):
 
     def excess_bytes(self, excused: bool) -> int:
         streamer = require(self.model).engine.streamer
-        moves = streamer._planned_capacity < self._budget  # else nothing does, and what ranks collect is not bounded
-        excused = excused or streamer._excess.logged or not (moves and self.spec.is_planned_exactly)
+        moves = (
+            streamer.room.planned_capacity < self._budget
+        )  # else nothing does, and what ranks collect is not bounded
+        excused = excused or streamer.room.excess.logged or not (moves and self.spec.is_planned_exactly)
         # The log says so when units in use at once take more.
-        streamer._excess.logged, streamer._excess.most_needed = False, 0
+        streamer.room.excess.logged, streamer.room.excess.most_needed = False, 0
         peak = self._memory.take_peak()
         return 0 if excused else max(peak - self._budget, 0)
 

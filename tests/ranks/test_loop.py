@@ -375,7 +375,7 @@ def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
 
     def forget(*_: Any) -> None:
         streamer.drop_idle()
-        streamer.last = None
+        streamer.room.last = None
 
     for module in model.modules():
         if isinstance(module, nn.Linear):

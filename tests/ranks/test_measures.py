@@ -56,7 +56,7 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
         "numel": numel,
         "sent": counts[-1],
         "calls": after,
-        "units": len(prepared.engine.units),
+        "units": len(prepared.engine.parameters.units),
     }
 
 
@@ -204,7 +204,7 @@ def accumulate(memory: str, disk: str) -> tuple[str, int, int]:
     for micro in range(3):
         with contextlib.nullcontext() if micro == 2 else outsize.no_sync(model):
             model(torch.ones(2, WIDTH)).square().mean().backward()
-    unit = max(each.nbytes for each in prepared.engine.units)
+    unit = max(each.nbytes for each in prepared.engine.parameters.units)
     peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
     sent = prepared.engine.reduction.ranks.model.counts["reduce"] * 4 // unit
     return str(outsize.plan(model)), peak, sent
@@ -238,7 +238,7 @@ def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]
 
         def counted(account: str, nbytes: int, *, add: Any = add, streamer: Any = streamer, used: Any = used) -> None:
             add(account, nbytes)
-            used.append(streamer._in_use)
+            used.append(streamer.room.in_use)
 
         ledger.add = counted  # type: ignore[method-assign]
         for step in range(4):
@@ -247,7 +247,7 @@ def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]
                 model(rows).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append((max(used), streamer._planned_capacity, streamer._excess.logged))
+        found.append((max(used), streamer.room.planned_capacity, streamer.room.excess.logged))
     return found
 
 

@@ -104,7 +104,7 @@ def test_fp16_trains_as_with_masters_kept_by_hand(workshop: Workshop, tier: str,
 
 def exact_masters(model: nn.Module) -> dict[str, Tensor]:
     found = {}
-    for unit in prepared(model).engine.units:
+    for unit in prepared(model).engine.parameters.units:
         prepared(model).engine.streamer.settle(unit)
         unit.await_written()
         for slot in unit.shard.layout.slots:

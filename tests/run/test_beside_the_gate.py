@@ -169,7 +169,7 @@ def test_gradients_of_a_function_of_the_users_own_come_to_rest(workshop: Worksho
     pair = workshop.pair(OwnFunction, tier=tier, units=["Block", "Linear"], update=update)
     squared_error(pair.model, batches(1)[0]).backward()
     grad = pair.model.head.weight.grad  # type: ignore[union-attr]
-    assert isinstance(grad, RestingGrad) or prepared(pair.model).engine.units[-1].resident
+    assert isinstance(grad, RestingGrad) or prepared(pair.model).engine.parameters.units[-1].resident
     squared_error(pair.plain, batches(1)[0]).backward()
     for optimizer in (pair.optimizer, pair.plain_optimizer):
         optimizer.step()
@@ -247,7 +247,7 @@ def test_a_fetch_that_finds_no_memory_may_be_tried_again(workshop: Workshop, mon
     x, y = batches(1)[0]
     expected = squared_error(model, (x, y)).item()
     prepared(model).engine.streamer.drop_idle()
-    buffer = prepared(model).engine.units[0].shard.buffer
+    buffer = prepared(model).engine.parameters.units[0].shard.buffer
     grow = type(buffer)._grow
 
     def full(self: Any) -> None:

@@ -634,7 +634,7 @@ def test_an_embedding_that_writes_its_weight_is_refused_in_prepare(workshop: Wor
 
 def test_an_error_without_text_is_named_by_its_type(workshop: Workshop) -> None:
     pair = workshop.pair(tier="disk")
-    prepared(pair.model).engine.streamer.stop(MemoryError())
+    prepared(pair.model).engine.streamer.live.stop(MemoryError())
     with pytest.raises(RuntimeError, match=r"training stopped after an error \(MemoryError\);"):
         pair.model(batches(1)[0][0])
 

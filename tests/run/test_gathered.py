@@ -103,7 +103,7 @@ def test_modified_bf16_values_are_their_own_masters_and_the_others_keep_theirs(w
     workshop.prepare(model, adamw(model), tier, compute_dtype=torch.bfloat16)
     with torch.no_grad(), outsize.gathered(model, modify=True):
         model.head.weight[0].fill_(0.3)
-    unit, slot = prepared(model).engine.unit_of(model.head.weight)
+    unit, slot = prepared(model).engine.parameters.unit_of(model.head.weight)
     rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(4, 16).to(unit.shard.device)
     value = weights(model)["head.weight"]
     master = ((value.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)

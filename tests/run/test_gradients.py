@@ -237,7 +237,7 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
         for batch in data:
             squared_error(model, batch).backward()
             for each in prepared(model).engine.gradients:
-                each.flush_and_drop()
+                each.place.flush_and_drop()
             with outsize.gathered(block.up.weight, grads=True, modify=modify):
                 block.up.weight.grad.norm()
             with outsize.gathered(model, grads=True, modify=modify):
@@ -288,7 +288,7 @@ def test_gradients_at_rest_take_no_memory_on_the_disk_tier(workshop: Workshop) -
     pair = workshop.pair(tier="squeezed")
     squared_error(pair.model, batches(1)[0]).backward()
     assert all(isinstance(param.grad, RestingGrad) for param in pair.model.parameters())
-    prepared(pair.model).engine.streamer.make_room(1 << 30)
+    prepared(pair.model).engine.streamer.room.make(1 << 30)
     assert outsize.memory(pair.model).now["host/grads in flight"] == 0
     squared_error(pair.plain, batches(1)[0]).backward()
     assert_same_gradients(pair.model, pair.plain)

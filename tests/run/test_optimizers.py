@@ -219,7 +219,7 @@ def test_bf16_weights_keep_exact_masters(workshop: Workshop, name: str) -> None:
             each.weight.grad = torch.ones(16, 16, dtype=each.weight.dtype)
         optimizer.step()
         reference.step()
-    unit = outsize.api.assemble.prepared_of(model.weight).engine.units[0]
+    unit = outsize.api.assemble.prepared_of(model.weight).engine.parameters.units[0]
     with outsize.gathered(model):
         high = model.weight.detach().clone().as_subclass(Tensor)
     unit.await_written()

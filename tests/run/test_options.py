@@ -220,7 +220,7 @@ def test_what_is_no_state_dict_is_refused(workshop: Workshop, given: Any, kind: 
 def test_a_count_that_came_with_a_checkpoint_is_looked_at_by_the_next_step(workshop: Workshop) -> None:
     pair = workshop.pair(tier="disk")
     pair.train(batches(2))
-    unit = outsize.api.assemble.prepared_of(pair.model.head.weight).engine.units[-1]  # type: ignore[union-attr, arg-type]
+    unit = outsize.api.assemble.prepared_of(pair.model.head.weight).engine.parameters.units[-1]  # type: ignore[union-attr, arg-type]
     outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
     outsize.load(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
     unit.shard.slot_states["head.weight"].scalars["step"] = "x"  # as a manifest could have it

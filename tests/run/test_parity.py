@@ -276,7 +276,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
     """The fp32 masters of a prepared bf16 model: (bf16 bits << 16) + remainder."""
     values = weights(model)
     found = {}
-    for unit in prepared(model).engine.units:
+    for unit in prepared(model).engine.parameters.units:
         unit.await_written()
         for name, slot in unit.shard.slots.items():
             rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(slot.shape)

@@ -45,8 +45,12 @@ def test_gathered_units_and_gradients_share_the_room_that_the_budget_leaves(
 
     monkeypatch.setattr(ledger, "add", watched)
     train(pair.model, pair.optimizer, batches(4), clip=0.5)
-    assert max(used) <= streamer._planned_capacity < sum(unit.nbytes for unit in prepared(pair.model).engine.units)
-    assert not streamer._excess.logged
+    assert (
+        max(used)
+        <= streamer.room.planned_capacity
+        < sum(unit.nbytes for unit in prepared(pair.model).engine.parameters.units)
+    )
+    assert not streamer.room.excess.logged
 
 
 ON_DISK = {"params": "disk", "grads": "disk", "states": "disk"}
@@ -175,7 +179,9 @@ def test_memory_counts_what_moves(workshop: Workshop) -> None:
     assert after.bytes_read > before.bytes_read
     assert after.bytes_written > before.bytes_written
     assert after.update_seconds > 0
-    assert after.peak["device/resident"] <= 2 * max(unit.nbytes for unit in prepared(pair.model).engine.units)
+    assert after.peak["device/resident"] <= 2 * max(
+        unit.nbytes for unit in prepared(pair.model).engine.parameters.units
+    )
 
 
 def test_the_exact_update_moves_twelve_bytes_a_parameter_each_way(workshop: Workshop) -> None:

@@ -32,13 +32,19 @@ from outsize.optim.update import ChunkUpdater, UpdateClock
 from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import can_recompute
+from outsize.run.attached import Attached, refuse_own_step
+from outsize.run.backward import Backward
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
+from outsize.run.live_state import LiveState
 from outsize.run.local import bind, is_distributed, is_repeated, local
 from outsize.run.owner import Owner
+from outsize.run.parameters import Parameters
 from outsize.run.reduction import Reduction
+from outsize.run.resting_place import RestingPlace
+from outsize.run.room import Room
 from outsize.run.state import store_state
-from outsize.run.stepping import Stepper, refuse_own_step
+from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
@@ -60,6 +66,7 @@ class Prepared:
     resources: Resources
     engine: Engine
     stepper: Stepper | None
+    attached: Attached | None
     clock: UpdateClock
 
     @property
@@ -251,8 +258,20 @@ def _build(
             group.combine(adds_up, "prepare", "min")
         reduction.adds_up = bool(adds_up)
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
-    owner = Owner()
-    streamer, gradients = _open_streamer(units, resources, updater, plan, owner, reduction, rounds)
+    owner, live = Owner(), LiveState()
+    places = [RestingPlace(unit, conveyor) for unit in units]
+    leaving = 0 if resources.outbox is None else resources.outbox.nbytes
+    flight_room = None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes)
+    capacity = _capacity(plan, units, leaving)
+    room = Room(units, places, live, capacity, resources.ledger, plan.budgets, reduction, flight_room)
+    streamer = Streamer(units, room, live, conveyor, updater, rounds)
+    in_backward = optimizer is not None and config.update == "backward"
+    gradients = [
+        UnitGradients(unit, place, owner, streamer, reduction, in_backward)
+        for unit, place in zip(units, places, strict=True)
+    ]
+    if reduction is not None:
+        reduction.collectors += [each.collector for each in gradients if each.collector is not None]
     scopes, owned, framed, recompute = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
@@ -267,19 +286,24 @@ def _build(
             repeated = {name: sums[name] for name, param in plan.parameters.items() if is_repeated(param)}
             check_same([ranks.tensor], "the values of parameters that each has whole", repeated)
     _cast_buffers(model, config)
-    engine = Engine(units, gradients, streamer, resources.conveyor, scopes, owned, owner, reduction, id(model))
+    parameters = Parameters(units)
+    stepper = None
+    if optimizer is not None:
+        assert updater is not None
+        stepper = Stepper(parameters, gradients, streamer, owner, reduction, optimizer, updater, config.warmup_steps)
+    backward = Backward(parameters, gradients, streamer, owner, reduction, stepper if in_backward else None)
+    engine = Engine(parameters, gradients, streamer, backward, owner, scopes, owned, reduction, id(model))
     for unit in units:
         for param in unit.parameters.values():
             engine.take_over(unit, param)
         unit.shard.buffer.note_views()
     for each in gradients:
-        each.make_ready()
-    stepper = None
-    if optimizer is not None:
-        assert updater is not None
-        stepper = Stepper(engine, optimizer, updater, config.warmup_steps, config.update == "backward")
+        each.resting.make_ready()
+    attached = None
+    if optimizer is not None and stepper is not None:
+        attached = Attached(optimizer, stepper, parameters, backward, owner)
     hooks.install(engine, model, framed, recompute)
-    prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, clock)
+    prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock)
     engine.classes.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
@@ -288,39 +312,6 @@ def _build(
     hooks.refuse_other_optimizers(engine, optimizer)
     weakref.finalize(engine, resources.close)
     return prepared
-
-
-def _open_streamer(
-    units: Sequence[Unit],
-    resources: Resources,
-    updater: ChunkUpdater | None,
-    plan: Survey,
-    owner: Owner,
-    reduction: Reduction | None,
-    rounds: Ranks | None,
-) -> tuple[Streamer, list[UnitGradients]]:
-    gradients: list[UnitGradients] = []
-    streamer = Streamer(
-        units,
-        gradients,
-        resources.conveyor,
-        updater,
-        resources.conveyor.slab_bytes,
-        _capacity(plan, units, 0 if resources.outbox is None else resources.outbox.nbytes),
-        resources.ledger,
-        plan.budgets,
-        reduction,
-        rounds,
-        None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes),
-    )
-    for unit in units:
-        resting, sums = 0, 0
-        if unit.shard.grads is not None and unit.shard.tiers.grads == "disk":  # alike on every rank
-            resting, sums = unit.shard.grads.nbytes, unit.shard.grads.sum_bytes
-        gradients.append(UnitGradients(unit, resources.conveyor, owner, streamer, reduction, resting, sums))
-    if reduction is not None:
-        reduction.collectors += [each.collector for each in gradients if each.collector is not None]
-    return streamer, gradients
 
 
 def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:

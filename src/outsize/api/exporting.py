@@ -155,9 +155,9 @@ def _export_dcp(
         further.setdefault(name, []).append(alias)
     tensors: dict[Place, NamedWeight] = {}
     values: dict[Place, object] = {}
-    shards = [unit.shard for unit in prepared.engine.units]
+    shards = [unit.shard for unit in prepared.engine.parameters.units]
     if optimizer is not None:
-        name_of = prepared.engine.name_of
+        name_of = prepared.engine.parameters.name_of
         groups = [
             {key: value for key, value in group.items() if key not in NOT_HYPER}
             | {"params": [name_of(param) for param in group["params"]]}
@@ -183,7 +183,7 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     found, cuts = [], cuts_of(prepared)
     for name, param in _chosen_names(model).items():
-        unit, slot = prepared.engine.unit_of(param)
+        unit, slot = prepared.engine.parameters.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
         pieces = partial(parameter_pieces, unit.shard, slot, out)
         if unit.shard.ranks > 1:

@@ -41,7 +41,7 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         yield
         return
     engine = prepared.engine
-    units = list(dict.fromkeys(engine.unit_of(param)[0] for param in params))
+    units = list(dict.fromkeys(engine.parameters.unit_of(param)[0] for param in params))
     with engine.hold(units, modify):
         before = {unit: _exact_before(unit) for unit in units} if modify else {}
         shown = _show_gradients(prepared, params) if grads else {}
@@ -61,11 +61,11 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
                 for unit, values in before.items():
                     _store(unit, values)
             except (OSError, ValueError) as error:
-                engine.streamer.stop(error)
+                engine.streamer.live.stop(error)
                 raise
         if written and not modify:
             raise RuntimeError(
-                f"the gradient of {engine.name_of(written[0])!r} was written to inside gathered(..., "
+                f"the gradient of {engine.parameters.name_of(written[0])!r} was written to inside gathered(..., "
                 f"grads=True), and the change is lost: pass modify=True too"
             )
 
@@ -74,7 +74,9 @@ def _check_alike(prepared: Prepared, params: Iterable[torch.Tensor]) -> None:
     """Raise `ValueError` on every rank unless all have made the same changes."""
     reduction = prepared.engine.reduction
     if reduction is not None:
-        found = {prepared.engine.name_of(param): prepared.engine.unit_of(param)[0] for param in params}
+        found = {
+            prepared.engine.parameters.name_of(param): prepared.engine.parameters.unit_of(param)[0] for param in params
+        }
         sums = {name: f"{crc32c_of(unit.shard.param(name)):08x}" for name, unit in found.items()}
         what = "what they wrote inside gathered(..., modify=True), by its checksum"
         remedy = "make the same change on every rank (torch.distributed.broadcast it inside the block)"
@@ -148,8 +150,8 @@ def _show_gradients(
     for param in params:
         if isinstance(param.grad, RestingGrad):
             resting = param.grad
-            value = resting.home.value(resting)
-            unit, slot = prepared.engine.unit_of(param)
+            value = resting.home.resting.value(resting)
+            unit, slot = prepared.engine.parameters.unit_of(param)
             prepared.engine.gradients[unit.index].shown[slot.name] = resting
             param.grad = value
             shown[param] = (resting, value, value._version)
@@ -159,7 +161,7 @@ def _show_gradients(
 def _hide_gradient(
     prepared: Prepared, param: torch.Tensor, resting: RestingGrad, value: torch.Tensor, modify: bool
 ) -> None:
-    unit, slot = prepared.engine.unit_of(param)
+    unit, slot = prepared.engine.parameters.unit_of(param)
     gradients = prepared.engine.gradients[unit.index]
     gradients.shown.pop(slot.name, None)
     if param.grad is not value:

@@ -27,7 +27,6 @@ from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors
 from outsize.move.shard import DTYPES
-from outsize.run.state_dict import stopping_on_errors
 from outsize.run.unit import Unit
 
 Opened = Checkpoint | SafetensorsWeights | DcpCheckpoint
@@ -88,7 +87,7 @@ def _load(
         for what, names in opened.passed_over.items():
             logger.warning("%s: %d %s, passed over: %s", path, len(names), what, ", ".join(names))
         settle(prepared)
-        with stopping_on_errors(prepared.engine, "outsize.load"), _gathered_anew(prepared):
+        with prepared.engine.streamer.live.changing("outsize.load"), _gathered_anew(prepared):
             everywhere(ranks, partial(_fill, prepared, opened, model, optimizer), "load")
         return None if own is None else own.extra
     finally:
@@ -123,7 +122,7 @@ def _open(
             raise ValueError(f"{path} holds weights alone: load it with outsize.load(path, model)")
         buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
         optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        slots = [slot for unit in prepared.engine.units for slot in unit.shard.whole.slots]
+        slots = [slot for unit in prepared.engine.parameters.units for slot in unit.shard.whole.slots]
         return open_safetensors(path, slots, buffers, tied_names(model), optional, strict)
     if not ours and is_dcp(path):
         return open_dcp(path, live, label, tied_names(prepared.model), strict)
@@ -135,7 +134,7 @@ def _open(
 @contextmanager
 def _gathered_anew(prepared: Prepared) -> Iterator[None]:
     """What is split over ranks is loaded where it rests; gathered values are of before, and go or are gathered anew."""
-    split = [unit for unit in prepared.engine.units if unit.shard.ranks > 1]
+    split = [unit for unit in prepared.engine.parameters.units if unit.shard.ranks > 1]
     if split:
         prepared.engine.streamer.drop_idle()
     yield
@@ -146,7 +145,7 @@ def _gathered_anew(prepared: Prepared) -> Iterator[None]:
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
     """What is to be filled."""
     whole_shapes = {name: tuple(param.shape) for name, param in prepared.survey.parameters.items()}
-    slots = (slot for unit in prepared.engine.units for slot in unit.shard.whole.slots)
+    slots = (slot for unit in prepared.engine.parameters.units for slot in unit.shard.whole.slots)
     parameters = {slot.name: (whole_shapes[slot.name], DTYPES[slot.dtype]) for slot in slots}
     record = optimizer_record(prepared, optimizer, encoded=False)
     if model is None:
@@ -171,7 +170,7 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
 def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Overwrite the live state. Only a checkpoint of ours has gradients, extra states and random numbers."""
     own = opened if isinstance(opened, Checkpoint) else None
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         if optimizer is not None and not isinstance(opened, SafetensorsWeights):
             unit.shard.make_room(opened.stated(unit.shard))  # before the weights, whose masters lie there too
         if model is not None:
@@ -249,14 +248,14 @@ def _has_bits(value: torch.Tensor, wanted: torch.Tensor) -> bool:
 def _fill_gradients(prepared: Prepared, checkpoint: Checkpoint | None, unit: Unit) -> None:
     """Drop the unit's gradients, and take those of the checkpoint."""
     gradients = prepared.engine.gradients[unit.index]
-    gradients.flush_and_drop()
+    gradients.place.flush_and_drop()
     for param in unit.parameters.values():
         param.grad = None
     if checkpoint is None:
-        gradients.restore_held({})
+        gradients.place.restore_held({})
         return
     found = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
-    gradients.restore_held(
+    gradients.place.restore_held(
         {
             name: (_own_part(checkpoint, unit, name, record.arrays["held"]), record.grads["held"][0])
             for name, record in found.items()
@@ -274,7 +273,7 @@ def _fill_gradients(prepared: Prepared, checkpoint: Checkpoint | None, unit: Uni
             # Norms of whole gradients are found anew where this is a part of one.
             gradients.restore(name, content, ops, norms if prepared.engine.reduction is None else {})
     gradients.finish()
-    gradients.flush_and_drop()
+    gradients.place.flush_and_drop()
 
 
 def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: AnyRegion) -> torch.Tensor:

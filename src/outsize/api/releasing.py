@@ -42,7 +42,7 @@ def release(model: nn.Module) -> None:
     prepared = ready(model, None, "release")
     engine = prepared.engine
     with engine.owner.turn("outsize.release"):
-        if any(unit.holds for unit in engine.units):
+        if any(unit.holds for unit in engine.parameters.units):
             raise RuntimeError("outsize.release was called inside a forward or a gathered block; call it after that")
         prepared.resources.settle_saving()
         take_state(prepared)
@@ -53,8 +53,8 @@ def release(model: nn.Module) -> None:
         states = _states(prepared)
         values = _values(prepared)
         hooks.remove(model)
-        if prepared.stepper is not None:
-            prepared.stepper.detach(states)
+        if prepared.attached is not None:
+            prepared.attached.detach(states)
         for param, (value, grad) in values.items():
             _become_plain(param, value, grad)
         engine.forget()
@@ -83,12 +83,12 @@ Values = dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]]
 def _values(prepared: Prepared) -> Values:
     """(value, gradient) of each parameter, as plain tensors."""
     found: Values = {}
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         with prepared.engine.hold([unit], modify=False):
             for name, param in unit.parameters.items():
                 grad = param.grad
                 if isinstance(grad, RestingGrad):
-                    grad = None if grad.spent else grad.home.value(grad)
+                    grad = None if grad.spent else grad.home.resting.value(grad)
                 with torch.no_grad():
                     found[param] = like(param, unit.shard.param(name).clone()), grad
     return found
@@ -101,7 +101,7 @@ def _states(prepared: Prepared) -> dict[torch.Tensor, dict[str, Any]]:
     if stepper is None:
         return found
     optimizer: Any = prepared.optimizer
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         for name, param in unit.parameters.items():
             if param not in optimizer.state:
                 continue

@@ -124,7 +124,7 @@ def _save(
         states += copies.collect(state if copies.rank else None, "save")[1:]
     # What is whole on every data-parallel rank is saved by the first.
     leads = peers is None or peers.leads
-    shards = [unit.shard for unit in prepared.engine.units if leads or unit.shard.ranks > 1]
+    shards = [unit.shard for unit in prepared.engine.parameters.units if leads or unit.shard.ranks > 1]
     grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
     snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared))
     return _write(prepared, target, snapshot, ranks, outdated)
@@ -142,7 +142,7 @@ def _write(
         try:
             begun.append(UnfinishedCheckpoint(target, snapshot, *_room(prepared), [*outdated, target]))
         except UnsyncedError as error:
-            prepared.engine.streamer.stop(error)
+            prepared.engine.streamer.live.stop(error)
             raise
         return begun[0].pending
 
@@ -306,7 +306,7 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
             f"outsize.{verb} was given an optimizer ({type(optimizer).__name__}) that is not the one that was prepared "
             f"with the model; pass the one that went through outsize.prepare"
         )
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         if unit.writable:
             raise RuntimeError(
                 f"outsize.{verb} was called inside a gathered(..., modify=True) block that holds {unit.name!r}; its "
@@ -318,9 +318,9 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
 def settle(prepared: Prepared) -> None:
     """Run every update that is owed and wait until all of it has arrived where it rests."""
     lanes = prepared.resources.lanes
-    prepared.engine.end_interrupted_backward()
+    prepared.engine.backward.end_interrupted()
     prepared.engine.streamer.settle_all()
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         unit.await_written()
     if lanes is not None:  # what the computation still writes is read on other streams
         lanes.current().synchronize()
@@ -329,7 +329,7 @@ def settle(prepared: Prepared) -> None:
 
 def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
     found = {}
-    for unit in prepared.engine.units:
+    for unit in prepared.engine.parameters.units:
         for name, param in unit.parameters.items():
             grad = param.grad
             if isinstance(grad, RestingGrad):
@@ -338,7 +338,7 @@ def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
                     if prepared.stepper.awaits_step(unit):
                         grad.expect_unspent("saved before optimizer.step()")
                     continue
-                grad.home.complete()  # a norm may be on its way
+                grad.home.resting.complete()  # a norm may be on its way
                 norms = {order: norm.item() for order, norm in grad.norms.items()}
                 found[name] = _saved_grad(unit.shard.slots[name], grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:
@@ -353,7 +353,7 @@ def _held(prepared: Prepared) -> dict[str, SavedGrad]:
     """The gradients that a delayed update holds back until the next step."""
     return {
         name: _saved_grad(unit.shard.slots[name], owed.ops, {}, owed.loose, owed.resting)
-        for unit in prepared.engine.units
+        for unit in prepared.engine.parameters.units
         for name, owed in unit.held.items()
     }
 
@@ -377,7 +377,7 @@ def optimizer_record(
     for index, group in enumerate(optimizer.param_groups):
         hyper = {key: value for key, value in group.items() if key not in NOT_HYPER}
         path = f"optimizer.param_groups[{index}]"
-        names = tuple(prepared.engine.name_of(param) for param in group["params"])
+        names = tuple(prepared.engine.parameters.name_of(param) for param in group["params"])
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))
     assert prepared.stepper is not None
     delayed = prepared.config.warmup_steps is not None

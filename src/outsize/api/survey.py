@@ -36,7 +36,7 @@ from outsize.plan.placement import (
     place,
     with_free_staging,
 )
-from outsize.run.collecting import collecting_sizes
+from outsize.run.buffers import collecting_sizes
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 
 HOST_MARGIN = 0.8

@@ -43,7 +43,7 @@ def memory_of(prepared: Prepared) -> MemoryReport:
     return MemoryReport(
         now=MappingProxyType(dict(ledger.now)),
         peak=MappingProxyType(dict(ledger.peak)),
-        wait_seconds=prepared.engine.streamer.wait_seconds,
+        wait_seconds=prepared.engine.streamer.live.wait_seconds,
         update_seconds=prepared.clock.seconds,
         bytes_read=prepared.resources.bytes_read,
         bytes_written=prepared.resources.bytes_written,

@@ -47,7 +47,7 @@ class GradOps:
         if self.zero:
             return self
         exact = self.scale == 1.0 or is_power_of_two(self.scale) or is_power_of_two(factor) or factor == 1.0
-        return None if self.clamps or not exact else replace(self, scale=self.scale * factor)
+        return None if self.clamps or not exact else GradOps(self.scale * factor)
 
     def clamped(self, low: float, high: float) -> GradOps:
         """These operations, then a clamp to [low, high]."""

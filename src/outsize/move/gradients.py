@@ -144,6 +144,10 @@ class GradShard:
             for first, nbytes in self._ranges(self.contents):
                 self.store.read(first, self._flat.bytes[first : first + nbytes]).wait()
 
+    def is_open_for(self, slot: Slot) -> bool:
+        """Whether a first contribution to this gradient can be stored as things are."""
+        return self.in_memory and not self.wide and slot.segment in self._used
+
     def bytes_beside(self, slot: Slot) -> int:
         """What the contents grow by for a gradient where there were none: of a parameter that was not trainable."""
         segment = self.layout.segment_of(slot)
@@ -167,6 +171,15 @@ class GradShard:
         dtype = torch.float64 if self.dtype(slot) is torch.float64 else torch.float32
         first = 8 * self.layout.slots.index(slot)
         return self._norms.bytes[first : first + dtype.itemsize].view(dtype)[0]
+
+    def place_of_first(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
+        """Where the caller copies a first contribution to; None where `put` must store it: one from an accelerator, or
+        a sum."""
+        if (self._outbox is not None and grad.device.type != "cpu") or grad.dtype.itemsize > self.dtype(slot).itemsize:
+            return None
+        self.await_landed()
+        self.at_rest.add(slot.name)
+        return self._place(slot)
 
     def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> None:
         """Store a contribution; `previous` holds the operations on what rests there already. Of a contribution from an

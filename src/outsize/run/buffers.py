@@ -8,12 +8,22 @@ from typing import final
 import torch
 
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, give_back_pages
-from outsize.plan.layout import round_up
+from outsize.move.shard import DTYPES
+from outsize.plan.layout import UnitLayout, round_up
 
 TAKEN, KEPT = "device/whole gradients", "device/kept buffers"
 PASSING_UNITS = 2
 """Units whose gradients are on their way at once: of one they are collected, of the one before reduced. So many
 buffers are kept for the next units, for fresh memory is slow to come by."""
+
+
+def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
+    """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
+    return [segment.numel * collecting_dtype(segment.dtype, dtype).itemsize for segment in whole.segments]
+
+
+def collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own != "float64" else DTYPES[own]
 
 
 def unused(memory: torch.Tensor) -> bool:

@@ -9,25 +9,15 @@ import torch
 
 from outsize.move.comm import Going
 from outsize.move.shard import DTYPES, UnitShard
-from outsize.plan.layout import UnitLayout
-from outsize.run.buffers import unused
+from outsize.run.buffers import collecting_dtype, collecting_sizes, unused
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense
 from outsize.run.reduction import Reduction
 from outsize.run.unit import Unit
 
 if TYPE_CHECKING:
-    from outsize.run.streamer import Streamer
+    from outsize.run.room import Room
     from outsize.run.unit_gradients import UnitGradients
-
-
-def collecting_sizes(whole: UnitLayout, dtype: torch.dtype | None) -> list[int]:
-    """Bytes of a unit's whole gradients, by segment, where they are reduced in `dtype`, or in their own if None."""
-    return [segment.numel * _collecting_dtype(segment.dtype, dtype).itemsize for segment in whole.segments]
-
-
-def _collecting_dtype(own: str, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and own != "float64" else DTYPES[own]
 
 
 @final
@@ -50,7 +40,7 @@ class WholeGradients:
         self._flat: list[torch.Tensor] = []
         first = 0
         for segment, nbytes in zip(shard.whole.segments, sizes, strict=True):
-            flat = self._memory[first : first + nbytes].view(_collecting_dtype(segment.dtype, dtype))
+            flat = self._memory[first : first + nbytes].view(collecting_dtype(segment.dtype, dtype))
             self._flat.append(flat)
             first += nbytes
         self.names: set[str] = set()
@@ -169,34 +159,15 @@ class Collector:
     # at rest, to which the collected ones are added when they have been reduced: at the end of the unit's backward, or
     # when somebody asks. A gradient that the user throws away takes what was collected for it along.
 
-    def __init__(
-        self,
-        unit: Unit,
-        reduction: Reduction,
-        rest: UnitGradients,
-        streamer: Streamer,
-        resting_bytes: int,
-        sum_bytes: int,
-    ) -> None:
-        """`resting_bytes`: memory that gradients take on their way to rest, on the rank that has most of the unit;
-        `sum_bytes`: the same where they are added to others."""
+    def __init__(self, unit: Unit, reduction: Reduction, rest: UnitGradients, room: Room) -> None:
         self._unit = unit
         self._reduction = reduction
         self._rest = rest
-        self._streamer = streamer
-        self._resting_bytes = resting_bytes
-        self._sum_bytes = sum_bytes
+        self._room = room
         self._whole: WholeGradients | None = None  # what this rank has collected and nobody has reduced
         self._home: torch.Tensor | None = None  # see Note [Where the mean was found]
         self._expected: dict[str, RestingGrad] = {}  # what `param.grad` is, where something was collected for it
         self._fresh: set[str] = set()  # those of them that nothing was laid to rest for yet
-
-    @property
-    def passing_bytes(self) -> int:
-        """Bytes that the gradients of a backward take before they have come to rest."""
-        if not any(param.requires_grad for param in self._unit.parameters.values()):
-            return 0
-        return sum(collecting_sizes(self._unit.shard.whole, self._reduction.dtype)) + self._resting_bytes
 
     def expects(self, grad: RestingGrad) -> bool:
         """Whether something was collected that will be added to this gradient."""
@@ -224,7 +195,7 @@ class Collector:
 
     def _begin(self) -> WholeGradients:
         home = self._home if self._home is not None and unused(self._home) else None
-        return WholeGradients(self._unit.shard, self._reduction, self._streamer.make_room_to_collect, home)
+        return WholeGradients(self._unit.shard, self._reduction, self._room.make_to_collect, home)
 
     def reduce(self, all_of_it: bool = False) -> None:
         """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there.
@@ -272,7 +243,7 @@ class Collector:
         unfilled = set(fresh)
         try:
             adds = any(name not in fresh for name in reduced)
-            self._streamer.make_room_to_rest(self._sum_bytes if adds else self._resting_bytes)
+            self._room.make_to_rest(self._rest.place.passing_sum_bytes if adds else self._rest.place.passing_bytes)
             for name, own in reduced.items():
                 grad = expected.get(name)
                 if grad is None or self._unit.parameters[name].grad is not grad:
@@ -338,7 +309,7 @@ class Collector:
 
     def at_rest(self) -> Iterator[RestingGrad]:
         """The gradients at rest, in the order of the unit. Blocks until their norms are there."""
-        self._rest.await_norms()
+        self._rest.place.await_norms()
         for param in self._unit.parameters.values():
             if isinstance(param.grad, RestingGrad):
                 yield param.grad

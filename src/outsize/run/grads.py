@@ -141,13 +141,15 @@ class RestingGrad(torch.Tensor):
             )
 
     def norm_of(self, order: float) -> torch.Tensor:
-        """The vector norm of the gradient as it is now, fp32, 0-d."""
-        self.home.check_current(self)
-        self.home.complete()
+        """The vector norm of the gradient as it is now, fp32 or fp64, 0-d."""
+        self.home.resting.check_current(self)
+        self.home.resting.complete()
         if self.ops.zero:
-            return torch.zeros((), device=self.device)
+            return torch.zeros_like(self.norms[2.0])
         if self.ops.rounds or order not in self.norms:
-            norm = self.home.norm(self, order)  # of a copy: an update that is owed still reads the bytes
+            norm = self.home.resting.norm(self, order).to(
+                self.norms[2.0].dtype
+            )  # of a copy: an update that is owed still reads the bytes
             if self.ops.identity:
                 self.norms[order] = norm
             return norm
@@ -157,16 +159,16 @@ class RestingGrad(torch.Tensor):
     @property
     def finite(self) -> torch.Tensor:
         """0-d, finite if all elements are; a clamp or a finite scale changes nothing about that."""
-        self.home.check_current(self)
-        self.home.complete()
+        self.home.resting.check_current(self)
+        self.home.resting.complete()
         if self.ops.zero or not isfinite(self.ops.scale):
             return torch.full_like(self.norms[2.0], 0.0 if self.ops.zero else nan)
         return self.norms[2.0]
 
     def scale(self, factor: float) -> None:
-        self.home.check_current(self)
+        self.home.resting.check_current(self)
         self.expect_unspent("scaled or clipped")
-        self.home.complete()
+        self.home.resting.complete()
         ops = self.ops.scaled(factor)
         if ops is None:
             self.home.rewrite(self)
@@ -175,9 +177,9 @@ class RestingGrad(torch.Tensor):
         self.ops = ops
 
     def divide_by(self, divisor: float) -> None:
-        self.home.check_current(self)
+        self.home.resting.check_current(self)
         self.expect_unspent("divided")
-        self.home.complete()
+        self.home.resting.complete()
         if not self.ops.zero:
             self.home.rewrite(self, divisor)
 
@@ -234,7 +236,7 @@ def _norm(grad: RestingGrad, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     if dim not in (None, []) or keepdim:
         raise RuntimeError(f"the gradient of {grad.label!r} is at rest: only the norm over all its elements is known")
     norm = grad.norm_of(float(ord))
-    return norm.to(dtype or (grad.dtype if grad.dtype is torch.float64 else torch.float32))
+    return norm if dtype is None else norm.to(dtype)
 
 
 def _norms(grads: list[RestingGrad], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
@@ -262,8 +264,8 @@ def _foreach_mul_(grads: list[Any], factor: Any) -> None:
 
 
 def _zero_(grad: RestingGrad) -> RestingGrad:
-    grad.home.check_current(grad)
-    grad.home.complete()
+    grad.home.resting.check_current(grad)
+    grad.home.resting.complete()
     grad.ops = GradOps(zero=True)
     grad.reductions = 0
     return grad
@@ -275,9 +277,9 @@ def _foreach_zero_(grads: list[Any]) -> None:
 
 
 def _clamp_(grad: RestingGrad, min: Any = None, max: Any = None) -> RestingGrad:
-    grad.home.check_current(grad)
+    grad.home.resting.check_current(grad)
     grad.expect_unspent("clamped")
-    grad.home.complete()
+    grad.home.resting.complete()
     low = -inf if min is None else _factors.read(min)
     high = inf if max is None else _factors.read(max)
     grad.ops = grad.ops.clamped(low, high)
@@ -298,7 +300,7 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     if not torch.isfinite(norms).all():  # of elements that are not, or of large ones whose squares overflow
         doubtful = [grad for grad, sure in zip(grads, torch.isfinite(norms).tolist(), strict=True) if not sure]
         finite = all(
-            grad.home.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
+            grad.home.resting.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
             for grad in doubtful
         )
         found_inf.logical_or_(torch.tensor(not finite, device=found_inf.device))

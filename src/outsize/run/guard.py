@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from outsize.run import refusals
 from outsize.run.local import is_distributed
 from outsize.run.saved import run_saving
 
@@ -197,11 +198,11 @@ class ManagedParameter(_Managed):
         return memo.setdefault(id(self), self.gate.plain_copy(self))  # type: ignore[arg-type, no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.gate.refuse_copy(self, "pickled")  # type: ignore[arg-type]
+        refusals.copy(self.gate.parameters.name_of(self), "pickled")  # type: ignore[arg-type]
 
     def _use_count(self) -> NoReturn:
         """What `torch.utils.swap_tensors` asks before it changes anything."""
-        self.gate.refuse_copy(self, "swapped with another tensor")  # type: ignore[arg-type]
+        refusals.copy(self.gate.parameters.name_of(self), "swapped with another tensor")  # type: ignore[arg-type]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As torch's. See Note [The last to hear of a gradient]."""
@@ -236,7 +237,7 @@ def hear_of_gradients(param: torch.Tensor, engine: Engine) -> None:
     def arrived(param: torch.Tensor) -> None:
         engine = known()
         if engine is not None:
-            engine.gradient_arrived(param)
+            engine.backward.gradient_arrived(param)
 
     with torch._C.DisableTorchFunctionSubclass():
         if param._post_accumulate_grad_hooks is None:
@@ -285,7 +286,7 @@ class ResidentParameter(ManagedParameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not is_alias(self, value):  # type: ignore[arg-type]
-            self.gate.refuse_data(self)  # type: ignore[arg-type]
+            refusals.set_data(self.gate.parameters.name_of(self))  # type: ignore[arg-type]
 
 
 class OpenParameter(ResidentParameter):
@@ -344,7 +345,7 @@ def _guarded_local(kind: Any) -> dict[str, object]:
 
     def read(tensor: Any) -> torch.Tensor:
         found: torch.Tensor = slot.__get__(tensor)
-        key = tensor.gate.key_of(found)
+        key = tensor.gate.parameters.key_of(found)
         if key is not None and not tensor.gate.is_in_place(key) and not getattr(shapes_only, "on", False):
             tensor.gate.admit(tensor, "to_local", False)
         return found
@@ -414,7 +415,7 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
             if func in _SET_DATA and is_alias(*args):
                 return None
         if func in _SET_DATA and isinstance(args[0], _Guarded):
-            args[0].gate.refuse_data(args[0])  # type: ignore[arg-type]
+            refusals.set_data(args[0].gate.parameters.name_of(args[0]))  # type: ignore[arg-type]
     writes = _written(func, args, kwargs)
     name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
@@ -486,7 +487,7 @@ def _wrap(gates: Iterable[Engine], result: Any) -> Any:
     def guard(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, _Guarded):
             return tensor
-        owner = next((gate for gate in gates if gate.key_of(tensor) is not None), None)
+        owner = next((gate for gate in gates if gate.parameters.key_of(tensor) is not None), None)
         return tensor if owner is None else owner.classes.guard(tensor)
 
     if isinstance(result, torch.Tensor):

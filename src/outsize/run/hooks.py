@@ -140,11 +140,12 @@ def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | N
         engine, known = prepared(), None if own is None else own()
         if engine is None or stepping is known or (known and stepping.param_groups is known.param_groups):
             return
+        parameters = engine.parameters
         for param in (each for group in stepping.param_groups for each in group["params"]):
-            if engine.owns(param) and param.grad is not None and not engine.unit_of(param)[0].resident:
+            if parameters.owns(param) and param.grad is not None and not parameters.unit_of(param)[0].resident:
                 raise RuntimeError(
                     f"this {type(stepping).__name__} was not passed to outsize.prepare, and steps on "
-                    f"{engine.name_of(param)!r} of a prepared model: make the optimizer before, and pass it, "
+                    f"{parameters.name_of(param)!r} of a prepared model: make the optimizer before, and pass it, "
                     f"`outsize.prepare(model, optimizer)`; a model has one optimizer, with several parameter groups if "
                     f"need be"
                 )
@@ -162,7 +163,7 @@ def _checked_apply(engine: Engine, module: nn.Module) -> Callable[..., nn.Module
 
     @wraps(apply)
     def checked(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if not _keeps_all(fn, filter(engine.owns, module.parameters())):
+        if not _keeps_all(fn, filter(engine.parameters.owns, module.parameters())):
             _refuse_move()
         return apply(fn, recurse)
 

@@ -74,7 +74,7 @@ def _run_on_copies(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kw
     copies: list[torch.Tensor] = []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if all(gate.key_of(tensor) is None for gate in gates):
+        if all(gate.parameters.key_of(tensor) is None for gate in gates):
             return tensor
         copies.append(tensor.clone())
         return copies[-1]
@@ -104,7 +104,7 @@ class Saving:
         return _untraced(self._unpack, packed) if torch.compiler.is_compiling() else self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
-        reference = self._gate.reference(tensor)
+        reference = self._gate.parameters.reference(tensor)
         if reference is not None:
             return True, reference
         if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself

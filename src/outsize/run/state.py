@@ -11,9 +11,11 @@ import torch
 from outsize.move.shard import SlotState, UnitShard
 from outsize.optim.update import ChunkUpdater
 from outsize.plan.layout import Slot
-from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry, plain
 from outsize.run.local import like, local
+from outsize.run.owner import Owner
+from outsize.run.parameters import Parameters
+from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
 
@@ -127,9 +129,18 @@ def store_state(shard: UnitShard, name: str, state: dict[str, Any]) -> None:
 class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` after `prepare`: reading a parameter's entry reads it from where it rests, as a copy."""
 
-    def __init__(self, engine: Engine, kept: ChunkUpdater, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        streamer: Streamer,
+        owner: Owner,
+        kept: ChunkUpdater,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         """`kept`: what the optimizer keeps."""
-        self._engine = engine
+        self._parameters = parameters
+        self._streamer = streamer
+        self._owner = owner
         self._kept = kept
         self._optimizer = optimizer
         self.on_host = False  # whether arrays are shown in host memory, in place of the device that torch has them on
@@ -140,13 +151,13 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return self[param] if has_state else default
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        if not self._engine.owns(param):
+        if not self._parameters.owns(param):
             raise KeyError(param)
-        with self._engine.owner.turn("optimizer.state"):
-            return self._entry(*self._engine.unit_of(param))
+        with self._owner.turn("optimizer.state"):
+            return self._entry(*self._parameters.unit_of(param))
 
     def _entry(self, unit: Unit, slot: Slot) -> StateEntry:
-        self._engine.streamer.settle(unit)
+        self._streamer.settle(unit)
         unit.await_written()
         state = unit.shard.slot_states.get(slot.name)
         if state is None or not state.initialised:
@@ -164,8 +175,8 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
             return StateEntry(entry)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for unit in self._engine.units:
-            self._engine.streamer.settle(unit)  # the first update makes the state
+        for unit in self._parameters.units:
+            self._streamer.settle(unit)  # the first update makes the state
             for name, param in unit.parameters.items():
                 if _has_state(unit.shard, name):
                     yield param
@@ -174,27 +185,27 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        if not isinstance(param, torch.Tensor) or not self._engine.owns(param):
+        if not isinstance(param, torch.Tensor) or not self._parameters.owns(param):
             return False
-        unit, slot = self._engine.unit_of(param)
-        with self._engine.owner.turn("optimizer.state"):
-            self._engine.streamer.settle(unit)  # the first update makes the state
+        unit, slot = self._parameters.unit_of(param)
+        with self._owner.turn("optimizer.state"):
+            self._streamer.settle(unit)  # the first update makes the state
             return _has_state(unit.shard, slot.name)
 
     def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
-        if not isinstance(param, torch.Tensor) or not self._engine.owns(param):
+        if not isinstance(param, torch.Tensor) or not self._parameters.owns(param):
             shown = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
             raise ValueError(
                 f"optimizer.state was given an entry for {shown}, which is no parameter of the model that "
                 f"outsize.prepare prepared"
             )
-        unit, slot = self._engine.unit_of(param)
+        unit, slot = self._parameters.unit_of(param)
         entry = entry_of(state, slot.name, self._kept)
         if entry:
             hyper = options_of(param, self._optimizer)
             check_entry(unit.shard, slot, entry, self._kept, type(self._optimizer).__name__, hyper)
-        with self._engine.owner.turn("optimizer.state"):
-            self._engine.streamer.settle(unit)
+        with self._owner.turn("optimizer.state"):
+            self._streamer.settle(unit)
             unit.await_written()
             store_state(unit.shard, slot.name, entry)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -13,9 +12,10 @@ import torch
 from outsize.move.shard import MASTER
 from outsize.optim.update import ChunkUpdater
 from outsize.plan.layout import Slot
-from outsize.run.engine import Engine
 from outsize.run.entry import StateEntry
 from outsize.run.local import like, local
+from outsize.run.owner import Owner
+from outsize.run.parameters import Parameters
 from outsize.run.state import (
     StreamedState,
     check_counts,
@@ -25,20 +25,11 @@ from outsize.run.state import (
     store_state,
     was_stepped,
 )
+from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 
 MASTER_KEY = "fp32_master"
 """In a state dict. See Note [Masters in a state dict]."""
-
-
-@contextmanager
-def stopping_on_errors(engine: Engine, what: str) -> Iterator[None]:
-    """State of which a part is changed is of no use: an error in the block, or an interrupt, stops the run."""
-    try:
-        yield
-    except BaseException as error:
-        engine.streamer.stop(error if isinstance(error, Exception) else RuntimeError(f"{what} was interrupted"))
-        raise
 
 
 def _with_plain_entries(_: object, state_dict: dict[str, Any]) -> None:
@@ -51,12 +42,20 @@ def _with_plain_entries(_: object, state_dict: dict[str, Any]) -> None:
 class WholeState:
     """`optimizer.state` after `prepare`, replaced or loaded from a state dict."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, kept: ChunkUpdater) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        parameters: Parameters,
+        streamer: Streamer,
+        owner: Owner,
+        optimizer: torch.optim.Optimizer,
+        kept: ChunkUpdater,
+    ) -> None:
+        self._parameters = parameters
+        self._streamer = streamer
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._kept = kept
-        self._state: Any = StreamedState(engine, kept, optimizer)
+        self._state: Any = StreamedState(parameters, streamer, owner, kept, optimizer)
         self._hook = optimizer.register_state_dict_post_hook(_with_plain_entries, prepend=True)
         self.keep()
 
@@ -74,7 +73,7 @@ class WholeState:
         """Raise `ValueError` if a state that came from elsewhere does not count its steps."""
         if self._counted:
             return
-        for unit in self._engine.units:
+        for unit in self._parameters.units:
             for name, state in unit.shard.slot_states.items():
                 if state.initialised:
                     check_counts(name, state.scalars, self._kept)
@@ -89,23 +88,23 @@ class WholeState:
             raise TypeError(f"optimizer.state must be a mapping of parameters to their state, not {given!r:.80}")
         entries: dict[str, dict[str, Any]] = {}
         for param, state in given.items():
-            if not self._engine.owns(param):
+            if not self._parameters.owns(param):
                 raise ValueError(
                     "optimizer.state was replaced, with an entry of a parameter that the model does not have"
                 )
             if state:
-                unit, slot = self._engine.unit_of(param)
+                unit, slot = self._parameters.unit_of(param)
                 entries[slot.name] = entry_of(state, slot.name, self._kept)
                 hyper = options_of(param, self._optimizer)
                 check_entry(unit.shard, slot, entries[slot.name], self._kept, self._name, hyper)
-        with stopping_on_errors(self._engine, "taking over optimizer.state"):
+        with self._streamer.live.changing("taking over optimizer.state"):
             self._put(entries)
         self._optimizer.state = self._state
 
     def _put(self, entries: Mapping[str, dict[str, Any]]) -> None:
         """Replace the state of all parameters; those without an entry begin anew."""
-        for unit in self._engine.units:
-            self._engine.streamer.settle(unit)
+        for unit in self._parameters.units:
+            self._streamer.settle(unit)
             unit.await_written()
             for name in unit.parameters:
                 if name in entries or name in unit.shard.slot_states:
@@ -126,7 +125,7 @@ class WholeState:
             self._state.on_host = False
         for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
             for param, index in zip(group["params"], saved["params"], strict=True):
-                unit, slot = self._engine.unit_of(param)
+                unit, slot = self._parameters.unit_of(param)
                 if was_stepped(unit.shard, slot.name) and unit.shard.array(MASTER, slot):
                     unit.await_written()
                     master = self._kept.master_of(unit.shard, slot.name).view(slot.shape)
@@ -135,7 +134,7 @@ class WholeState:
         return found
 
     def _put_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        for unit in self._engine.units:
+        for unit in self._parameters.units:
             names = [name for name in unit.parameters if name in masters]
             for name in names:
                 value = local(masters[name].detach()).to("cpu", torch.float32).reshape(-1)
@@ -147,7 +146,7 @@ class WholeState:
             if names:
                 unit.updates += 1  # a graph of before must not be used
                 if unit.shard.ranks > 1:
-                    self._engine.streamer.regather(unit)
+                    self._streamer.regather(unit)
 
     def load_state_dict(self, state_dict: dict[str, Any], forget: Callable[[], None]) -> None:
         """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts.
@@ -174,13 +173,13 @@ class WholeState:
                 self._kept.check(hyper, f"the state dict's param_groups[{at}]")
             for param, index in zip(group["params"], other["params"], strict=True):
                 if state.get(index):
-                    unit, slot = self._engine.unit_of(param)
+                    unit, slot = self._parameters.unit_of(param)
                     entry = entry_of(state[index], slot.name, self._kept)
                     if MASTER_KEY in entry and MASTER_KEY not in unit.shard.arrays:
                         masters[slot.name] = _checked_master(entry.pop(MASTER_KEY), unit, slot)
                     check_entry(unit.shard, slot, entry, self._kept, self._name, hyper)
                     wanted.append((unit, slot, entry))
-        with stopping_on_errors(self._engine, "optimizer.load_state_dict"):
+        with self._streamer.live.changing("optimizer.load_state_dict"):
             for group, other in zip(groups, copy.deepcopy(saved), strict=True):
                 group.update({key: value for key, value in other.items() if key != "params"})
             self.put_options_right()

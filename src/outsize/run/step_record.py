@@ -32,7 +32,7 @@ def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object])
     if grad.layout is not torch.strided:
         raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
     if isinstance(grad, RestingGrad):
-        grad.home.check_current(grad)
+        grad.home.resting.check_current(grad)
         if not grad.ops.zero:
             grad.expect_unspent("applied again")
         return SlotUpdate(hyper, grad.ops, grad.loose, grad.shard)

@@ -228,10 +228,9 @@ class Unit:
         """A parameter's gathered values, as a tensor that is no parameter."""
         return self._parts[name]
 
-    def name_at(self, byte: int) -> str:
-        """The parameter that has this byte of the gathered buffer."""
-        starts = self._starts
-        return starts[bisect_right(starts, byte, key=itemgetter(0)) - 1][1]
+    def part_at(self, byte: int) -> tuple[int, str]:
+        """The parameter that has this byte of the gathered buffer, with its first byte there."""
+        return self._starts[bisect_right(self._starts, byte, key=itemgetter(0)) - 1]
 
     @cached_property
     def _starts(self) -> list[tuple[int, str]]:

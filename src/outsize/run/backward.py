@@ -1,0 +1,94 @@
+"""A backward through the model: its gradients as they arrive, and its end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch.autograd import Variable
+
+from outsize.run.activations import in_backward
+from outsize.run.owner import BACKWARD, Owner
+from outsize.run.parameters import Parameters
+from outsize.run.reduction import Reduction
+from outsize.run.stepping import Stepper
+from outsize.run.streamer import Streamer
+from outsize.run.unit import Unit
+from outsize.run.unit_gradients import UnitGradients
+
+
+@final
+class Backward:
+    """What arrives in a backward goes on to the unit's gradients, the ranks, and the update."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        gradients: Sequence[UnitGradients],
+        streamer: Streamer,
+        owner: Owner,
+        reduction: Reduction | None,
+        stepper: Stepper | None,
+    ) -> None:
+        """`stepper`: of a model that is updated in the backward."""
+        self._parameters = parameters
+        self._gradients = gradients
+        self._streamer = streamer
+        self._owner = owner
+        self._reduction = reduction  # None with one rank
+        self._stepper = stepper
+        self._task = -1
+
+    def watch(self) -> None:
+        """See the end of this backward, whatever it uses of the model."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._owner.take(BACKWARD)
+            self._task = task
+            over = partial(self._end, True)  # autograd drops it with the backward, also after an error
+            weakref.finalize(over, self._owner.give).atexit = False
+            Variable._execution_engine.queue_callback(over)
+
+    def gradient_arrived(self, param: torch.Tensor) -> None:
+        """Autograd has just left a gradient in `param.grad`."""
+        self.watch()
+        unit, slot = self._parameters.unit_of(param)
+        gradients = self._gradients[unit.index]
+        complete = gradients.arrives(slot.name)
+        if complete:
+            self._streamer.finished(unit)  # before the gradient is copied: the weights may make room for it
+        gradients.take(slot.name, complete)
+        if complete and gradients.defers:
+            gradients.complete_later()
+        elif complete:
+            self._complete(unit, True)
+            if self._reduction is not None:
+                self._reduction.unit_complete(unit.index)
+
+    def _complete(self, unit: Unit, complete: bool) -> None:
+        """The unit's gradients are `complete`, or as many as an interrupted backward has left."""
+        gradients = self._gradients[unit.index]
+        if gradients.end_of_backward(complete):
+            if complete and self._stepper is not None and self._stepper.update_now(unit):
+                gradients.given_to_update()
+            gradients.finish()
+
+    def end_interrupted(self) -> None:
+        """Bring to an end what a backward that raised has left."""
+        if self._task != -1 and not in_backward():
+            self._end(complete=False)
+
+    def _end(self, complete: bool) -> None:
+        self._task = -1
+        for unit, gradients in zip(self._parameters.units, self._gradients, strict=True):
+            if gradients.collecting or gradients.deferred:
+                self._complete(unit, complete)
+            else:
+                gradients.finish()  # a hook of the user's may have added to a gradient that was complete
+        if self._reduction is not None:
+            self._reduction.no_more_comes(interrupted=not complete)
+            self._streamer.end_pass("backward")
+            self._reduction.end_of_backward() if complete else self._reduction.interrupted()

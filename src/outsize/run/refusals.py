@@ -1,0 +1,74 @@
+"""What is said to a program that uses a parameter where it may not."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import NoReturn
+
+
+def read_at_rest(name: str, tier: str, operation: str) -> NoReturn:
+    found = f"parameter {name!r} is at rest ({tier}) and {operation!r} "
+    if _is_being_wrapped():
+        raise RuntimeError(
+            f"{found}cannot read it: do not wrap a prepared model (DistributedDataParallel, FSDP), outsize "
+            f"averages the gradients over ranks itself"
+        )
+    raise RuntimeError(
+        f"{found}needs its values; outside a forward of the model read it inside `with outsize.gathered(param):`. "
+        f"For a forward, call the module itself, not its `forward`. (Checkpoints: outsize.save; weights: "
+        f"outsize.export; device, dtype and shape are fixed by prepare)"
+    )
+
+
+def use_by_other_thread(name: str, operation: str) -> NoReturn:
+    raise RuntimeError(
+        f"{operation!r} uses parameter {name!r} while another thread uses the model; one thread at a time may: open "
+        f"`with outsize.gathered(param):` around it, which waits for its turn"
+    )
+
+
+def write(name: str, operation: str, again: bool) -> NoReturn:
+    """`again`: the forward may run a second time."""
+    how = f" by {operation!r}" if operation else ""
+    what = "the forward and backward() both, which runs a forward again unless it is prepared with activations='keep'"
+    raise RuntimeError(
+        f"parameter {name!r} is written in place{how} outside `outsize.gathered(param, modify=True)`, where"
+        f" the change would be lost; wrap {what if again else 'it'} in that context"
+    )
+
+
+def copy(name: str, what: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name!r} is managed by outsize, so it cannot be {what}: its values may be on disk. copy.deepcopy "
+        f"works inside `with outsize.gathered(model):` and gives a plain model; checkpoints are for outsize.save, "
+        f"weights for outsize.export"
+    )
+
+
+def vmap(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"torch.vmap takes {name!r} apart where outsize cannot see it, and its values may be on disk: pass a "
+        f"copy, `{name}.clone()`, or without gradients open `outsize.gathered(param)` around it"
+    )
+
+
+def set_data(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name}.data cannot be replaced: the parameter's memory belongs to outsize; write its values with `with "
+        f"outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
+        f"outsize.prepare(device=..., compute_dtype=...)"
+    )
+
+
+def _is_being_wrapped() -> bool:
+    """Whether torch's own data parallelism asks, and not what runs inside it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        place = str(frame.f_globals.get("__name__"))
+        if place.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.")):
+            return True
+        if not place.startswith(("outsize.", "torch.")):
+            break
+        frame = frame.f_back
+    return False

@@ -1,0 +1,240 @@
+"""Where the gradients of one unit rest: their bytes in memory, on the way to disk and there, and their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import torch
+
+from outsize.move.conveyor import Conveyor, Job
+from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, vector_norms
+from outsize.move.gradients import GradShard, WriteGradsStep
+from outsize.move.shard import SlotUpdate
+from outsize.plan.layout import Slot
+from outsize.run.unit import Unit
+
+if TYPE_CHECKING:
+    from outsize.run.grads import RestingGrad
+
+
+@final
+class Laid(NamedTuple):
+    """A gradient that has come to rest."""
+
+    norm: torch.Tensor | None
+    """None where it is found later: see `RestingPlace.find_norms`."""
+    loose: torch.Tensor | None
+    """The gradient itself, where it stays on the device."""
+
+
+@final
+class RestingPlace:
+    """The bytes of one unit's gradients.
+
+    On the device tier a gradient stays the tensor that autograd produced. On host and disk it is copied into the unit's
+    `GradShard`; on disk the shard is written once all of the unit's gradients are in.
+    """
+
+    # Note [Gradients of two steps]
+    # Under the delayed update the gradients of one step are held back until the next. A unit then has two gradient
+    # shards: `turn` gives the one that holds them to the held update, and the next backward fills the other. Each
+    # gradient at rest knows in which of them its bytes lie.
+
+    def __init__(self, unit: Unit, conveyor: Conveyor) -> None:
+        self._unit = unit
+        self._conveyor = conveyor
+        self._writing: Job | None = None
+        self._dirty = False
+        self._unknown: dict[str, RestingGrad] = {}  # whose norms are still to be found
+        shard = self.shard
+        on_disk = shard is not None and shard.store is not None
+        # Memory that the gradients take on their way to disk, and that sums of them take: alike on every rank.
+        self.passing_bytes = shard.nbytes if shard is not None and on_disk else 0
+        self.passing_sum_bytes = shard.sum_bytes if shard is not None and on_disk else 0
+
+    @property
+    def shard(self) -> GradShard | None:
+        """Where the gradients of this backward come to rest; None on the device."""
+        return self._unit.shard.grads
+
+    def lay_down(
+        self,
+        grads: Sequence[tuple[str, torch.Tensor, RestingGrad | None]],
+        live: Callable[[], Collection[str]],
+        make_room: Callable[[int], None],
+    ) -> list[Laid]:
+        """Store contributions: (the parameter's name, the contribution, what it is added to).
+
+        `live` names the gradients at rest that are still wanted; `make_room` is for so many bytes of gradients.
+        """
+        shard = self.shard
+        laid: list[Laid] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, grad, previous in grads:
+            ops = None if previous is None or previous.ops.zero else previous.ops
+            if shard is None:
+                loose = grad
+                if ops is not None and previous is not None and previous.loose is not None:
+                    loose = add_contribution(previous.loose, ops, grad)
+                laid.append(Laid(vector_norm(loose, 2.0), loose))
+                continue
+            slot = self._unit.shard.slots[name]
+            widens = ops is not None or grad.dtype.itemsize > shard.dtype(slot).itemsize
+            if widens or self._writing is not None or not shard.is_open_for(slot):
+                _copy(copies)  # before what follows moves these
+                before = {name for name, _, _ in grads[: len(laid)]}
+                self._open(shard, slot, widens, before.union(live()), make_room)
+            place = None if ops is not None else shard.place_of_first(slot, grad)
+            if place is None:
+                shard.put(slot, grad, ops)
+            else:
+                copies.append((place, grad.reshape(-1)))
+            self._dirty = True
+            laid.append(Laid(self._norm_now(shard, slot, grad, ops), None))
+        _copy(copies)
+        return laid
+
+    def _norm_now(self, shard: GradShard, slot: Slot, grad: torch.Tensor, ops: GradOps | None) -> torch.Tensor | None:
+        on_cpu = self._unit.shard.device.type == "cpu"
+        if ops is None and (not on_cpu or grad.dtype is not shard.dtype(slot)):
+            return vector_norm(grad, 2.0)  # on the device, where it is fast
+        later = on_cpu or (grad.device.type != "cpu" and grad.numel() > 0)
+        return None if later else vector_norm(shard.of(slot), 2.0)
+
+    def _open(
+        self,
+        shard: GradShard,
+        slot: Slot,
+        widens: bool,
+        live: Collection[str],
+        make_room: Callable[[int], None],
+    ) -> None:
+        """Bring the gradients at rest that are still wanted into memory; one of them becomes a sum, or is one."""
+        if shard.in_memory and shard.bytes_beside(slot):
+            make_room(shard.bytes_beside(slot))  # as below
+        shard.use(slot)
+        if widens and not shard.wide:
+            self.find_norms()  # of what is narrow still
+        if shard.in_memory and widens and shard.store is not None and shard.sum_bytes > shard.nbytes:
+            make_room(shard.sum_bytes - shard.nbytes)  # which may write these gradients out
+        if shard.in_memory:
+            self._await_writing()  # what is being written must not change under the write
+            if shard.wide:
+                shard.open(live)  # fp32 sums that nobody wants any more make room for plain gradients
+            return
+        if shard.store is not None:
+            make_room(shard.sum_bytes if widens else shard.nbytes)
+            self._unit.await_written()
+        shard.open(live)
+
+    def content(self, grad: RestingGrad) -> torch.Tensor:
+        """The gradient's values as they rest, 1-D."""
+        if grad.loose is not None:
+            return grad.loose.reshape(-1)
+        assert grad.shard is not None
+        if not grad.shard.in_memory:
+            self._unit.await_written()
+        return grad.shard.copy_of(self._unit.shard.slots[grad.label])  # to read changes nothing of what rests with it
+
+    # -- norms -------------------------------------------------------------------------------------------------------
+
+    def find_norm_later(self, grad: RestingGrad) -> None:
+        self._unknown[grad.label] = grad
+
+    def knows_norm(self, name: str) -> None:
+        """The norm of the parameter's gradient need not be found any more."""
+        self._unknown.pop(name, None)
+
+    def find_norms(self) -> None:
+        """Those of gradients that lie in host memory, all at once: a call a gradient costs more than a small one."""
+        if not self._unknown or self._unit.shard.device.type != "cpu":
+            return
+        grads, self._unknown = list(self._unknown.values()), {}
+        slots = self._unit.shard.slots
+        values = [grad.shard.of(slots[grad.label]) for grad in grads if grad.shard is not None]
+        torch._foreach_copy_([grad.norms[2.0] for grad in grads], vector_norms(values))
+
+    def await_norms(self) -> None:
+        """Find the norms that are not known yet. Of sums of gradients from an accelerator it blocks until these are
+        there."""
+        self.find_norms()
+        while self._unknown:
+            name, grad = self._unknown.popitem()
+            assert grad.shard is not None
+            grad.norms[2.0].copy_(grad.shard.norm_of_sum(self._unit.shard.slots[name]), non_blocking=True)
+
+    # -- on the way to disk ------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        """Let the conveyor bring what is on its way from an accelerator, before what it is asked for next."""
+        if self.shard is not None:
+            self.shard.dispatch()
+
+    def finish(self) -> None:
+        """What came together goes to where it rests."""
+        self.dispatch()
+        self.find_norms()
+        shard = self.shard
+        if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
+            self._start_writing(shard)
+
+    def give_to_update(self) -> None:
+        """The update that has just started reads the gradients out of memory: there is nothing to write."""
+        self._writing = self._unit.job
+        self._dirty = False
+
+    def drop_if_written(self) -> None:
+        """Give back the memory of gradients that are on disk by now. Raises what went wrong with the writing."""
+        if self._writing is not None and self._writing.written.done():
+            self._writing.written.wait()
+            self._writing = None
+            if self.shard is not None and not self._dirty:
+                self.shard.drop()
+
+    def flush_and_drop(self) -> bool:
+        """Write the gradients out now and give their memory back; whether there were any."""
+        shard = self.shard
+        if shard is None or shard.store is None or not shard.in_memory:
+            return False
+        self.finish()
+        self._await_writing()
+        shard.drop()
+        return True
+
+    def turn(self) -> None:
+        """The gradients at rest are held back: the next backward uses the other shard."""
+        if self.shard is not None:
+            self.flush_and_drop()
+            self._unit.shard.grad_shards.reverse()
+
+    def restore_held(self, held: Mapping[str, tuple[torch.Tensor, GradOps]]) -> None:
+        """Hold gradients back as a checkpoint has them: bytes as they rested, and operations not yet applied."""
+        shard = self.shard
+        if shard is not None and held:
+            shard.open(())
+            for name, (content, _) in held.items():
+                shard.put(self._unit.shard.slots[name], content, None)
+            self._dirty = True
+            self.finish()
+            self.turn()
+        self._unit.held = {}
+        for name, (content, ops) in held.items():
+            loose = content.to(self._unit.shard.device) if shard is None else None
+            self._unit.held[name] = SlotUpdate({}, ops, loose, shard)
+
+    def _start_writing(self, shard: GradShard) -> None:
+        self._dirty = False
+        self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
+
+    def _await_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.written.wait()
+            self._writing = None
+
+
+def _copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """All in one call, which costs as much as one for a small tensor; then there are none."""
+    if copies:
+        torch._foreach_copy_([place for place, _ in copies], [grad for _, grad in copies])
+        copies.clear()
