@@ -165,7 +165,7 @@ def test_a_save_right_after_a_load_is_the_same_checkpoint(tmp_path: Path) -> Non
 def masters(run: Run) -> dict[str, torch.Tensor]:
     save_to = run.model.embed.weight.prepared.engine
     found = {}
-    for unit in save_to.units:
+    for unit in save_to.parameters.units:
         for name, slot in unit.shard.slots.items():
             with outsize.gathered(unit.parameters[name]):
                 value = unit.parameters[name].detach().clone().reshape(-1)
