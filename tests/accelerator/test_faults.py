@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.move.buffer import AcceleratorBuffer
+from outsize.move import outbox as leaving
+from outsize.move.buffer import Buffer
 from outsize.move.device import EventTransfer, Lanes
 from outsize.move.gradients import GradShard
-from outsize.move.outbox import LandStep, Outbox
+from outsize.move.outbox import Outbox
 from outsize.move.shard import UnitShard
-from outsize.move.store import MemoryStore
 from outsize.move.transfer import ARRIVED
 from outsize.optim.update import ChunkUpdater
 from tests.accelerator import sim as simulator
@@ -181,6 +181,11 @@ def use_without_waiting(memory: Any) -> None:
     memory._users[stream.stream_id] = stream
 
 
+def nothing_for_states(memory: Any) -> None:
+    if "states" not in memory._account:
+        _use(memory)
+
+
 def forget_users(memory: Any) -> None:
     memory._users.clear()
 
@@ -191,8 +196,9 @@ def await_nobody(memory: Any) -> None:
 
 
 def grow_without_event(memory: Any) -> None:
-    with memory._lanes.on(memory._lanes.incoming):
-        memory.flat.untyped_storage().resize_(memory.nbytes)
+    before = getattr(memory, "_filled", None)  # of an accelerator's
+    _materialize(memory)
+    memory._filled = before
 
 
 def fetch_without_waiting(memory: Any, first: int, out: Tensor) -> Any:
@@ -212,14 +218,23 @@ def read_at_once(shard: Any) -> None:
     _read.set()
 
 
-def land_late(step: Any, slabs: Any) -> Any:
+def land_late(pieces: Any) -> Any:
     """A conveyor that is slow: it lands once somebody has read, or after a while."""
     _read.wait(0.05)
     _read.clear()
-    return _begin(step, slabs)
+    return _land_all(pieces)
 
 
-_begin = LandStep.begin
+_land_all = leaving._land_all
+
+
+def dispatch_at_once(outbox: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lanes, "sent", lambda lanes: ARRIVED)
+        _dispatch(outbox)
+
+
+_dispatch = Outbox.dispatch
 
 
 def fill_and_forget(memory: Any, first: int, source: Tensor) -> Any:
@@ -227,7 +242,9 @@ def fill_and_forget(memory: Any, first: int, source: Tensor) -> Any:
     return ARRIVED
 
 
-_fill = AcceleratorBuffer.fill
+_fill = Buffer.write
+_use = Buffer.use
+_materialize = Buffer.materialize
 _send = Outbox.send
 _steps = ChunkUpdater.steps
 
@@ -242,27 +259,27 @@ def steps_without_change(updater: Any, shard: Any, pending: Any, fetch: bool) ->
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a stream does not wait for what was filled": (AcceleratorBuffer, "use", use_without_waiting),
-    "an operation does not say that it uses the buffer": (AcceleratorBuffer, "use", nothing),
-    "the users of memory are forgotten": (AcceleratorBuffer, "leave", forget_users),
-    "memory is filled before its users are through": (AcceleratorBuffer, "_await_users", await_nobody),
+    "a stream does not wait for what was filled": (Buffer, "use", use_without_waiting),
+    "an operation does not say that it uses the buffer": (Buffer, "use", nothing),
+    "the users of memory are forgotten": (Buffer, "leave", forget_users),
+    "memory is filled before its users are through": (Buffer, "_await_users", await_nobody),
     "memory that was given back is used before its last reader is through": (
-        AcceleratorBuffer,
-        "_grow",
+        Buffer,
+        "materialize",
         grow_without_event,
     ),
-    "bytes are fetched before they are written": (AcceleratorBuffer, "fetch", fetch_without_waiting),
+    "bytes are fetched before they are written": (Buffer, "read", fetch_without_waiting),
     "a gradient leaves before it is computed": (Lanes, "follow", nothing),
     "nobody waits for an event": (EventTransfer, "wait", nothing),
     "a copy passes for done": (Lanes, "sent", lambda lanes: ARRIVED),
-    "a slab is used again before it was copied": (AcceleratorBuffer, "fill", fill_and_forget),
-    "parameters change while they are copied": (AcceleratorBuffer, "await_sources", nothing),
+    "a slab is used again before it was copied": (Buffer, "write", fill_and_forget),
+    "parameters change while they are copied": (Buffer, "await_sources", nothing),
     "the update does not wait for copies of what it changes": (ChunkUpdater, "steps", steps_without_change),
-    "gradients are laid to rest before they have arrived": (LandStep, "begin", lambda step, slabs: ()),
+    "gradients are laid to rest before they have arrived": (Outbox, "dispatch", dispatch_at_once),
     "a gradient's memory goes before it was copied": (Outbox, "send", send_and_forget),
     "the ring is used again before it is empty": (Outbox, "_overlaps", lambda outbox, first, end: False),
     "gradients are read before they have landed": (GradShard, "await_landed", read_at_once),
-    "states on the device do not know who uses them": (MemoryStore, "use", nothing),
+    "states on the device do not know who uses them": (Buffer, "use", nothing_for_states),
     "an engine is closed while copies run": (Lanes, "synchronize", nothing),
 }
 
@@ -283,7 +300,9 @@ def finding(run: Run, policy: str, folder: Path, expected: Weights | None) -> st
     return found
 
 
-SLOW: dict[str, tuple[Any, str, Any]] = {"gradients are read before they have landed": (LandStep, "begin", land_late)}
+SLOW: dict[str, tuple[Any, str, Any]] = {
+    "gradients are read before they have landed": (leaving, "_land_all", land_late)
+}
 """What makes a fault show, however fast the threads are. It is no fault itself."""
 
 

@@ -401,7 +401,7 @@ def test_what_lies_between_parameters_is_zero(sim: Any, workshop: Workshop, tier
     for unit in prepared(model).engine.parameters.units:
         shard = unit.shard
         content = HostBuffer(shard.layout.param_bytes).bytes
-        read = shard.buffer.fetch if shard.params is None else shard.params.read
+        read = shard.buffer.read if shard.params is None else shard.params.read
         for segment in shard.layout.segments:
             end = segment.byte_start + segment.numel * segment.itemsize
             read(segment.byte_start, content[segment.byte_start : end]).wait()
@@ -426,33 +426,25 @@ def test_the_optimizers_state_is_where_torch_has_it(sim: Any, workshop: Workshop
     assert all(value.device.type == "cpu" for value in optimizer.state_dict()["state"][0].values())
 
 
-class _Collects(Step):
-    """A step on the conveyor's thread in which the collector runs, once it may."""
-
-    def __init__(self) -> None:
-        self.may = threading.Event()
-
-    def begin(self, slabs: list[Tensor]) -> Any:
-        return ()
-
-    def finish(self) -> Any:
-        assert self.may.wait(60)
-        gc.collect()
-        return ()
-
-
 @anytime
 def test_the_collector_may_close_the_engine_on_the_conveyors_thread(sim: Any, workshop: Workshop) -> None:
     model, optimizer = prepared_stack(workshop, "disk")
     train(model, optimizer, on_sim(batches(2)))
     resources = weakref.ref(prepared(model).resources)
-    step = _Collects()
+    may = threading.Event()  # then the collector runs on the conveyor's thread
+
+    def collect() -> tuple[()]:
+        assert may.wait(60)
+        gc.collect()
+        return ()
+
+    step = Step(finish=collect)
     job = prepared(model).resources.conveyor.submit(Job([step]))
     prepared(model).engine.streamer.prefetch()
     gc.disable()
     try:
         del model, optimizer
-        step.may.set()
+        may.set()
         job.wait()
     finally:
         gc.enable()

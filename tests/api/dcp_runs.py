@@ -30,7 +30,7 @@ from outsize.api.saving import buffers_of, settle
 from outsize.checkpoint.differences import Live
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
-from outsize.move.shard import DTYPES
+from outsize.move.store import DTYPES
 
 Chunk = tuple[Sequence[int], Tensor]
 """(offsets, values)"""

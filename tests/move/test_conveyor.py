@@ -36,8 +36,8 @@ class Held(Transfer):
         return self.promise.done()
 
 
-class Note(Step):
-    """Notes when it begins and finishes."""
+class Note:
+    """What a step notes when it begins and finishes."""
 
     def __init__(
         self,
@@ -65,6 +65,11 @@ class Note(Step):
         return [self.write] if self.write is not None else []
 
 
+def noting(*args: Any, **kwargs: Any) -> Step:
+    note = Note(*args, **kwargs)
+    return Step(note.begin, note.finish, note.slabs)
+
+
 @pytest.fixture
 def conveyor() -> Iterator[Conveyor]:
     conveyor = Conveyor(PAGE, 2, Ledger())
@@ -75,7 +80,7 @@ def conveyor() -> Iterator[Conveyor]:
 
 def test_jobs_run_in_order(conveyor: Conveyor) -> None:
     log: list[str] = []
-    jobs = [conveyor.submit(Job([Note(log, f"{job}{step}") for step in "ab"])) for job in range(5)]
+    jobs = [conveyor.submit(Job([noting(log, f"{job}{step}") for step in "ab"])) for job in range(5)]
     for job in jobs:
         job.wait()
         job.written.wait()
@@ -93,7 +98,7 @@ def test_an_empty_job_is_done(conveyor: Conveyor) -> None:
 def test_reads_start_ahead_of_the_step_that_is_finished(conveyor: Conveyor) -> None:
     log: list[str] = []
     held = Held()
-    job = conveyor.submit(Job([Note(log, "a", read=held), Note(log, "b"), Note(log, "c")]))
+    job = conveyor.submit(Job([noting(log, "a", read=held), noting(log, "b"), noting(log, "c")]))
     deadline = time.monotonic() + 10
     while len(log) < 3 and time.monotonic() < deadline:
         os.sched_yield()
@@ -104,7 +109,7 @@ def test_reads_start_ahead_of_the_step_that_is_finished(conveyor: Conveyor) -> N
 
 def test_a_job_is_ready_before_it_is_written(conveyor: Conveyor) -> None:
     held = Held()
-    job = conveyor.submit(Job([Note([], "a", write=held)]))
+    job = conveyor.submit(Job([noting([], "a", write=held)]))
     job.wait()
     assert not job.written.done()
     held.promise.keep()
@@ -113,7 +118,7 @@ def test_a_job_is_ready_before_it_is_written(conveyor: Conveyor) -> None:
 
 def test_steps_wait_for_slabs_and_give_them_back(conveyor: Conveyor) -> None:
     log: list[str] = []
-    jobs = [conveyor.submit(Job([Note(log, str(index), slabs=2, write=ARRIVED)])) for index in range(10)]
+    jobs = [conveyor.submit(Job([noting(log, str(index), slabs=2, write=ARRIVED)])) for index in range(10)]
     for job in jobs:
         job.written.wait()
     assert log == [f"{verb} {index}" for index in range(10) for verb in ("begin", "finish")]
@@ -122,9 +127,9 @@ def test_steps_wait_for_slabs_and_give_them_back(conveyor: Conveyor) -> None:
 def test_a_job_begins_after_those_it_follows_are_written(conveyor: Conveyor) -> None:
     log: list[str] = []
     held = Held()
-    first = conveyor.submit(Job([Note(log, "first", write=held)]))
+    first = conveyor.submit(Job([noting(log, "first", write=held)]))
     first.wait()
-    second = conveyor.submit(Job([Note(log, "second")], after=(first,)))
+    second = conveyor.submit(Job([noting(log, "second")], after=(first,)))
     assert "begin second" not in log
     held.promise.keep()
     second.wait()
@@ -134,8 +139,8 @@ def test_a_job_begins_after_those_it_follows_are_written(conveyor: Conveyor) -> 
 @pytest.mark.parametrize("where", ["begin", "finish"])
 def test_an_error_breaks_its_job_and_no_other(conveyor: Conveyor, where: str) -> None:
     log: list[str] = []
-    bad = conveyor.submit(Job([Note(log, "bad", 1, fails=where), Note(log, "never", 1), Note(log, "never", 1)]))
-    good = conveyor.submit(Job([Note(log, "good", 2)]))
+    bad = conveyor.submit(Job([noting(log, "bad", 1, fails=where), noting(log, "never", 1), noting(log, "never", 1)]))
+    good = conveyor.submit(Job([noting(log, "good", 2)]))
     with pytest.raises(ValueError, match="bad"):
         bad.wait()
     with pytest.raises(ValueError, match="bad"):
@@ -149,9 +154,9 @@ def test_an_error_breaks_its_job_and_no_other(conveyor: Conveyor, where: str) ->
 @pytest.mark.parametrize("where", ["read", "write"])
 def test_a_job_that_follows_a_broken_one_is_broken_too(conveyor: Conveyor, where: str) -> None:
     held = Held()
-    first = conveyor.submit(Job([Note([], "first", **{where: held})]))  # type: ignore[arg-type]
+    first = conveyor.submit(Job([noting([], "first", **{where: held})]))
     log: list[str] = []
-    second = conveyor.submit(Job([Note(log, "second")], after=(first,)))
+    second = conveyor.submit(Job([noting(log, "second")], after=(first,)))
     held.promise.break_(OSError(errno.EIO, "gone", "file"))
     with pytest.raises(OSError, match="gone"):
         first.written.wait()
@@ -173,14 +178,14 @@ class Faulty(Transfer):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_conveyor_that_a_fault_of_its_own_has_ended(conveyor: Conveyor) -> None:
     held = Held()
-    writing = conveyor.submit(Job([Note([], "writing", read=held, write=Faulty())]))
-    waiting = conveyor.submit(Job([Note([], "waiting", read=Held())]))
+    writing = conveyor.submit(Job([noting([], "writing", read=held, write=Faulty())]))
+    waiting = conveyor.submit(Job([noting([], "waiting", read=Held())]))
     held.promise.keep()
     for job in (writing.written, waiting.written):
         with pytest.raises(AssertionError, match="a mistake of ours"):
             job.wait()
     with pytest.raises(RuntimeError, match=r"stopped after a fault of its own \(AssertionError: a mistake of ours\)"):
-        conveyor.submit(Job([Note([], "later")]))
+        conveyor.submit(Job([noting([], "later")]))
 
 
 def test_a_wake_that_ctrl_c_has_interrupted_takes_no_other_wake(conveyor: Conveyor) -> None:
@@ -202,10 +207,10 @@ def test_closing_breaks_what_has_not_begun_and_refuses_more() -> None:
     conveyor = Conveyor(PAGE, 1, Ledger())
     held = Held()
     log: list[str] = []
-    running = conveyor.submit(Job([Note(log, "running", 1, read=held)]))
+    running = conveyor.submit(Job([noting(log, "running", 1, read=held)]))
     while not log:
         os.sched_yield()
-    waiting = [conveyor.submit(Job([Note([], "waiting", 1)])) for _ in range(8)]
+    waiting = [conveyor.submit(Job([noting([], "waiting", 1)])) for _ in range(8)]
     held.promise.keep()
     conveyor.close()
     running.wait()

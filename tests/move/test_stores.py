@@ -18,10 +18,11 @@ import torch
 
 from outsize import _native
 from outsize.move import disk as disk_tier
+from outsize.move.buffer import Buffer
 from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, RunDirectory, StripedFile, free_bytes
 from outsize.move.generations import Generations
 from outsize.move.memory import HostBuffer, Ledger
-from outsize.move.store import DiskStore, MemoryStore, Store
+from outsize.move.store import DiskStore, Store
 from outsize.run.buffers import unused
 
 PAGE = 4096
@@ -58,16 +59,16 @@ def places(root: Path, count: int) -> list[Path]:
 def store(request: pytest.FixtureRequest, tmp_path: Path, engine: _native.DiskEngine) -> Iterator[Store]:
     nbytes = 3 * STRIPE_BYTES + 5 * PAGE
     if request.param == "host":
-        host = MemoryStore(nbytes, Ledger(), "host/states")
+        host = Buffer(nbytes, Ledger(), account="host/states", lasting=True)
         yield host
-        host.close()
+        host.drop()
         return
     count = {"one file": 1, "two stripes": 2, "three stripes": 3}[request.param]
     folders = places(tmp_path, count)
     file = Generations(lambda number: StripedFile(engine, folders, f"unit.{number}", nbytes + 2 * PAGE), verify=True)
     store = DiskStore(file, 2 * PAGE, nbytes, Ledger(), "states")
     yield store
-    store.close()
+    store.drop()
     file.close()
 
 
@@ -138,11 +139,12 @@ def test_an_empty_transfer_is_over_at_once(store: Store) -> None:
 def test_closing_twice_is_safe_and_gives_the_bytes_back(tmp_path: Path, engine: _native.DiskEngine) -> None:
     ledger = Ledger()
     file = Generations(lambda number: StripedFile(engine, [tmp_path], f"unit.{number}", PAGE))
-    stores: list[Store] = [MemoryStore(PAGE, ledger, "host/params"), DiskStore(file, 0, PAGE, ledger, "params")]
+    memory = Buffer(PAGE, ledger, account="host/params", lasting=True)
+    stores: list[Store] = [memory, DiskStore(file, 0, PAGE, ledger, "params")]
     assert ledger.now == {"host/params": PAGE, "disk/params": PAGE}
     for store in stores:
-        store.close()
-        store.close()
+        store.drop()
+        store.drop()
     file.close()
     assert ledger.now == {"host/params": 0, "disk/params": 0}
     assert ledger.peak == {"host/params": PAGE, "disk/params": PAGE}

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from outsize.move import comm
-from outsize.move.buffer import AcceleratorBuffer
+from outsize.move.buffer import Buffer
 from outsize.move.comm import Ranks
 from outsize.move.device import Lanes
 from outsize.move.memory import Ledger
-from outsize.move.shard import GatherStep
+from outsize.move.shard import Gathering
 
 NBYTES = 64
 
@@ -93,13 +93,13 @@ def gather(accelerator: Accelerator, buffer: Any) -> None:
         whole=SimpleNamespace(segments=segments),
         layout=SimpleNamespace(index=0),
     )
-    GatherStep(shard, ranks_on(accelerator)).finish()
+    Gathering(shard, ranks_on(accelerator)).start()
 
 
 def test_a_gathering_runs_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(monkeypatch)
-    buffer = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
-    before = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
+    buffer = Buffer(NBYTES, Ledger(), accelerator.lanes)
+    before = Buffer(NBYTES, Ledger(), accelerator.lanes)
     before.materialize()
     before.use()
     accelerator.compute.put("unit before")
@@ -107,7 +107,7 @@ def test_a_gathering_runs_beside_the_computation(monkeypatch: pytest.MonkeyPatch
     accelerator.compute.put("this unit's predecessor")  # queued after the unit before was left: nobody waits for it
     before.drop()
     buffer.materialize()
-    buffer.fill(0, torch.zeros(NBYTES // 2, dtype=torch.uint8))
+    buffer.write(0, torch.zeros(NBYTES // 2, dtype=torch.uint8))
     accelerator.lanes.incoming.put("own part")  # type: ignore[attr-defined]  # what `fill` has just copied
     gather(accelerator, buffer)
     assert accelerator.collectives.past == {"unit before", "own part", "gather"}
@@ -118,7 +118,7 @@ def test_a_gathering_runs_beside_the_computation(monkeypatch: pytest.MonkeyPatch
 
 def test_what_the_computation_wrote_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(monkeypatch)
-    buffer = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
+    buffer = Buffer(NBYTES, Ledger(), accelerator.lanes)
     buffer.materialize()
     buffer.use()
     accelerator.compute.put("the user's loop writes")
@@ -156,11 +156,11 @@ def test_a_gradient_on_the_device_is_read_behind_what_computes_it(monkeypatch: p
 
 def test_what_two_streams_read_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(monkeypatch)
-    buffer = AcceleratorBuffer(NBYTES, Ledger(), accelerator.lanes)
+    buffer = Buffer(NBYTES, Ledger(), accelerator.lanes)
     buffer.materialize()
-    buffer.fill(0, torch.zeros(NBYTES, dtype=torch.uint8))
+    buffer.write(0, torch.zeros(NBYTES, dtype=torch.uint8))
     accelerator.lanes.incoming.put("weights")  # type: ignore[attr-defined]
-    buffer.fill(0, torch.zeros(0, dtype=torch.uint8))
+    buffer.write(0, torch.zeros(0, dtype=torch.uint8))
     beside = Stream(accelerator)
     for stream, work in ((accelerator.compute, "training"), (beside, "evaluation")):
         accelerator.current = stream

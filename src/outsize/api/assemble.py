@@ -19,13 +19,10 @@ from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
-from outsize.move.generations import crc32c_of
+from outsize.move.generations import crc32c
 from outsize.move.memory import return_freed_memory
-from outsize.move.shard import (
-    MASTER,
-    MASTER_DTYPE,
-    UnitShard,
-)
+from outsize.move.shard import UnitShard
+from outsize.move.store import MASTER, MASTER_DTYPE
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
@@ -411,7 +408,7 @@ def _adopt(
         with torch.no_grad():
             value = local(load(param))
             if sums is not None:
-                sums[name] = f"{crc32c_of(value):08x}"
+                sums[name] = f"{crc32c(value):08x}"
             _adopt_value(shard, name, value)
             param.grad = None
             bind(param, shard.param(name))

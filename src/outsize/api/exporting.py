@@ -25,7 +25,7 @@ from outsize.checkpoint.values import NOT_HYPER
 from outsize.formats.pieces import NamedWeight, buffer_pieces, joined_pieces, parameter_pieces, tensor_pieces
 from outsize.formats.weights import Run, files_of, merged_folder, runs_of, write_shards
 from outsize.move.comm import RanksError
-from outsize.move.shard import DTYPES
+from outsize.move.store import DTYPES
 from outsize.plan.sizes import parse_bytes
 
 MAX_SHARD_SIZE = "5GB"

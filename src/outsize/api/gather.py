@@ -10,8 +10,9 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import check_same
-from outsize.move.generations import crc32c_of
-from outsize.move.shard import MASTER, UnitShard
+from outsize.move.generations import crc32c
+from outsize.move.shard import UnitShard
+from outsize.move.store import MASTER
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
 
@@ -77,7 +78,7 @@ def _check_alike(prepared: Prepared, params: Iterable[torch.Tensor]) -> None:
         found = {
             prepared.engine.parameters.name_of(param): prepared.engine.parameters.unit_of(param)[0] for param in params
         }
-        sums = {name: f"{crc32c_of(unit.shard.param(name)):08x}" for name, unit in found.items()}
+        sums = {name: f"{crc32c(unit.shard.param(name)):08x}" for name, unit in found.items()}
         what = "what they wrote inside gathered(..., modify=True), by its checksum"
         remedy = "make the same change on every rank (torch.distributed.broadcast it inside the block)"
         if sums:

@@ -26,7 +26,7 @@ from outsize.checkpoint.rng import restore_rng
 from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
 from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors
-from outsize.move.shard import DTYPES
+from outsize.move.store import DTYPES
 from outsize.run.unit import Unit
 
 Opened = Checkpoint | SafetensorsWeights | DcpCheckpoint

@@ -53,7 +53,7 @@ def join() -> None:
         return
     know_place()
     environment = os.environ
-    if int(environment.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in environment and "MASTER_ADDR" in environment:
+    if int(environment.get("WORLD_SIZE") or 1) > 1 and "RANK" in environment and "MASTER_ADDR" in environment:
         # After a restart the launcher's store may still hold what the last try wrote, addresses among it.
         store, rank, size = next(iter(rendezvous("env://")))
         store = PrefixStore(f"outsize/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -108,13 +108,8 @@ def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]
     `used`: the dimensions over which parameters are split already.
     """
     names = tuple(mesh.mesh_dim_names or ())
-    if any(name in OTHER_NAMES for name in names):
-        raise ValueError(
-            f"mesh has the dimensions {names}; outsize takes data-parallel ones, one (split) or two (copies, split), "
-            f"and a tensor-parallel one, called one of {TENSOR_NAMES}"
-        )
     tensor = [at for at, name in enumerate(names) if name in TENSOR_NAMES or name in used]
-    if len(tensor) > 1 or mesh.ndim - len(tensor) > 2:
+    if any(name in OTHER_NAMES for name in names) or len(tensor) > 1 or mesh.ndim - len(tensor) > 2:
         raise ValueError(
             f"mesh has the dimensions {names or mesh.ndim}; outsize takes one that is data-parallel (split), or two "
             f"(copies, split), and one that is tensor-parallel, called one of {TENSOR_NAMES}"
@@ -150,8 +145,8 @@ def _check_tensor_parallel(param: Any, members: Sequence[int]) -> None:
 def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     """The least of what any rank may use, so that all place alike."""
     unlimited = 1 << 62
-    values = [unlimited if each is None else each for each in (budgets.host, budgets.device, budgets.disk)]
-    least = torch.tensor(values, device="cpu")
+    values = (budgets.host, budgets.device, budgets.disk)
+    least = torch.tensor([unlimited if each is None else each for each in values], device="cpu")
     for group in ranks.everyone():
         least = group.combine(least, "prepare", "min")
     host, device, disk = least.tolist()
@@ -164,35 +159,21 @@ BUILD_ALIKE = (
 
 
 def check_same(
-    groups: Sequence[Ranks],
-    what: str,
-    mine: Mapping[str, object],
-    kind: str = "prepare",
-    remedy: str = BUILD_ALIKE,
+    groups: Sequence[Ranks], what: str, mine: Mapping[str, object], kind: str = "prepare", remedy: str = BUILD_ALIKE
 ) -> None:
     """Raise `ValueError` on every rank of the groups unless all have the same entries; names the first that differs."""
-    error = ""
+    errors = []
     for group in groups:
-        found = _difference(group, what, mine, kind, remedy)
-        error = error or found
+        first, *others = group.collect(dict(mine), kind)
+        for rank, other in zip(group.members[1:], others, strict=True):
+            for name in {**first, **other}:
+                one, two = first.get(name, "missing"), other.get(name, "missing")
+                if one != two:
+                    errors.append(f"{name!r} is {one} on rank {group.members[0]} and {two} on rank {rank}")
     for group in groups if len(groups) > 1 else ():  # the ranks in whose groups all agree hear of it too
-        error = next((each for each in group.collect(error, kind) if each), "")
-    if error:
-        raise ValueError(error)
-
-
-def _difference(ranks: Ranks, what: str, mine: Mapping[str, object], kind: str, remedy: str) -> str:
-    every = ranks.collect(dict(mine), kind)
-    first = every[0]
-    for rank, other in zip(ranks.members, every, strict=True):
-        if other == first:
-            continue
-        name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
-        return (
-            f"the ranks differ in {what}: {name!r} is {first.get(name, 'missing')} on rank {ranks.members[0]} and "
-            f"{other.get(name, 'missing')} on rank {rank}; {remedy}"
-        )
-    return ""
+        errors = [each for said in group.collect(errors[:1], kind) for each in said]
+    if errors:
+        raise ValueError(f"the ranks differ in {what}: {errors[0]}; {remedy}")
 
 
 def description(
@@ -202,25 +183,13 @@ def description(
     config: Config,
 ) -> dict[str, object]:
     """What must be the same on every rank before a layout is made."""
-    fields = (
-        "stage",
-        "reduce_dtype",
-        "params",
-        "grads",
-        "states",
-        "state_format",
-        "delayed_update",
-        "update",
-        "activations",
-        "units",
-        "unused",
-    )
+    fields = "stage reduce_dtype params grads states state_format delayed_update update activations units unused"
     found: dict[str, object] = {}
     for name, info in infos.items():
         placements: Any = getattr(parameters[name], "placements", "")
         found[name] = f"{tuple(parameters[name].shape)} {info.dtype} {info.trainable} {placements}".strip()
         found[f"the gradient of {name}"] = "none" if parameters[name].grad is None else "there"
-    found |= {f"the field {name}": str(getattr(config, name)) for name in fields}
+    found |= {f"the field {name}": str(getattr(config, name)) for name in fields.split()}
     found["the field device"] = config.compute_device.type
     return found | {"the optimizer": type(optimizer).__name__}
 

@@ -27,7 +27,7 @@ from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.checkpoint.writer import SavedGrad, Snapshot, UnfinishedCheckpoint
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
-from outsize.move.generations import Generations, crc32c_of
+from outsize.move.generations import Generations, crc32c
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.plan.layout import Slot
@@ -222,7 +222,7 @@ BufferSum = tuple[tuple[int, ...], str, int]
 
 def _sum(value: torch.Tensor) -> BufferSum:
     distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())  # of what is expanded
-    return tuple(value.shape), str(value.dtype), crc32c_of(value[distinct].resolve_conj().resolve_neg())
+    return tuple(value.shape), str(value.dtype), crc32c(value[distinct].resolve_conj().resolve_neg())
 
 
 def _is_own(name: str, sums: Mapping[str, BufferSum], firsts: Mapping[str, BufferSum]) -> bool:

@@ -11,21 +11,12 @@ import torch
 from outsize.api.resources import Resources
 from outsize.api.survey import Survey
 from outsize.config import Config
-from outsize.move.buffer import open_buffer
+from outsize.move.buffer import Buffer
 from outsize.move.codes import BLOCK, CodeKind
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import (
-    CODE_BYTES,
-    MASTER,
-    MASTER_BYTES,
-    SCALE_BYTES,
-    STATE_BYTES,
-    Scales,
-    StateArray,
-    UnitShard,
-)
-from outsize.move.store import DiskStore, MemoryStore, Store
+from outsize.move.shard import Scales, StateArray, UnitShard
+from outsize.move.store import CODE_BYTES, MASTER, MASTER_BYTES, SCALE_BYTES, STATE_BYTES, DiskStore, Store
 from outsize.optim.rules import Rule
 from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
@@ -74,7 +65,7 @@ class Shards:
             scratch = UnitFile(resources, f"{name}-grads", on_disk * copies * wide, config.verify, lasting=False)
             stores = [scratch.open_on_disk("grads", wide) if on_disk else None for _ in range(copies)]
             grads = [GradShard(layout, store, ledger, resources.outbox) for store in stores]
-        buffer, device = open_buffer(whole.param_bytes, ledger, lanes), config.compute_device
+        buffer, device = Buffer(whole.param_bytes, ledger, lanes), config.compute_device
         late = self.add_late_arrays
         shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late)
         shard.arrays = self._arrays(shard, layouts, file)
@@ -101,7 +92,7 @@ class Shards:
             if old is not None:
                 _copy(old, store)
                 if not isinstance(old, DiskStore):  # whose bytes stay in the unit's file
-                    old.close()
+                    old.drop()
             return store
 
         arrays = {}
@@ -195,8 +186,8 @@ class UnitFile:
         if tier == "disk":
             return self.open_on_disk(kind, nbytes)
         lanes = self._resources.lanes
-        on_device = lanes if tier == "device" else None
-        return MemoryStore(nbytes, self._resources.ledger, f"{tier}/{kind}", on_device, pinned=lanes is not None)
+        on_device, account = lanes if tier == "device" else None, f"{tier}/{kind}"
+        return Buffer(nbytes, self._resources.ledger, on_device, account, lasting=True, pinned=lanes is not None)
 
     def open_on_disk(self, kind: str, nbytes: int) -> DiskStore:
         assert self._file is not None

@@ -16,7 +16,7 @@ from outsize.config import Config
 from outsize.move.codes import BLOCK
 from outsize.move.comm import Ranks
 from outsize.move.disk import dead_saves, free_bytes
-from outsize.move.shard import CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
+from outsize.move.store import CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.plan.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,

@@ -8,7 +8,8 @@ from typing import final
 import torch
 
 from outsize.move.memory import HostBuffer, copy, zero
-from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, StateArray, UnitShard
+from outsize.move.shard import StateArray, UnitShard
+from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES
 from outsize.optim.rules import split_master
 from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
 
@@ -32,7 +33,7 @@ class Weights:
         """Fill `out` (uint8, whole pages) with the bytes from `first`. Blocks."""
         shard = self._shard
         if shard.params is None:
-            shard.buffer.fetch(self._into(first, out.numel()), out).wait()
+            shard.buffer.read(self._into(first, out.numel()), out).wait()
         else:
             shard.params.read(first, out).wait()
 
@@ -43,7 +44,7 @@ class Weights:
         if shard.params is not None:
             shard.params.write(first, source).wait()
         if shard.buffer.resident:
-            shard.buffer.fill(self._into(first, source.numel()), source).wait()
+            shard.buffer.write(self._into(first, source.numel()), source).wait()
 
     def _into(self, first: int, nbytes: int) -> int:
         """Where in the gathered buffer these bytes lie."""

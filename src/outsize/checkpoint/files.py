@@ -17,7 +17,7 @@ from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.codes import BLOCK, decode
 from outsize.move.disk import naming as naming
-from outsize.move.generations import crc32c_of
+from outsize.move.generations import crc32c
 from outsize.move.memory import HostBuffer, memory_of
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
@@ -156,7 +156,7 @@ def file_record(path: Path) -> FileRecord:
         for start in range(0, nbytes, CHUNK_BYTES):
             content = slab.bytes[: min(CHUNK_BYTES, nbytes - start)]
             _read(fd, start, content, path)
-            sums.append(crc32c_of(content))
+            sums.append(crc32c(content))
     finally:
         os.close(fd)
     return FileRecord(nbytes, tuple(sums))
@@ -229,7 +229,7 @@ class DataReader:
             for at in sorted(numbers):
                 content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
                 _read(self._open[name], at * CHUNK_BYTES, content, path)
-                found = crc32c_of(content)
+                found = crc32c(content)
                 if found != record.sums[at]:
                     raise ValueError(
                         f"{path} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the checksum "

@@ -23,7 +23,8 @@ from outsize.checkpoint.regions import Region
 from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.values import decode, from_inline
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import DTYPES, SlotState, UnitShard
+from outsize.move.shard import SlotState, UnitShard
+from outsize.move.store import DTYPES
 from outsize.optim.rules import join_master
 from outsize.plan.layout import Slot
 

@@ -22,8 +22,8 @@ from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.move.codes import blocks_of
 from outsize.move.generations import ZERO_SUM, Generation, Generations, joined_sums, merged, sums_of
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
-from outsize.move.shard import DTYPES, MASTER, MASTER_DTYPE, StateArray, UnitShard
-from outsize.move.store import DiskStore, Store
+from outsize.move.shard import StateArray, UnitShard
+from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, DiskStore, Store
 from outsize.plan.layout import ArrayLayout, Slot, round_up
 
 WRITE_BYTES = 8 << 20

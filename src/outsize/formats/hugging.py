@@ -23,7 +23,8 @@ from outsize.checkpoint.files import naming, read_exactly, read_manifest
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
-from outsize.move.shard import DTYPES, UnitShard
+from outsize.move.shard import UnitShard
+from outsize.move.store import DTYPES
 from outsize.plan.layout import Slot
 
 MAX_HEADER_BYTES = 100_000_000

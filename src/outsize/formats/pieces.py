@@ -15,7 +15,8 @@ from outsize.checkpoint.files import DataReader
 from outsize.checkpoint.manifest import Manifest, ParameterRecord
 from outsize.checkpoint.peers import Cut
 from outsize.move.memory import COPIED_NUMEL
-from outsize.move.shard import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, StateArray, UnitShard
+from outsize.move.shard import StateArray, UnitShard
+from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES
 from outsize.move.transfer import Transfer
 from outsize.optim.rules import join_master
 from outsize.plan.layout import PAGE_ELEMENTS, Slot, page_range
@@ -82,7 +83,7 @@ def _read(
     first, nbytes = shard.param_layout.span(first_page, end_page)
     own = slab[:nbytes]
     if shard.params is None:
-        transfers = [shard.buffer.fetch(shard.buffer_span(first_page, end_page)[0], own)]
+        transfers = [shard.buffer.read(shard.buffer_span(first_page, end_page)[0], own)]
     else:
         transfers = [shard.params.read(first, own)]
     weight = own.view(DTYPES[slot.dtype])[low - first_page : high - first_page]

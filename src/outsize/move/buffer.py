@@ -1,11 +1,10 @@
-"""Memory that holds a unit's bytes: on the host, or on an accelerator where several streams use it."""
+"""Memory that holds a unit's bytes: the host's, or an accelerator's, where several streams use it."""
 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import final
 
@@ -13,6 +12,7 @@ import torch
 
 from outsize.move.device import EventTransfer, Lanes
 from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.store import Store
 from outsize.move.transfer import ARRIVED, Transfer
 
 # Note [Resized storage]
@@ -21,20 +21,45 @@ from outsize.move.transfer import ARRIVED, Transfer
 # memory]); on an accelerator the storage is resized to 0 and back. Either way the views stay what they are.
 
 
-class Buffer(ABC):
-    """`flat` (uint8 [nbytes]), which holds bytes only while `resident`, and then counts under `account`.
+@final
+class Buffer(Store):
+    """`flat` (uint8 [nbytes]), which holds bytes only while `resident`, and then counts under `account`. An
+    accelerator's memory has `lanes`: see Note [Streams].
 
     `values` are the same bytes, of which the parameters are views.
     """
 
-    def __init__(self, flat: torch.Tensor, values: torch.Tensor, ledger: Ledger, account: str) -> None:
-        self.nbytes = flat.numel()
-        self.flat = flat
-        self.values = values
+    def __init__(
+        self,
+        nbytes: int,
+        ledger: Ledger,
+        lanes: Lanes | None = None,
+        account: str = "device/resident",
+        lasting: bool = False,
+        pinned: bool = False,
+    ) -> None:
+        """A `lasting` one holds bytes at rest, zeros at first, until it is closed, and then ends with its last view;
+        `pinned`: an accelerator reads it."""
+        super().__init__(nbytes)
         self.resident = False
-        self._ledger = ledger
-        self._account = account
+        self._ledger, self._lanes, self._account, self._lasting = ledger, lanes, account, lasting
         self._known_views = 0
+        self._users: dict[int, torch.Stream] = {}  # by number: those that may have work with the memory in their queues
+        self._left: dict[int, torch.Event] = {}  # where the users of before have left it
+        self._sources: Transfer = ARRIVED  # when the last bytes that `write` was given have been read
+        if lanes is None:
+            self._memory = HostBuffer(nbytes, pinned)
+            self.flat = self._memory.bytes
+            self.values = alone(self.flat, self.flat)  # no transfer counts as a view of the values
+        else:
+            with self._incoming():
+                self.flat = self.values = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+            self._shrink()
+        if lasting:
+            self.materialize()
+            if lanes is not None:
+                with self.filling():
+                    self.flat.zero_()
 
     @cached_property
     def _storage(self) -> torch.UntypedStorage:
@@ -56,7 +81,9 @@ class Buffer(ABC):
 
     def materialize(self) -> None:
         if not self.resident:
-            self._grow()  # raises where the accelerator has no memory: then nothing has changed
+            if self._lanes is not None:  # raises where the accelerator has no memory: then nothing has changed
+                with self._incoming():
+                    self.flat.untyped_storage().resize_(self.nbytes)
             self.resident = True
             self._ledger.add(self._account, self.nbytes)
 
@@ -66,36 +93,82 @@ class Buffer(ABC):
             self._ledger.add(self._account, -self.nbytes)
             self._shrink()
 
-    @abstractmethod
-    def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        """Start to copy `source` (uint8, host memory) into the buffer at byte `first`."""
+    def _shrink(self) -> None:
+        if self._lanes is not None:
+            with self.filling():
+                self.flat.untyped_storage().resize_(0)
+        elif self._lasting:
+            self._memory.close()
+            self.flat = self.values = torch.empty(0, dtype=torch.uint8, device="cpu")
+            del self._memory
+        else:
+            self._memory.drop()
 
-    @abstractmethod
-    def fetch(self, first: int, out: torch.Tensor) -> Transfer:
-        """Start to copy the buffer's bytes from `first` into `out` (uint8, host memory)."""
+    def in_place(self, start: int, nbytes: int) -> torch.Tensor:
+        return self.flat[start : start + nbytes]
 
-    @abstractmethod
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        if self._lanes is None:
+            self.flat[start : start + source.numel()].copy_(source)
+        else:
+            with self.filling():
+                self.flat[start : start + source.numel()].copy_(source, non_blocking=True)
+            self._sources = EventTransfer(self._filled)
+        return self._sources
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        source = self.flat[start : start + out.numel()]
+        if self._lanes is None:
+            out.copy_(source)
+            return ARRIVED
+        outgoing = self._lanes.outgoing
+        outgoing.wait_event(self._filled)
+        for event in [*self._left.values(), *(stream.record_event() for stream in list(self._users.values()))]:
+            outgoing.wait_event(event)
+        return self._lanes.bring_home(source, out)
+
     def use(self) -> None:
-        """The current stream is about to read or write the buffer; never blocks the host."""
+        if self._lanes is not None:
+            stream = self._lanes.current()
+            if stream.stream_id not in self._users:
+                stream.wait_event(self._filled)
+                self._users[stream.stream_id] = stream
 
-    @abstractmethod
     def leave(self) -> None:
         """The streams that use the buffer were given the last of their work with it, for now."""
+        for number, stream in self._users.items():
+            self._left[number] = stream.record_event()
+        self._users.clear()
 
-    @abstractmethod
-    def filling(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def filling(self) -> Iterator[None]:
         """What is started in the block (a copy, a collective) writes into the buffer: after all that was started so
         before, and beside the computation."""
+        self._await_users()
+        with self._incoming():
+            yield
 
-    @abstractmethod
     def await_sources(self) -> None:
-        """Block until nothing is read any more that `fill` was given."""
+        """Block until nothing is read any more that `write` was given."""
+        self._sources.wait()
+        self._sources = ARRIVED
 
-    @abstractmethod
-    def _grow(self) -> None: ...
+    @contextmanager
+    def _incoming(self) -> Iterator[None]:
+        """On the stream on which bytes come in. What is started in the block comes before anybody's use."""
+        if self._lanes is None:
+            yield
+            return
+        with self._lanes.on(self._lanes.incoming):
+            yield
+            self._filled = self._lanes.incoming.record_event()
 
-    @abstractmethod
-    def _shrink(self) -> None: ...
+    def _await_users(self) -> None:
+        if self._lanes is not None:
+            self.leave()
+            for event in self._left.values():
+                self._lanes.incoming.wait_event(event)
+            self._left.clear()
 
 
 def _references(storage: torch.UntypedStorage) -> int:
@@ -114,117 +187,3 @@ def alone(value: torch.Tensor, owner: object) -> torch.Tensor:
     storage = torch._C._construct_storage_from_data_pointer(value.data_ptr(), value.device, nbytes)
     own = torch.empty(0, dtype=value.dtype, device=value.device)
     return own.set_(storage, 0, value.size(), value.stride())
-
-
-@final
-class MemoryBuffer(Buffer):
-    """Host memory. A `lasting` one is pinned where an accelerator reads it, and ends with its last view."""
-
-    def __init__(self, nbytes: int, ledger: Ledger, account: str, lasting: bool = False, pinned: bool = False) -> None:
-        self._memory = HostBuffer(nbytes, pinned)
-        self._lasting = lasting
-        flat = self._memory.bytes
-        super().__init__(flat, alone(flat, flat), ledger, account)  # no transfer counts as a view of the values
-
-    def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        self.flat[first : first + source.numel()].copy_(source)
-        return ARRIVED
-
-    def fetch(self, first: int, out: torch.Tensor) -> Transfer:
-        out.copy_(self.flat[first : first + out.numel()])
-        return ARRIVED
-
-    def use(self) -> None:
-        return
-
-    def leave(self) -> None:
-        return
-
-    def filling(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def await_sources(self) -> None:
-        return
-
-    def _grow(self) -> None:
-        return  # pages appear when they are touched
-
-    def _shrink(self) -> None:
-        if self._lasting:
-            self._memory.close()
-        else:
-            self._memory.drop()
-
-
-@final
-class AcceleratorBuffer(Buffer):
-    """An accelerator's memory. See Note [Streams]."""
-
-    def __init__(self, nbytes: int, ledger: Ledger, lanes: Lanes, account: str = "device/resident") -> None:
-        self._lanes = lanes
-        self._users: dict[int, torch.Stream] = {}  # by number: those that may have work with the memory in their queues
-        self._left: dict[int, torch.Event] = {}  # where the users of before have left it
-        self._filling: EventTransfer | None = None  # of what `fill` was given
-        with lanes.on(lanes.incoming):
-            flat = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
-            self._filled = lanes.incoming.record_event()  # what comes before anybody's use
-        super().__init__(flat, flat, ledger, account)
-        self._shrink()
-
-    def fill(self, first: int, source: torch.Tensor) -> Transfer:
-        with self.filling():
-            self.flat[first : first + source.numel()].copy_(source, non_blocking=True)
-        self._filling = EventTransfer(self._filled)
-        return self._filling
-
-    def fetch(self, first: int, out: torch.Tensor) -> Transfer:
-        outgoing = self._lanes.outgoing
-        outgoing.wait_event(self._filled)
-        for event in [*self._left.values(), *(stream.record_event() for stream in list(self._users.values()))]:
-            outgoing.wait_event(event)
-        return self._lanes.bring_home(self.flat[first : first + out.numel()], out)
-
-    def use(self) -> None:
-        stream = self._lanes.current()
-        if stream.stream_id not in self._users:
-            stream.wait_event(self._filled)
-            self._users[stream.stream_id] = stream
-
-    def leave(self) -> None:
-        for number, stream in self._users.items():
-            self._left[number] = stream.record_event()
-        self._users.clear()
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        self._await_users()
-        with self._lanes.on(self._lanes.incoming):
-            yield
-            self._filled = self._lanes.incoming.record_event()
-
-    def await_sources(self) -> None:
-        if self._filling is not None:
-            self._filling.wait()
-            self._filling = None
-
-    def _grow(self) -> None:
-        # Resize, don't reallocate: autograd saved views. See Note [Resized storage].
-        with self._lanes.on(self._lanes.incoming):
-            self.flat.untyped_storage().resize_(self.nbytes)
-            self._filled = self._lanes.incoming.record_event()
-
-    def _shrink(self) -> None:
-        self._await_users()
-        with self._lanes.on(self._lanes.incoming):
-            self.flat.untyped_storage().resize_(0)
-
-    def _await_users(self) -> None:
-        self.leave()
-        for event in self._left.values():
-            self._lanes.incoming.wait_event(event)
-        self._left.clear()
-
-
-def open_buffer(nbytes: int, ledger: Ledger, lanes: Lanes | None, account: str = "device/resident") -> Buffer:
-    """The kind of buffer that the device needs; an accelerator has `lanes`."""
-    return MemoryBuffer(nbytes, ledger, account) if lanes is None else AcceleratorBuffer(nbytes, ledger, lanes, account)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -26,19 +25,15 @@ MAX_STARTED = 6
 """Steps whose reads may be on their way at once; staging usually admits fewer."""
 
 
-class Step(ABC):
-    """One chunk's way through the conveyor."""
+@final
+@dataclass(eq=False)
+class Step:
+    """One chunk's way through the conveyor. `begin` gets so many `slabs` of the staging arena and starts the reads.
+    Once they are in place `finish` does the work and starts the writes; the slabs stay taken until these are done."""
 
+    begin: Callable[[list[torch.Tensor]], Sequence[Transfer]] = lambda slabs: ()
+    finish: Callable[[], Sequence[Transfer]] = lambda: ()
     slabs: int = 0
-    """Staging slabs that the step needs."""
-
-    @abstractmethod
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        """Start the reads; `finish` is called when they are all in place."""
-
-    @abstractmethod
-    def finish(self) -> Sequence[Transfer]:
-        """Do the work and start the writes; the slabs stay taken until these are done."""
 
 
 @final

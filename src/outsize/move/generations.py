@@ -44,13 +44,10 @@ def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
         _native.page_sums(content.data_ptr(), content.numel(), PAGE_BYTES, out.data_ptr())
 
 
-def crc32c(content: bytes) -> int:
-    """The CRC-32C of these bytes."""
-    return crc32c_of(torch.frombuffer(bytearray(content), dtype=torch.uint8)) if content else 0
-
-
-def crc32c_of(content: torch.Tensor) -> int:
-    """The CRC-32C of a tensor's bytes."""
+def crc32c(content: torch.Tensor | bytes) -> int:
+    """The CRC-32C of these bytes, or of a tensor's."""
+    if isinstance(content, bytes):
+        content = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0)
     if not content.numel():
         return 0
     data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -10,17 +10,13 @@ from typing import final
 
 import torch
 
-from outsize.move.conveyor import Job, Step
+from outsize.move.conveyor import Job
 from outsize.move.grad_ops import GradOps, accumulate_, wide_dtype
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.outbox import Outbox
-from outsize.move.store import DiskStore, Store
+from outsize.move.store import DTYPES, OWN_BYTES, STATE_BYTES, DiskStore, Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
-
-_OWN = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_WIDE = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
-_TORCH = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @final
@@ -41,8 +37,8 @@ class GradShard:
         self.in_memory = False
         self.at_rest: set[str] = set()
         self._used = {index for index, segment in enumerate(layout.segments) if segment.trainable}
-        self._own = array_layout(layout, _OWN)
-        self._wide = array_layout(layout, _WIDE)
+        self._own = array_layout(layout, OWN_BYTES)
+        self._wide = array_layout(layout, STATE_BYTES)
         self._ledger = ledger
         self._flat = HostBuffer(self._wide.nbytes)
         self._places: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}  # of each gradient, as they are wide
@@ -80,7 +76,7 @@ class GradShard:
             self.store.read(first, out).wait()
 
     def dtype(self, slot: Slot) -> torch.dtype:
-        own = _TORCH[slot.dtype]
+        own = DTYPES[slot.dtype]
         return wide_dtype(own) if self.wide else own
 
     def span(self, start: int, end: int) -> tuple[int, int]:
@@ -220,6 +216,8 @@ class GradShard:
 
     def close(self) -> None:
         self.drop()
+        if self.store is not None:
+            self.store.drop()
         if self._norms is not None:
             self._norms.close()
             self._norms = None
@@ -248,17 +246,3 @@ class GradShard:
     def _count(self, nbytes: int) -> None:
         self._ledger.add(self._account, nbytes - self._counted)
         self._counted = nbytes
-
-
-@final
-class WriteGradsStep(Step):
-    """A unit's gradients on their way to disk."""
-
-    def __init__(self, grads: GradShard) -> None:
-        self._grads = grads
-
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        return ()
-
-    def finish(self) -> Sequence[Transfer]:
-        return self._grads.write()

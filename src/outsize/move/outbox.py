@@ -27,22 +27,12 @@ Leaving = tuple[torch.Tensor | None, Callable[[], None]]
 """A piece of a gradient on its way, which must live until it was copied, and what lays it to rest."""
 
 
-@final
-class LandStep(Step):
-    """Puts what has arrived in the ring where it rests."""
-
-    def __init__(self, arrived: Transfer, pieces: list[Leaving]) -> None:
-        self._arrived = arrived
-        self._pieces = pieces
-
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        return [self._arrived]
-
-    def finish(self) -> Sequence[Transfer]:
-        for _, land in self._pieces:
-            land()
-        self._pieces.clear()
-        return ()
+def _land_all(pieces: list[Leaving]) -> Sequence[Transfer]:
+    """Put what has arrived in the ring where it rests."""
+    for _, land in pieces:
+        land()
+    pieces.clear()
+    return ()
 
 
 def _land(
@@ -94,7 +84,8 @@ class Outbox:
     def dispatch(self) -> None:
         """Let the conveyor have what was sent."""
         if self._pieces:
-            self._steps.append(LandStep(self._lanes.sent(), self._pieces))
+            sent = self._lanes.sent()
+            self._steps.append(Step(lambda _: [sent], partial(_land_all, self._pieces)))
             conveyor = self._conveyor()
             assert conveyor is not None, "the model of these gradients is gone"
             conveyor.submit(self._open)

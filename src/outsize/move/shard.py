@@ -20,7 +20,7 @@ from outsize.move.generations import Generations
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.store import DiskStore, Store
+from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, OWN_BYTES, SCALE_BYTES, STATE_DTYPES, DiskStore, Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import (
     PAGE_ELEMENTS,
@@ -33,20 +33,6 @@ from outsize.plan.layout import (
 )
 from outsize.plan.placement import UnitTiers
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The parameter dtypes that can be trained, by the name that layouts use."""
-
-OWN_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-STATE_DTYPES = DTYPES | {"bfloat16": torch.float32, "float16": torch.float32}
-STATE_BYTES = {name: dtype.itemsize for name, dtype in STATE_DTYPES.items()}
-MASTER = "master"
-MASTER_DTYPE = {"bfloat16": torch.int16, "float16": torch.float32}
-MASTER_BYTES = {name: dtype.itemsize for name, dtype in MASTER_DTYPE.items()}
-"""What completes a 16-bit parameter to its fp32 master: the 16-bit rest of a bf16 one, the master itself of an fp16
-one (DESIGN.md, "Exact state in 12 bytes")."""
-
-CODE_BYTES = {"float32": 1, "float64": 8, "bfloat16": 1, "float16": 1}  # float64 stays exact
-SCALE_BYTES = {"float32": 4, "bfloat16": 4, "float16": 4}
 READ_NUMEL = 1 << 21
 """Elements of one plain read step: large requests keep the drive busy, and the end of a unit comes soon."""
 
@@ -253,7 +239,7 @@ class UnitShard:
             source = self.params.in_place(*self.param_layout.span(segment.start, segment.end))
             if source is None:
                 return False
-            self.buffer.fill(self.buffer_span(segment.start, segment.end)[0], source)
+            self.buffer.write(self.buffer_span(segment.start, segment.end)[0], source)
         return True
 
     def param(self, name: str) -> torch.Tensor:
@@ -344,7 +330,7 @@ class UnitShard:
             content = self.buffer.flat[first : first + nbytes]
             if self.device.type != "cpu":
                 content = HostBuffer(nbytes).bytes
-                self.buffer.fetch(first, content).wait()
+                self.buffer.read(first, content).wait()
             self.params.write(segment.byte_start, content).wait()
 
     def segment_at(self, element: int) -> Segment:
@@ -366,11 +352,9 @@ class UnitShard:
     def close(self) -> None:
         self.views.clear()
         for store in self.lasting_stores():
-            store.close()
+            store.drop()
         for grads in self.grad_shards:
             grads.close()
-            if grads.store is not None:
-                grads.store.close()
         self.buffer.drop()
 
 
@@ -379,37 +363,30 @@ def _bytes_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to("cpu", dtype).reshape(-1).contiguous().view(torch.uint8)
 
 
-@final
-class ReadStep(Step):
+def read_step(shard: UnitShard, start: int, end: int) -> Step:
     """Parameters on their way from their store into the gathered buffer."""
+    params, buffer = shard.params, shard.buffer
+    assert params is not None
+    (first, nbytes), (into, _) = shard.param_layout.span(start, end), shard.buffer_span(start, end)
+    if shard.device.type == "cpu":  # straight into place
+        return Step(lambda _: [params.read(first, buffer.flat[into : into + nbytes])])
+    source = params.in_place(first, nbytes)
+    taken: list[torch.Tensor] = []
 
-    def __init__(self, shard: UnitShard, start: int, end: int) -> None:
-        assert shard.params is not None
-        self._params = shard.params
-        self._buffer = shard.buffer
-        self._first, self._nbytes = shard.param_layout.span(start, end)
-        self._into = shard.buffer_span(start, end)[0]
-        self._on_host = shard.device.type == "cpu"
-        self._source = None if self._on_host else self._params.in_place(self._first, self._nbytes)
-        self.slabs = int(not self._on_host and self._source is None)
+    def begin(slabs: list[torch.Tensor]) -> Sequence[Transfer]:
+        taken.append(slabs[0][:nbytes])
+        return [params.read(first, taken[0])]
 
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        if self._on_host:  # straight into place
-            return [self._params.read(self._first, self._buffer.flat[self._into : self._into + self._nbytes])]
-        if self._source is not None:
-            return ()
-        self._source = slabs[0][: self._nbytes]
-        return [self._params.read(self._first, self._source)]
+    def fill() -> Sequence[Transfer]:
+        assert source is not None
+        buffer.write(into, source)
+        return ()  # memory at rest is waited for before it changes
 
-    def finish(self) -> Sequence[Transfer]:
-        if self._source is None:
-            return ()
-        filling = self._buffer.fill(self._into, self._source)
-        return [filling] if self.slabs else ()  # memory at rest is waited for before it changes
+    return Step(begin, lambda: [buffer.write(into, taken[0])], 1) if source is None else Step(finish=fill)
 
 
 @final
-class GatherStep(Step):
+class Gathering:
     """The parts of the other ranks on their way into the gathered buffer, of which this rank's part is in place."""
 
     def __init__(self, shard: UnitShard, ranks: Ranks) -> None:
@@ -418,10 +395,8 @@ class GatherStep(Step):
         self._turns = [ranks.turn_to_gather(shard.layout.index, segment.numel) for segment in shard.whole.segments]
         self._going: list[Transfer] = []
 
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        return ()
-
-    def finish(self) -> Sequence[Transfer]:
+    def start(self) -> Sequence[Transfer]:
+        """As the last step of what brings this rank's part."""
         with self._shard.buffer.filling():  # behind the copies of this rank's part
             segments = zip(self._shard.buffer_segments(), self._shard.whole.segments, self._turns, strict=True)
             for flat, segment, turn in segments:
@@ -446,7 +421,7 @@ def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:
     """The plain fetch of a unit: its store into its gathered buffer."""
     for segment in shard.layout.segments:
         for start, end in chunk_ranges(segment, read_numel(shard, segment.itemsize, slab_bytes)):
-            yield ReadStep(shard, start, end)
+            yield read_step(shard, start, end)
 
 
 def read_numel(shard: UnitShard, itemsize: int, slab_bytes: int) -> int:

@@ -7,12 +7,25 @@ from typing import final
 
 import torch
 
-from outsize.move.buffer import AcceleratorBuffer, Buffer, MemoryBuffer
-from outsize.move.device import Lanes
 from outsize.move.generations import Generations
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The parameter dtypes that can be trained, by the name that layouts use."""
+
+OWN_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+STATE_DTYPES = DTYPES | {"bfloat16": torch.float32, "float16": torch.float32}
+STATE_BYTES = {name: dtype.itemsize for name, dtype in STATE_DTYPES.items()}
+MASTER = "master"
+MASTER_DTYPE = {"bfloat16": torch.int16, "float16": torch.float32}
+MASTER_BYTES = {name: dtype.itemsize for name, dtype in MASTER_DTYPE.items()}
+"""What completes a 16-bit parameter to its fp32 master: the 16-bit rest of a bf16 one, the master itself of an fp16
+one (DESIGN.md, "Exact state in 12 bytes")."""
+
+CODE_BYTES = {"float32": 1, "float64": 8, "bfloat16": 1, "float16": 1}  # float64 stays exact
+SCALE_BYTES = {"float32": 4, "bfloat16": 4, "float16": 4}
 
 
 class Store(ABC):
@@ -27,7 +40,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out` (uint8, host memory) with the bytes from `start`."""
+        """Start to copy the bytes from `start` into `out` (uint8, host memory)."""
 
     @abstractmethod
     def write(self, start: int, source: torch.Tensor) -> Transfer:
@@ -35,10 +48,10 @@ class Store(ABC):
 
     @abstractmethod
     def use(self) -> None:
-        """The current stream is about to work with the bytes in place."""
+        """The current stream is about to work with the bytes in place; never blocks the host."""
 
     @abstractmethod
-    def close(self) -> None:
+    def drop(self) -> None:
         """Give back what the store holds; safe to repeat."""
 
     def view(self, start: int, nbytes: int) -> torch.Tensor | None:
@@ -63,47 +76,6 @@ class Store(ABC):
         first, content = self.pages(start, source.numel())
         content[start - first : start - first + source.numel()].copy_(source)
         self.write(first, content).wait()
-
-
-@final
-class MemoryStore(Store):
-    """Bytes at rest in host memory, or in an accelerator's, which has `lanes`."""
-
-    def __init__(
-        self, nbytes: int, ledger: Ledger, account: str, lanes: Lanes | None = None, pinned: bool = False
-    ) -> None:
-        super().__init__(nbytes)
-        self._buffer: Buffer | None
-        if lanes is None:
-            self._buffer = MemoryBuffer(nbytes, ledger, account, lasting=True, pinned=pinned)
-            self._buffer.materialize()
-        else:
-            self._buffer = AcceleratorBuffer(nbytes, ledger, lanes, account)
-            self._buffer.materialize()
-            with self._buffer.filling():
-                self._buffer.flat.zero_()
-
-    @property
-    def buffer(self) -> Buffer:
-        assert self._buffer is not None, "the store is closed"
-        return self._buffer
-
-    def in_place(self, start: int, nbytes: int) -> torch.Tensor:
-        return self.buffer.flat[start : start + nbytes]
-
-    def use(self) -> None:
-        self.buffer.use()
-
-    def read(self, start: int, out: torch.Tensor) -> Transfer:
-        return self.buffer.fetch(start, out)
-
-    def write(self, start: int, source: torch.Tensor) -> Transfer:
-        return self.buffer.fill(start, source)
-
-    def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.drop()
-            self._buffer = None
 
 
 @final
@@ -139,5 +111,5 @@ class DiskStore(Store):
     def write(self, start: int, source: torch.Tensor) -> Transfer:
         return self.file.write(self.base + start, source)
 
-    def close(self) -> None:
+    def drop(self) -> None:
         self.hold(0)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import torch
@@ -15,22 +16,8 @@ from outsize.move.conveyor import Step
 from outsize.move.generations import Generations
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import (
-    DTYPES,
-    MASTER,
-    MASTER_BYTES,
-    OWN_BYTES,
-    READ_NUMEL,
-    STATE_BYTES,
-    Pending,
-    ReadStep,
-    Scales,
-    SlotState,
-    SlotUpdate,
-    UnitShard,
-    read_numel,
-)
-from outsize.move.store import Store
+from outsize.move.shard import READ_NUMEL, Pending, Scales, SlotState, SlotUpdate, UnitShard, read_numel, read_step
+from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, STATE_BYTES, Store
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.plan.layout import (
@@ -128,24 +115,25 @@ class ChunkUpdater:
         for file in turning:
             file.begin_turn()
         if shard.updates_on_device:
-            yield DeviceUpdateStep(self, shard, pending, fetch)
+            yield Step(finish=partial(_update_on_device, self, shard, pending, fetch))
             return
         if moving:
-            yield GatherScalesStep(moving)
+            yield Step(lambda _: _gather_scales(moving))
         for segment in shard.layout.segments:
             plain = read_numel(shard, segment.itemsize, self._slab_bytes)
             position = segment.start
             for low, high in self._owed_ranges(shard, segment, pending):
                 if fetch:
                     yield from _reads(shard, position, low, plain)
-                yield UpdateStep(self, shard, pending, low, high, fetch)
+                update = ChunkUpdate(self, shard, pending, low, high, fetch)
+                yield Step(update.begin, update.finish, update.slabs)
                 position = high
             if fetch:
                 yield from _reads(shard, position, segment.end, plain)
         if moving:
-            yield ReturnScalesStep(moving)
+            yield Step(finish=partial(_return_scales, moving, []))
         if turning:
-            yield EndTurnStep(turning)
+            yield Step(finish=partial(_end_turns, turning))
         for name, owed in pending.items():
             if not shard.slots[name].numel:
                 self._update_empty(shard, shard.slots[name], owed)
@@ -253,7 +241,7 @@ def update_threads() -> int:
 
 def _reads(shard: UnitShard, start: int, end: int, numel: int) -> Iterator[Step]:
     for low in range(start, end, numel):
-        yield ReadStep(shard, low, min(low + numel, end))
+        yield read_step(shard, low, min(low + numel, end))
 
 
 def _arrays_in_memory(shard: UnitShard, slot: Slot) -> dict[str, torch.Tensor]:
@@ -276,95 +264,58 @@ def _view_arrays(shard: UnitShard, slot: Slot) -> dict[str, torch.Tensor]:
     return views
 
 
-@final
-class GatherScalesStep(Step):
-    """The scales of a unit's compact arrays on their way into memory."""
-
-    def __init__(self, scales: Sequence[Scales]) -> None:
-        self._scales = scales
-
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        reads = []
-        for each in self._scales:
-            each.gathered = HostBuffer(each.layout.nbytes)
-            reads.append(each.store.read(0, each.gathered.bytes))
-        return reads
-
-    def finish(self) -> Sequence[Transfer]:
-        return ()
+def _gather_scales(scales: Sequence[Scales]) -> Sequence[Transfer]:
+    """Start to bring the scales of a unit's compact arrays into memory."""
+    reads = []
+    for each in scales:
+        each.gathered = HostBuffer(each.layout.nbytes)
+        reads.append(each.store.read(0, each.gathered.bytes))
+    return reads
 
 
-@final
-class ReturnScalesStep(Step):
-    """The scales of a unit's compact arrays on their way back."""
-
-    def __init__(self, scales: Sequence[Scales]) -> None:
-        self._scales = scales
-        self._leaving: list[HostBuffer] = []  # they must live until they are written
-
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        return ()
-
-    def finish(self) -> Sequence[Transfer]:
-        writes = []
-        for each in self._scales:
-            assert each.gathered is not None
-            writes.append(each.store.write(0, each.gathered.bytes))
-            self._leaving.append(each.gathered)
-            each.gathered = None
-        return writes
+def _return_scales(scales: Sequence[Scales], leaving: list[HostBuffer]) -> Sequence[Transfer]:
+    """Start to write them back; what is `leaving` must live until it is written."""
+    writes = []
+    for each in scales:
+        assert each.gathered is not None
+        writes.append(each.store.write(0, each.gathered.bytes))
+        leaving.append(each.gathered)
+        each.gathered = None
+    return writes
 
 
-@final
-class EndTurnStep(Step):
-    """The last step of an update that leaves frozen files as they are. See Note [Generations]."""
-
-    def __init__(self, files: Sequence[Generations]) -> None:
-        self._files = files
-
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        return ()
-
-    def finish(self) -> Sequence[Transfer]:
-        for file in self._files:  # every earlier step has read what it needs and begun to write what it has
-            file.end_turn()
-        return ()
+def _end_turns(files: Sequence[Generations]) -> Sequence[Transfer]:
+    """The last step of an update that leaves frozen files as they are: every earlier one has read what it needs and
+    begun to write what it has. See Note [Generations]."""
+    for file in files:
+        file.end_turn()
+    return ()
 
 
-@final
-class DeviceUpdateStep(Step):
+def _update_on_device(updater: ChunkUpdater, shard: UnitShard, pending: Pending, fetch: bool) -> Sequence[Transfer]:
     """The whole update of a unit on an accelerator, on the stream that fills its buffer. With several ranks this rank's
     part, which the others gather behind it."""
+    with shard.buffer.filling():
+        shard.use()
+        for owed in pending.values():
+            if owed.loose is not None and shard.lanes is not None:
+                owed.loose.record_stream(shard.lanes.incoming)
+        for mine, gathered in _parts(shard) if fetch else ():
+            gathered.copy_(mine)
+        updater.update_in_place(shard, pending)
+        for mine, gathered in _parts(shard):
+            mine.copy_(gathered)
+    return ()
 
-    def __init__(self, updater: ChunkUpdater, shard: UnitShard, pending: Pending, fetch: bool) -> None:
-        self._updater, self._shard, self._pending, self._fetch = updater, shard, pending, fetch
 
-    def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
-        return ()
-
-    def finish(self) -> Sequence[Transfer]:
-        shard = self._shard
-        with shard.buffer.filling():
-            shard.use()
-            for owed in self._pending.values():
-                if owed.loose is not None and shard.lanes is not None:
-                    owed.loose.record_stream(shard.lanes.incoming)
-            for mine, gathered in self._parts() if self._fetch else ():
-                gathered.copy_(mine)
-            self._updater.update_in_place(shard, self._pending)
-            for mine, gathered in self._parts():
-                mine.copy_(gathered)
-        return ()
-
-    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What rests here of the parameters and its place in the buffer, where these are two."""
-        shard = self._shard
-        if shard.params is None:
-            return
-        for segment in shard.layout.segments:
-            mine = shard.params.in_place(*shard.param_layout.span(segment.start, segment.end))
-            assert mine is not None
-            yield mine, shard.param_bytes(segment.start, segment.end)
+def _parts(shard: UnitShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What rests here of the parameters and its place in the buffer, where these are two."""
+    if shard.params is None:
+        return
+    for segment in shard.layout.segments:
+        mine = shard.params.in_place(*shard.param_layout.span(segment.start, segment.end))
+        assert mine is not None
+        yield mine, shard.param_bytes(segment.start, segment.end)
 
 
 # Note [Whole parameters]
@@ -373,7 +324,7 @@ class DeviceUpdateStep(Step):
 
 
 @final
-class UpdateStep(Step):
+class ChunkUpdate:
     """One chunk of a unit's update. Arrays in host memory are updated where they are, the others pass through slabs."""
 
     def __init__(
@@ -475,7 +426,7 @@ class UpdateStep(Step):
         slab = self._take(nbytes)
         self._bytes["params"] = slab
         if shard.params is None or not self._fetch:
-            return [shard.buffer.fetch(into, slab)]
+            return [shard.buffer.read(into, slab)]
         return [shard.params.read(first, slab)]
 
     def finish(self) -> Sequence[Transfer]:
@@ -558,6 +509,6 @@ class UpdateStep(Step):
             writes.append(shard.params.write(first, self._bytes["params"]))
         if shard.device.type != "cpu":
             into = shard.buffer_span(self._start, self._end)[0]
-            filling = shard.buffer.fill(into, self._bytes["params"])
+            filling = shard.buffer.write(into, self._bytes["params"])
             writes += [filling] if staged else []
         return writes

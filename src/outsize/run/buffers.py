@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, give_back_pages
-from outsize.move.shard import DTYPES
+from outsize.move.store import DTYPES
 from outsize.plan.layout import UnitLayout, round_up
 
 TAKEN, KEPT = "device/whole gradients", "device/kept buffers"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from outsize.move.comm import Going
-from outsize.move.shard import DTYPES, UnitShard
+from outsize.move.shard import UnitShard
+from outsize.move.store import DTYPES
 from outsize.run.buffers import collecting_dtype, collecting_sizes, unused
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 
-from outsize.move.conveyor import Conveyor, Job
+from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, vector_norms
-from outsize.move.gradients import GradShard, WriteGradsStep
+from outsize.move.gradients import GradShard
 from outsize.move.shard import SlotUpdate
 from outsize.plan.layout import Slot
 from outsize.run.unit import Unit
@@ -225,7 +225,7 @@ class RestingPlace:
 
     def _start_writing(self, shard: GradShard) -> None:
         self._dirty = False
-        self._writing = self._unit.submit(self._conveyor, iter([WriteGradsStep(shard)]))
+        self._writing = self._unit.submit(self._conveyor, iter([Step(finish=shard.write)]))
 
     def _await_writing(self) -> None:
         if self._writing is not None:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from outsize.move.shard import MASTER
+from outsize.move.store import MASTER
 from outsize.optim.update import ChunkUpdater
 from outsize.plan.layout import Slot
 from outsize.run.entry import StateEntry

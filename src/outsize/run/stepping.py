@@ -8,7 +8,8 @@ from typing import Any, final
 
 import torch
 
-from outsize.move.shard import MASTER, Pending, SlotUpdate
+from outsize.move.shard import Pending, SlotUpdate
+from outsize.move.store import MASTER
 from outsize.optim.update import ChunkUpdater
 from outsize.run.finite import check_finite, not_finite
 from outsize.run.grads import RestingGrad

@@ -14,7 +14,7 @@ import torch
 
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
-from outsize.move.shard import GatherStep, Pending, UnitShard, read_steps
+from outsize.move.shard import Gathering, Pending, UnitShard, read_steps
 from outsize.optim.update import ChunkUpdater
 from outsize.run.local import is_distributed
 
@@ -62,7 +62,7 @@ class Unit:
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # what the open unit's parameters were
         self._parts: dict[str, torch.Tensor] = {}
         self._job: Job | None = None
-        self._gather: GatherStep | None = None  # at the end of the job
+        self._gather: Gathering | None = None  # at the end of the job
 
     @property
     def nbytes(self) -> int:
@@ -124,8 +124,8 @@ class Unit:
         else:
             steps = read_steps(self.shard, slab_bytes)
         if self._ranks is not None:
-            self._gather = GatherStep(self.shard, self._ranks)
-            steps = chain(steps, [self._gather])
+            self._gather = Gathering(self.shard, self._ranks)
+            steps = chain(steps, [Step(finish=self._gather.start)])
         self._job = conveyor.submit(Job(steps, after=self._unwritten()), light=self._is_light(updater))
         self.state = Residency.FETCHING
 
@@ -156,8 +156,8 @@ class Unit:
         """Start to bring the parts of the other ranks in anew; RESIDENT -> FETCHING."""
         self._expect(Residency.RESIDENT)
         assert self._ranks is not None
-        self._gather = GatherStep(self.shard, self._ranks)
-        self._job = conveyor.submit(Job(iter([self._gather]), after=self._unwritten()))
+        self._gather = Gathering(self.shard, self._ranks)
+        self._job = conveyor.submit(Job([Step(finish=self._gather.start)], after=self._unwritten()))
         self.state = Residency.FETCHING
 
     def arrive(self) -> None:
