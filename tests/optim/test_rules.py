@@ -78,9 +78,10 @@ class Weight:
         return cls(rule, param, master, states, scales, SlotState())
 
     def step(self, grad: Tensor, hyper: dict[str, object], ops: GradOps | None = None, piece: int = 320) -> None:
+        after: dict[str, object] = {}
         for at in range(0, grad.numel(), piece):
             own = slice(at, at + piece)
-            self.rule.apply(
+            after = self.rule.apply(
                 Piece(
                     self.param[own],
                     None if self.master is None else self.master[own],
@@ -93,8 +94,7 @@ class Weight:
                     {name: each[at // 64 : (at + piece) // 64] for name, each in self.scales.items()},
                 )
             )
-        assert self.state.next_scalars is not None
-        self.state = SlotState(self.state.next_scalars, initialised=True)
+        self.state = SlotState(after, initialised=True)
 
     def whole(self) -> Tensor:
         return self.param if self.master is None else join_master(self.param, self.master)
@@ -268,9 +268,8 @@ def test_states_that_come_from_a_checkpoint_go_where_the_parameter_is() -> None:
     rule = StreamedRule(Averaged([torch.zeros(4, 3, requires_grad=True)], {}))
     param, grad = torch.empty(4, 3, device=accelerator), torch.empty(4, 3, device=accelerator)
     state = SlotState({"step": torch.ones(()), "rows": torch.ones(4)}, initialised=True)
-    rule.apply(Piece(param, None, {}, grad, GradOps(), {}, state))
-    assert state.next_scalars is not None
-    places = {name: value.device for name, value in state.next_scalars.items() if isinstance(value, Tensor)}
+    after = rule.apply(Piece(param, None, {}, grad, GradOps(), {}, state))
+    places = {name: value.device for name, value in after.items() if isinstance(value, Tensor)}
     assert places == {"step": torch.device("cpu"), "rows": accelerator}
 
 

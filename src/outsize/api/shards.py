@@ -128,7 +128,7 @@ class Shards:
         except BaseException:
             shard.tiers = before
             raise
-        shard.views.clear()
+        shard.known.clear()
         shard.has_late_room = True
         for slot in shard.slots.values():
             master = shard.array(MASTER, slot)

@@ -5,9 +5,9 @@ Here the rooms `run`, `optim` and `checkpoint` meet: they know units by their sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -47,17 +47,25 @@ class Scales:
         self.gathered: HostBuffer | None = None  # while an update runs on a store that the CPU cannot reach
 
     def part(self, start: int, end: int) -> torch.Tensor:
-        """The scales of the elements [start, end), fp32, in memory."""
+        """The scales of the elements [start, end), fp32, in memory or on an accelerator."""
         first, nbytes = self.layout.span(start, end)
         if self.gathered is not None:
             return self.gathered.bytes[first : first + nbytes].view(torch.float32)
-        return self.in_place(start, end)
-
-    def in_place(self, start: int, end: int) -> torch.Tensor:
-        """As `part`, on whatever memory holds them, an accelerator's included."""
-        view = self.store.in_place(*self.layout.span(start, end))
+        view = self.store.in_place(first, nbytes)
         assert view is not None, "the scales are not in memory"
         return view.view(torch.float32)
+
+    def gather(self) -> Transfer:
+        """Start to bring all of them into memory."""
+        self.gathered = HostBuffer(self.layout.nbytes)
+        return self.store.read(0, self.gathered.bytes)
+
+    def give_back(self, kept: list[HostBuffer]) -> Transfer:
+        """Start to write what was gathered, which must live in `kept` until it is written."""
+        assert self.gathered is not None
+        kept.append(self.gathered)
+        self.gathered = None
+        return self.store.write(0, kept[-1].bytes)
 
 
 @final
@@ -128,14 +136,12 @@ class SlotUpdate:
     """What the optimizer's rule reads beside the hyper-parameters."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SlotState:
     """The optimizer's per-parameter values that are not per element: the step count and its like."""
 
     scalars: dict[str, object] = field(default_factory=dict)
     initialised: bool = False
-    next_scalars: dict[str, object] | None = None
-    """The values after the step that is under way; they replace `scalars` when all chunks have run."""
 
 
 Pending = dict[str, SlotUpdate]
@@ -167,7 +173,7 @@ class UnitShard:
     has_late_room: bool = False  # whether there is room for the state of frozen parameters too
     slot_states: dict[str, SlotState] = field(default_factory=dict)
     hold: Callable[[], None] | None = None  # blocks until nobody needs the bytes in memory as they are
-    views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # of arrays in memory; see the update
+    known: dict[Hashable, Any] = field(default_factory=dict)  # to the update, of these stores
 
     def __post_init__(self) -> None:
         self.param_layout = array_layout(self.layout, OWN_BYTES)
@@ -350,7 +356,7 @@ class UnitShard:
         return list(dict.fromkeys(store.file for store in self.lasting_stores() if isinstance(store, DiskStore)))
 
     def close(self) -> None:
-        self.views.clear()
+        self.known.clear()
         for store in self.lasting_stores():
             store.drop()
         for grads in self.grad_shards:

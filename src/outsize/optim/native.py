@@ -139,13 +139,12 @@ class NativeRule(Rule):
     def start(self, piece: Piece) -> None:
         """Fill the arrays of a parameter that was never stepped, where zeros will not do."""
 
-    def apply(self, piece: Piece) -> None:
+    def apply(self, piece: Piece) -> dict[str, object]:
         state, names = piece.state, self.needs(piece.hyper)
         options = self.read(Options(piece.hyper), state)
         for name in names:
             if name not in piece.states:
                 refuse_new_array(name)
-        state.next_scalars = self.next_scalars(options, names)
         if not state.initialised:
             self.start(piece)
         if runs_natively(piece):
@@ -153,6 +152,7 @@ class NativeRule(Rule):
         else:
             with opened(piece, self.codes) as tensors:
                 self.formula(tensors, **options)
+        return self.next_scalars(options, names)
 
     def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """The per-parameter values after the step."""

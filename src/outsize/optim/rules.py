@@ -93,8 +93,8 @@ class Rule(ABC):
         return self.needs(hyper)
 
     @abstractmethod
-    def apply(self, piece: Piece) -> None:
-        """Update the piece in place and set `piece.state.next_scalars`."""
+    def apply(self, piece: Piece) -> dict[str, object]:
+        """Update the piece in place. Returns the per-parameter values after the step."""
 
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

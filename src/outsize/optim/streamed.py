@@ -200,7 +200,7 @@ class StreamedRule(Rule):
 
         return commit
 
-    def apply(self, piece: Piece) -> None:
+    def apply(self, piece: Piece) -> dict[str, object]:
         master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)
         grad = piece.ops.apply_(piece.grad.to(device=master.device, dtype=master.dtype, copy=True))
         attributes, own = piece.noted or ({}, self._worker.own())
@@ -213,7 +213,7 @@ class StreamedRule(Rule):
             raise Unsuited(f"its step() has begun to change {new[0]!r}, which it did not do when it was tried")
         without = [name for name in self.arrays if name not in subject.state]
         self.optional |= set(without) - self._nones
-        piece.state.next_scalars = dict.fromkeys(without)
+        scalars: dict[str, object] = dict.fromkeys(without)
         for key, value in subject.state.items():
             for_each = isinstance(value, torch.Tensor) and value.shape == master.shape
             if for_each and key in self.arrays:
@@ -222,9 +222,10 @@ class StreamedRule(Rule):
             elif for_each and not self.whole and master.shape != (1,):
                 refuse_new_array(key)
             else:
-                piece.state.next_scalars[key] = value
+                scalars[key] = value
         if piece.master is not None:
             split_master(master, piece.param, piece.master)
+        return scalars
 
     def _given(self, piece: Piece, device: torch.device) -> dict[str, Any]:
         """The state for the worker to change, scalars on the device where torch has them; a checkpoint leaves all in

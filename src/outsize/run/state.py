@@ -9,7 +9,7 @@ from typing import Any, NoReturn, final
 import torch
 
 from outsize.move.shard import SlotState, UnitShard
-from outsize.optim.update import ChunkUpdater
+from outsize.optim.rules import Rule
 from outsize.plan.layout import Slot
 from outsize.run.entry import StateEntry, plain
 from outsize.run.local import like, local
@@ -32,7 +32,7 @@ def snapshot(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def entry_of(state: object, name: str, kept: ChunkUpdater) -> dict[str, Any]:
+def entry_of(state: object, name: str, kept: Rule) -> dict[str, Any]:
     """One parameter's state as somebody gives it, of DTensors what this rank has; None for an array it is without."""
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {name!r} must be a dict, not {type(state).__name__}")
@@ -44,7 +44,7 @@ def check_entry(
     shard: UnitShard,
     slot: Slot,
     entry: Mapping[str, Any],
-    kept: ChunkUpdater,
+    kept: Rule,
     optimizer: str,
     hyper: Mapping[str, Any] | None,
 ) -> None:
@@ -52,7 +52,7 @@ def check_entry(
 
     `hyper`: the options of the parameter's group; None where it is in none.
     """
-    names = set(kept.rule.arrays)
+    names = set(kept.arrays)
     own, slot = slot, shard.whole_slots[slot.name]
     arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     wrong = {key for key, value in arrays.items() if value.shape == slot.shape != ()} - names
@@ -66,7 +66,7 @@ def check_entry(
     missing.discard("max_exp_avg_sq")
     if missing and hyper is not None and not kept.whole:  # torch's state has what the parameter's own group needs
         kept.check(hyper, f"the parameter group of {slot.name!r}")
-        missing &= set(kept.rule.always(hyper))
+        missing &= set(kept.always(hyper))
     else:
         missing -= kept.optional
     shapes = [key for key in names & arrays.keys() if arrays[key].numel() not in (slot.numel, own.numel)]
@@ -80,11 +80,11 @@ def check_entry(
     check_counts(slot.name, entry, kept)
 
 
-def _and_counts(kept: ChunkUpdater) -> str:
+def _and_counts(kept: Rule) -> str:
     return f" and {', '.join(map(repr, kept.counts))}" if kept.counts else ""
 
 
-def check_counts(name: str, values: Mapping[str, Any], kept: ChunkUpdater) -> None:
+def check_counts(name: str, values: Mapping[str, Any], kept: Rule) -> None:
     """Raise `ValueError`, with the parameter's name, where counts of steps are none."""
     for key in kept.counts:
         value = values.get(key)
@@ -134,7 +134,7 @@ class StreamedState(MutableMapping[torch.Tensor, dict[str, Any]]):
         parameters: Parameters,
         streamer: Streamer,
         owner: Owner,
-        kept: ChunkUpdater,
+        kept: Rule,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         """`kept`: what the optimizer keeps."""

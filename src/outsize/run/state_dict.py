@@ -9,8 +9,9 @@ from typing import Any, final
 
 import torch
 
-from outsize.move.store import MASTER
-from outsize.optim.update import ChunkUpdater
+from outsize.move.shard import SlotState, UnitShard
+from outsize.move.store import DTYPES, MASTER
+from outsize.optim.rules import Rule, join_master, split_master
 from outsize.plan.layout import Slot
 from outsize.run.entry import StateEntry
 from outsize.run.local import like, local
@@ -48,7 +49,7 @@ class WholeState:
         streamer: Streamer,
         owner: Owner,
         optimizer: torch.optim.Optimizer,
-        kept: ChunkUpdater,
+        kept: Rule,
     ) -> None:
         self._parameters = parameters
         self._streamer = streamer
@@ -128,7 +129,7 @@ class WholeState:
                 unit, slot = self._parameters.unit_of(param)
                 if was_stepped(unit.shard, slot.name) and unit.shard.array(MASTER, slot):
                     unit.await_written()
-                    master = self._kept.master_of(unit.shard, slot.name).view(slot.shape)
+                    master = _master_of(unit.shard, slot).view(slot.shape)
                     entry = found["state"].setdefault(index, {})  # there is none for SGD without momentum
                     entry[MASTER_KEY] = master if unit.shard.ranks > 1 else like(param, master)
         return found
@@ -141,8 +142,9 @@ class WholeState:
                 if value.numel() == unit.shard.whole_slots[name].numel:  # else it is what this rank gave
                     value = unit.shard.own(name, value)
                 unit.shard.make_room([name])
-                self._kept.store_master(unit.shard, name, value)
-                unit.shard.slot_states[name].initialised = True
+                _store_master(unit.shard, unit.shard.slots[name], value)
+                before = unit.shard.slot_states[name]
+                unit.shard.slot_states[name] = SlotState(before.scalars, initialised=True)
             if names:
                 unit.updates += 1  # a graph of before must not be used
                 if unit.shard.ranks > 1:
@@ -201,6 +203,25 @@ class WholeState:
             optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
         finally:
             optimizer.state = self._state
+
+
+def _master_of(shard: UnitShard, slot: Slot) -> torch.Tensor:
+    """The fp32 values that a 16-bit parameter is the rounding of, as far as they rest here, 1-D."""
+    rest = shard.read_array(shard.arrays[MASTER], slot.offset, slot.end)
+    return join_master(shard.read_weight(slot.name), rest)
+
+
+def _store_master(shard: UnitShard, slot: Slot, value: torch.Tensor) -> None:
+    """Make `value` (fp32, what rests here, 1-D) the parameter's master, and the parameter its rounding."""
+    array = shard.array(MASTER, slot)
+    if array is None:
+        shard.write_weight(slot.name, value)
+        return
+    weight = torch.empty(slot.numel, dtype=DTYPES[slot.dtype], device="cpu")
+    rest = torch.empty(slot.numel, dtype=array.dtype(slot.dtype), device="cpu")
+    split_master(value, weight, rest)
+    shard.write_weight(slot.name, weight)
+    shard.write_array(array, slot.offset, slot.end, rest)
 
 
 def _checked_master(value: object, unit: Unit, slot: Slot) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Stepper:
     ) -> None:
         self.steps = 0
         self.skipped_steps = 0
-        self.state = WholeState(parameters, streamer, owner, optimizer, updater)
+        self.state = WholeState(parameters, streamer, owner, optimizer, updater.rule)
         self._parameters = parameters
         self._gradients = gradients
         self._streamer = streamer
@@ -204,8 +204,9 @@ class Stepper:
             if not any(map(stepped, group["params"])):
                 continue
             hyper = hyper_of(group)
-            self._updater.check(hyper, f"optimizer.param_groups[{index}]")
-            missing = self._updater.missing(hyper)
+            rule = self._updater.rule
+            rule.check(hyper, f"optimizer.param_groups[{index}]")
+            missing = [name for name in rule.needs(hyper) if name not in rule.arrays]
             if missing:
                 raise RuntimeError(
                     f"the optimizer needs {missing[0]!r} for each element since an option of a parameter group was "

@@ -24,10 +24,6 @@ from outsize.run.local import is_distributed
 # write to them would be lost: it shows in their versions when the unit closes. `param.data` has a version of its own.
 
 
-LIGHT_NUMEL = 1 << 17
-"""Elements whose update takes about 0.1 ms."""
-
-
 class Residency(Enum):
     AT_REST = "at rest"
     FETCHING = "fetching"
@@ -126,22 +122,9 @@ class Unit:
         if self._ranks is not None:
             self._gather = Gathering(self.shard, self._ranks)
             steps = chain(steps, [Step(finish=self._gather.start)])
-        self._job = conveyor.submit(Job(steps, after=self._unwritten()), light=self._is_light(updater))
+        light = self._ranks is None and updater is not None and updater.is_light(self.shard)
+        self._job = conveyor.submit(Job(steps, after=self._unwritten()), light)
         self.state = Residency.FETCHING
-
-    def _is_light(self, updater: ChunkUpdater | None) -> bool:
-        """Whether all is in memory, and so little that a thread wakes up later than a kernel of ours has updated it."""
-        shard = self.shard
-        return (
-            updater is not None
-            and updater.rule.merges
-            and shard.layout.numel <= LIGHT_NUMEL
-            and shard.lanes is None
-            and (shard.params is None or shard.params.view(0, 0) is not None)
-            and self._ranks is None
-            and all(array.store.view(0, 0) is not None for array in shard.arrays.values())
-            and all(grads.store is None for grads in shard.grad_shards)
-        )
 
     def _fill_from_memory(self) -> bool:
         """Start to fill the buffer where that takes no thread's work; whether it was so."""
