@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import frexp, inf, sqrt
 
 import torch
 
@@ -31,7 +32,7 @@ class GradOps:
 
     @property
     def identity(self) -> bool:
-        return self == GradOps()
+        return self is AS_IT_IS or self == AS_IT_IS
 
     @property
     def clamps(self) -> bool:
@@ -66,9 +67,12 @@ class GradOps:
         return grad
 
 
+AS_IT_IS = GradOps()
+
+
 def is_power_of_two(value: float) -> bool:
     """Whether to multiply by it, and to divide, is exact."""
-    return value > 0 and value != inf and value.hex().split("p")[0] == "0x1.0000000000000"
+    return value >= sys.float_info.min and frexp(value)[0] == 0.5
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from outsize.move.grad_ops import GradOps, is_power_of_two, vector_norm
+from outsize.move.grad_ops import AS_IT_IS, GradOps, is_power_of_two, vector_norm
 from outsize.move.gradients import GradShard
 from outsize.run.activations import in_backward
 from outsize.run.local import is_repeated
@@ -51,7 +51,7 @@ class RestingGrad(torch.Tensor):
         self.label = name
         self.repeated = is_repeated(param)
         self._home = weakref.ref(home)  # a parameter's gradient is its own: autograd hides it from the collector
-        self.ops = GradOps()
+        self.ops = AS_IT_IS
         self.norms = {2.0: norm}  # the memory of this norm stays the gradient's own
         self.own_norm = None  # of what rests here, where `norms` are of the whole gradient on several ranks
         self.loose = loose
@@ -125,7 +125,7 @@ class RestingGrad(torch.Tensor):
     def become(self, norm: torch.Tensor | None, loose: torch.Tensor | None, shard: GradShard | None) -> None:
         """The bytes are others now, and lie in `shard` unless they are `loose`: only their norm is remembered. It is
         None where it is filled in before anybody asks for it."""
-        self.ops = GradOps()
+        self.ops = AS_IT_IS
         self.norms = {2.0: self.norms[2.0] if norm is None else self.norms[2.0].copy_(norm)}
         self.own_norm = None
         self.loose = loose
@@ -142,12 +142,13 @@ class RestingGrad(torch.Tensor):
 
     def norm_of(self, order: float) -> torch.Tensor:
         """The vector norm of the gradient as it is now, fp32 or fp64, 0-d."""
-        self.home.resting.check_current(self)
-        self.home.resting.complete()
+        resting = self.home.resting
+        resting.check_current(self)
+        resting.complete()
         if self.ops.zero:
             return torch.zeros_like(self.norms[2.0])
         if self.ops.rounds or order not in self.norms:
-            norm = self.home.resting.norm(self, order).to(
+            norm = resting.norm(self, order).to(
                 self.norms[2.0].dtype
             )  # of a copy: an update that is owed still reads the bytes
             if self.ops.identity:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from outsize.move.grad_ops import GradOps
+from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.run.grads import RestingGrad
 from outsize.run.local import local_gradient
@@ -37,7 +37,7 @@ def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object])
             grad.expect_unspent("applied again")
         return SlotUpdate(hyper, grad.ops, grad.loose, grad.shard)
     grad = unit.shard.part_of(name, local_gradient(unit.parameters[name], grad)).detach()
-    return SlotUpdate(hyper, GradOps(), grad if unit.shard.on_device else grad.clone())  # the user's own may change
+    return SlotUpdate(hyper, AS_IT_IS, grad if unit.shard.on_device else grad.clone())  # the user's own may change
 
 
 def told(pendings: Mapping[Unit, Pending], factor: float, counted: bool) -> dict[str, str]:
