@@ -79,8 +79,9 @@ def ranks_on(accelerator: Accelerator) -> Any:
     ranks: Any = Ranks.__new__(Ranks)
     ranks.rank, ranks.size = 0, 2
     ranks.model = comm.Model(0, False, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
-    ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model, moving=accelerator) for name in comm.LANES}
+    ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model) for name in comm.LANES}
     for lane in ranks._lanes.values():
+        lane.moving = accelerator
         lane.exchange = lambda turn: None
     return ranks
 

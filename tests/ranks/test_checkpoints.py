@@ -22,7 +22,7 @@ from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.formats import weights as exported_weights
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make
+from tests.ranks.training import Setting, batch, fields_of, make, same_bits
 
 BF16 = torch.bfloat16
 
@@ -164,11 +164,11 @@ def test_each_rank_gets_its_own_buffers_back(stage: int, tmp_path: Path) -> None
     after = run_on_ranks(2, go_on_with_buffers, stage, (), str(tmp_path), True)
     for (losses, buffers), (again, restored) in zip(before, after, strict=True):
         assert losses == again
-        assert all(torch.equal(one, other) for one, other in zip(buffers, restored, strict=True))
+        assert same_bits(buffers, restored)
     manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
     assert sorted(manifest["ranks"][1]["buffers"]) == ["norm.running_mean", "norm.running_var", "seen"]
     for _, restored in run_on_ranks(3, go_on_with_buffers, stage, (), str(tmp_path), True):  # another number of ranks
-        assert all(torch.equal(one, other) for one, other in zip(before[0][1], restored, strict=True))
+        assert same_bits(before[0][1], restored)
 
 
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
@@ -179,7 +179,7 @@ def test_each_rank_of_each_copy_gets_its_own_buffers_back(mesh: tuple[int, int],
     after = run_on_ranks(ranks, go_on_with_buffers, 3, mesh, str(tmp_path), True)
     for (losses, buffers), (again, restored) in zip(before, after, strict=True):
         assert losses == again
-        assert all(torch.equal(one, other) for one, other in zip(buffers, restored, strict=True))
+        assert same_bits(buffers, restored)
     for other in ((1, 2), (2, 1), ()):  # a rank that has no place there takes what the first one of all had
         if other != mesh:
             for _, restored in run_on_ranks(3 if not other else 2, go_on_with_buffers, 3, other, str(tmp_path), True):

@@ -17,12 +17,11 @@ import outsize
 from outsize.api.assemble import prepared_of
 from outsize.run.buffers import unused
 from tests.ranks.launching import run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make
+from tests.ranks.training import Setting, assert_near, batch, batches, fields_of, make, same_bits, weights_of
 
 
 def loss_of(model: nn.Module, step: int, parts: list[int]) -> Tensor:
-    pairs = [batch(step, part) for part in parts]
-    x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+    x, y = batches(step, parts)
     dtype = next(model.parameters()).dtype
     return nn.functional.mse_loss(model(x.to(dtype)).float(), y)
 
@@ -91,7 +90,7 @@ def add_to_held_gradients(settings: list[Setting], disk: str) -> list[list[Tenso
 def test_gradients_are_added_to_those_that_a_delayed_update_holds_back(stage: int, tmp_path: Path) -> None:
     settings = [Setting(stage, tiers, fields={"delayed_update": 1}) for tiers in ("device", "host", "disk")]
     for device, *places in run_on_ranks(2, add_to_held_gradients, settings, str(tmp_path)):
-        assert all(torch.equal(one, other) for place in places for one, other in zip(device, place, strict=True))
+        assert all(same_bits(device, place) for place in places)
 
 
 def test_the_loop_may_ask_and_change_what_it_likes(tmp_path: Path) -> None:
@@ -107,8 +106,7 @@ def test_the_loop_may_ask_and_change_what_it_likes(tmp_path: Path) -> None:
                 if isinstance(value, float):
                     assert each[name] == pytest.approx(value, rel=1e-5), name
                 else:
-                    for mine, theirs in zip(each[name], value, strict=True):
-                        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+                    assert_near(each[name], value, rtol=2e-5, atol=2e-5)
 
 
 def scale(stage: int, disk: str) -> tuple[list[float], list[float], int]:
@@ -157,7 +155,7 @@ def state_dicts(disk: str) -> bool:
     loss_of(plain_model, 0, [0]).backward()
     plain.step()
     optimizer.load_state_dict(plain.state_dict())  # of whole parameters
-    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return same_bits(before, after)
 
 
 def test_state_dicts_of_the_optimizer_go_around(tmp_path: Path) -> None:
@@ -181,17 +179,15 @@ class Experts(nn.Module):
         return self.head(out)
 
 
-def train_experts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int], shown: Any) -> list[Tensor]:
+def train_experts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int]) -> list[Tensor]:
     for step in range(4):
         for micro in range(2):
-            pairs = [batch(10 * step + micro, part, rows=2) for part in parts]
-            x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+            x, y = batches(10 * step + micro, parts, rows=2)
             nn.functional.mse_loss(model(x), y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    with shown(model):
-        return [each.detach().clone() for each in model.parameters()]
+    return weights_of(model)
 
 
 def experts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -214,16 +210,15 @@ def experts_on_ranks(disk: str) -> list[list[Tensor]]:
         places = {"params": params, "grads": states, "states": states}
         fields: dict[str, Any] = {"host_memory": "64MiB", "disk": disk, "unused": "sync", "units": units}
         outsize.prepare(model, optimizer, stage=stage, **places, **fields)
-        found.append(train_experts(model, optimizer, [dist.get_rank()], outsize.gathered))
+        found.append(train_experts(model, optimizer, [dist.get_rank()]))
     return found
 
 
 def test_ranks_may_use_different_experts(tmp_path: Path) -> None:
-    expected = train_experts(*experts(), [0, 1, 2], lambda *_: contextlib.nullcontext())
+    expected = train_experts(*experts(), [0, 1, 2])
     for rank in run_on_ranks(3, experts_on_ranks, str(tmp_path)):
         for found in rank:
-            for mine, theirs in zip(found, expected, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            assert_near(found, expected)
 
 
 def use_experts_at_stage_3(disk: str, folder: str) -> list[list[Tensor]]:
@@ -261,15 +256,13 @@ def use_experts_at_stage_3(disk: str, folder: str) -> list[list[Tensor]]:
         if step == 2:
             outsize.save(folder, model, optimizer)
             outsize.load(folder, model, optimizer)
-    with outsize.gathered(model):
-        return [each.detach().clone() for each in model.parameters()]
+    return weights_of(model)
 
 
 def test_experts_at_stage_3_between_the_steps(tmp_path: Path) -> None:
     model, optimizer = experts()
     for step in range(4):
-        pairs = [batch(step, rank, rows=1) for rank in range(2)]
-        x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+        x, y = batches(step, range(2), rows=1)
         nn.functional.mse_loss(model(x), y).backward()
         if step != 2:
             optimizer.step()
@@ -279,8 +272,7 @@ def test_experts_at_stage_3_between_the_steps(tmp_path: Path) -> None:
                 for param in model.get_submodule("experts").parameters():
                     param.mul_(1.5)
     for found in run_on_ranks(2, use_experts_at_stage_3, str(tmp_path), str(tmp_path / "checkpoint")):
-        for mine, theirs in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+        assert_near(found, model.parameters())
 
 
 def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, int, int]:
@@ -300,20 +292,14 @@ def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, int, int]:
         optimizer.zero_grad()
     counts, unit = prepared.engine.reduction.ranks.model.counts, 64 * 65 * 4
     peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
-    with outsize.gathered(model):
-        return (
-            [each.detach().clone() for each in model.parameters()],
-            counts["gather calls"],
-            counts["reduce"],
-            peak,
-        )
+    return weights_of(model), counts["gather calls"], counts["reduce"], peak
 
 
 def test_where_all_use_all_each_unit_is_moved_once_a_pass_and_nothing_piles_up(tmp_path: Path) -> None:
     usual = run_on_ranks(2, train_a_stack, str(tmp_path), "error")
     synced = run_on_ranks(2, train_a_stack, str(tmp_path), "sync")
     for (one, gathers, reduced, _), (other, more_gathers, as_much, peak) in zip(usual, synced, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert same_bits(one, other)
         assert gathers <= more_gathers == (3 * 2 + 1) * 8  # forwards, backwards and the block at the end
         assert reduced == as_much
         assert peak <= 3, f"the whole gradients of {peak} units of 8 at once"
@@ -386,8 +372,7 @@ def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    with outsize.gathered(model):
-        return [each.detach().clone() for each in model.parameters()]
+    return weights_of(model)
 
 
 @pytest.mark.parametrize(
@@ -405,8 +390,7 @@ def test_each_rank_may_run_experts_in_an_order_of_its_own(fields: dict[str, Any]
         optimizer.step()
         optimizer.zero_grad()
     for found in run_on_ranks(3, run_experts_in_any_order, fields, str(tmp_path)):
-        for mine, theirs in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+        assert_near(found, model.parameters())
 
 
 def interrupt_a_backward(disk: str, stage: int) -> list[Tensor]:
@@ -430,22 +414,19 @@ def interrupt_a_backward(disk: str, stage: int) -> list[Tensor]:
         except ValueError:
             assert step == 1
         optimizer.zero_grad()
-    with outsize.gathered(model):
-        return [each.detach().clone() for each in model.parameters()]
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_interrupted_backward_leaves_nothing_of_other_experts(stage: int, tmp_path: Path) -> None:
     model, optimizer = two_layers_of_experts()
     for step in (0, 2, 3):
-        pairs = [batch(step, rank, rows=1) for rank in range(2)]
-        x, y = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
+        x, y = batches(step, range(2), rows=1)
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     for found in run_on_ranks(2, interrupt_a_backward, str(tmp_path), stage):
-        for mine, theirs in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+        assert_near(found, model.parameters())
 
 
 class Offset(nn.Module):
@@ -487,16 +468,14 @@ def train_with_skip(stage: int | None, disk: str) -> list[Tensor]:
                 (model(x).square().sum() / len(parts)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with contextlib.nullcontext() if stage is None else outsize.gathered(model):
-        return [each.detach().clone() for each in model.parameters()]
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_autograd_still_needs_stays_as_it_is(stage: int, tmp_path: Path) -> None:
     expected = train_with_skip(None, "")
     for found in run_on_ranks(2, train_with_skip, stage, str(tmp_path)):
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert_near(found, expected)
 
 
 def await_unused(memory: Tensor) -> None:
@@ -613,8 +592,7 @@ def clip_after_no_sync(stage: int, disk: str) -> tuple[float, list[Tensor]]:
             routed_loss(model, dist.get_rank(), part).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
     optimizer.step()
-    with outsize.gathered(model):
-        return norm, [param.detach().clone() for param in model.parameters()]
+    return norm, weights_of(model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -628,6 +606,4 @@ def test_gradients_of_other_ranks_experts_are_there_to_be_clipped_after_no_sync(
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for norm, weights in run_on_ranks(2, clip_after_no_sync, stage, str(tmp_path)):
         assert norm == pytest.approx(expected, rel=1e-5)
-        assert all(
-            torch.allclose(one, other, atol=1e-7) for one, other in zip(weights, plain.parameters(), strict=True)
-        )
+        assert_near(weights, plain.parameters(), atol=1e-7)

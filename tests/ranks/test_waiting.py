@@ -22,7 +22,7 @@ from outsize.checkpoint import background, writer
 from outsize.move import comm
 from outsize.move.comm import RanksError
 from tests.ranks.launching import Ended, ends_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make
+from tests.ranks.training import Setting, batch, fields_of, make, same_bits
 
 HOST = Setting(3, "host")
 
@@ -211,7 +211,7 @@ def loads_from_a_folder_of_its_own(mesh: tuple[int, ...], folders: list[str], di
     else:
         return "was loaded"
     with outsize.gathered(model):
-        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+        assert same_bits(model.parameters(), before)
     x, y = batch(0, rank)
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
+from outsize.api.assemble import prepared_of
 
 WIDTH, HIDDEN, DEPTH = 48, 100, 4
 
@@ -41,6 +44,31 @@ class Stack(nn.Module):
 def batch(step: int, part: int = 0, rows: int = 8) -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(1000 * step + part)
     return torch.randn(rows, WIDTH, generator=made), torch.randn(rows, 8, generator=made)
+
+
+def batches(step: int, parts: Iterable[int], rows: int = 8) -> tuple[Tensor, Tensor]:
+    """Those of several ranks in one."""
+    pairs = [batch(step, part, rows) for part in parts]
+    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Of a prepared model, on every rank, or of a plain one."""
+    with outsize.gathered(model) if is_prepared(model) else nullcontext():
+        return [param.detach().cpu().clone() for param in model.parameters()]
+
+
+def is_prepared(model: nn.Module) -> bool:
+    return prepared_of(next(model.parameters())) is not None
+
+
+def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = 1e-5, atol: float = 1e-5) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=rtol, atol=atol)
+
+
+def same_bits(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True)

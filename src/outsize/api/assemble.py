@@ -247,13 +247,11 @@ def _build(
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]
-        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger)
-        adds_up = torch.tensor(
-            [accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)], dtype=torch.int32, device="cpu"
-        )
+        whole = accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)
+        adds_up = torch.tensor([whole], dtype=torch.int32, device="cpu")
         for group in ranks.everyone():
             group.combine(adds_up, "prepare", "min")
-        reduction.adds_up = bool(adds_up)
+        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, bool(adds_up))
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner, live = Owner(), LiveState()
     places = [RestingPlace(unit, conveyor) for unit in units]

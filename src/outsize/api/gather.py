@@ -177,9 +177,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside the block add up gradients on their own rank; the next one outside reduces the sum over ranks.
 
     For gradient accumulation: all micro-batches but the last go inside. Memory: the whole gradients of the model on
-    each rank, in `reduce_dtype`. Where the budget does not hold these, every backward reduces its own, as outside, and
-    sums are rounded accordingly: `outsize.plan` says which. With one rank, and inside another such block, it changes
-    nothing. Raises `ValueError` for a model that is not prepared.
+    each rank, in `reduce_dtype`. Where the budget does not hold these, and with `unused="sync"`, every backward
+    reduces its own, as outside, and sums are rounded accordingly: `outsize.plan` says which. With one rank, and inside
+    another such block, it changes nothing. Raises `ValueError` for a model that is not prepared.
     """
     prepared = _common(list(model.parameters())) if isinstance(model, nn.Module) else None
     if prepared is None:

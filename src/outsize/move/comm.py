@@ -158,18 +158,11 @@ class Model:
 class Lane:
     """One kind of collectives of a group of ranks. See Note [One order of collectives]."""
 
-    def __init__(
-        self,
-        name: str,
-        members: Sequence[int],
-        model: Model,
-        store: Any = None,
-        agreeing: Any = None,
-        moving: Any = None,
-    ) -> None:
-        """`store`: the lane's own; `agreeing`: gloo's group; `moving`: the group that moves what the lane is for."""
-        self.name, self.members, self.model = name, members, model
-        self._store, self.agreeing, self.moving = store, agreeing, moving
+    def __init__(self, name: str, members: Sequence[int], model: Model, store: Any = None) -> None:
+        """`store`: the lane's own."""
+        self.name, self.members, self.model, self._store = name, members, model, store
+        self.agreeing: Any = None  # gloo's group
+        self.moving: Any = None  # the group that moves what the lane is for
         self.before = 0  # turns in earlier steps
         self.come: list[int] = []  # the keys of this one
         self._known: list[int] = []  # those of the last one, if all ranks had the same
@@ -300,27 +293,16 @@ class Ranks:
         self.tensor = Ranks(tensor, model=self.model) if tensor else None
 
     def _open(self, name: str, store: Any, backend: str) -> Lane:
+        lane = Lane(f"{self.model.number}/{self.members[0]}-{self.members[-1]}/{name}", self.members, self.model, store)
         try:
-            agreeing = dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING)
+            lane.agreeing = lane.moving = dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING)
         except RuntimeError as error:
             raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
-        agreeing._set_default_timeout(PATIENCE)
-        moving: Any = agreeing
+        lane.agreeing._set_default_timeout(PATIENCE)
         if backend != "gloo" and name in (GATHER, REDUCE):
-            moving = self._open_on_device(distributed_c10d.PrefixStore(backend, store), backend)
-            self.model.watch.to_abort.append(moving)
-        name = f"{self.model.number}/{self.members[0]}-{self.members[-1]}/{name}"
-        return Lane(name, self.members, self.model, store, agreeing, moving)
-
-    def _open_on_device(self, store: Any, backend: str) -> Any:
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = PATIENCE
-            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        plugin = dist.Backend._plugins.get(backend.upper())
-        if plugin is None or plugin.extended_api:
-            raise ValueError(f"outsize cannot open groups of torch.distributed's backend {backend!r} yet; use one rank")
-        return plugin.creator_fn(store, self.rank, self.size, PATIENCE)
+            lane.moving = _open_on_device(backend, distributed_c10d.PrefixStore(backend, store), self.rank, self.size)
+            self.model.watch.to_abort.append(lane.moving)
+        return lane
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
@@ -495,6 +477,17 @@ def _stuck(members: Sequence[int]) -> Wait | None:
             if not lane.name.endswith(SAVE) and time.monotonic() - since > STUCK_SECONDS:
                 return Wait(lane.model.words(turn), lane.name, turn.number, turn.key, lane.members, come)
     return None
+
+
+def _open_on_device(backend: str, store: Any, rank: int, size: int) -> Any:
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = PATIENCE
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None or plugin.extended_api:
+        raise ValueError(f"outsize cannot open groups of torch.distributed's backend {backend!r} yet; use one rank")
+    return plugin.creator_fn(store, rank, size, PATIENCE)
 
 
 def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:

@@ -157,9 +157,11 @@ def remove_dead_runs(parent: Path) -> None:
 
 def _dead_runs(parent: Path) -> Iterator[Path]:
     for entry in list(parent.glob(f"{RUN_PREFIX}*")):
-        if not _RUN_NAME.fullmatch(entry.name) or _is_own(entry):
-            continue
-        if _is_old(entry) if entry.name.endswith(_NEW_SUFFIX) else _is_dead(entry):
+        dead = False
+        with suppress(OSError):  # it is gone, or another user's: not ours to judge
+            own = _identity(entry) in RunDirectory.alive
+            dead = not own and bool(_RUN_NAME.fullmatch(entry.name)) and _is_dead(entry)
+        if dead:
             yield entry
 
 
@@ -168,29 +170,14 @@ def _identity(directory: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _is_own(entry: Path) -> bool:
-    """Whether it is a live run's of this process, or gone."""
-    try:
-        return _identity(entry) in RunDirectory.alive
-    except FileNotFoundError:
-        return True
-
-
-def _is_old(entry: Path) -> bool:
-    try:
-        changed = max(each.stat().st_mtime for each in (entry, *entry.iterdir()))
-    except OSError:
-        return False  # its owner has just given it its name, or removed a file
-    return time.time() - changed > _UNLOCKED_IS_DEAD_AFTER_SECONDS
-
-
 def _is_dead(entry: Path) -> bool:
-    try:
-        lock = os.open(entry / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return _is_old(entry)
-    except OSError:
-        return False  # another user's: not ours to judge
+    lock: int | None = None
+    if not entry.name.endswith(_NEW_SUFFIX):
+        with suppress(FileNotFoundError):
+            lock = os.open(entry / "lock", os.O_RDWR | os.O_CLOEXEC)
+    if lock is None:
+        changed = max(each.stat().st_mtime for each in (entry, *entry.iterdir()))
+        return time.time() - changed > _UNLOCKED_IS_DEAD_AFTER_SECONDS
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

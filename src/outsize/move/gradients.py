@@ -16,7 +16,7 @@ from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.outbox import Outbox
 from outsize.move.store import DTYPES, OWN_BYTES, STATE_BYTES, DiskStore, Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
+from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
 
 
 @final
@@ -66,22 +66,13 @@ class GradShard:
         """Where each gradient lies in the contents as they are now."""
         return self._wide if self.wide else self._own
 
-    def read(self, first: int, out: torch.Tensor) -> None:
-        """Fill `out` (uint8, whole pages) with the contents from byte `first`, in memory or not. Blocks."""
-        if self.in_memory:
-            self.await_landed()
-            out.copy_(self._flat.bytes[first : first + out.numel()])
-        else:
-            assert self.store is not None, "no gradient rests here"
-            self.store.read(first, out).wait()
-
     def dtype(self, slot: Slot) -> torch.dtype:
         own = DTYPES[slot.dtype]
         return wide_dtype(own) if self.wide else own
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """(first byte, bytes) of the elements [start, end) in the contents as they are now."""
-        return (self._wide if self.wide else self._own).span(start, end)
+        return self.contents.span(start, end)
 
     def view(self, start: int, end: int) -> torch.Tensor:
         """Where the elements [start, end) lie in memory. The conveyor, whose steps end in order, finds there what was
@@ -119,12 +110,8 @@ class GradShard:
         """A copy of one gradient, as it rests, 1-D. Blocks."""
         if self.in_memory:
             return self.of(slot).clone()
-        start, end = slot.offset // PAGE_ELEMENTS * PAGE_ELEMENTS, round_up(slot.end, PAGE_ELEMENTS)
-        first, nbytes = self.span(start, end)
-        pages = HostBuffer(nbytes).bytes
-        self.read(first, pages)
-        offset, nbytes = self.span(start, slot.offset)[1], self.span(slot.offset, slot.end)[1]
-        return pages[offset : offset + nbytes].view(self.dtype(slot))
+        assert self.store is not None, "no gradient rests here"
+        return self.store.get(*self.span(slot.offset, slot.end)).view(self.dtype(slot))
 
     def open(self, live: Collection[str]) -> None:
         """Make `flat` hold the contents. `live` names the gradients at rest that are still wanted."""
@@ -225,13 +212,13 @@ class GradShard:
     def _widen(self) -> None:
         """Turn the contents into fp32: exact, and the same bytes serve every later contribution."""
         self.await_landed()
-        contents = {name: self.of(slot) for name, slot in self._slots().items() if name in self.at_rest}
+        contents = [(slot, self.of(slot)) for slot in self.layout.slots if slot.name in self.at_rest]
         wide = HostBuffer(self._wide.nbytes)
         old, self._flat = self._flat, wide
         self._places = {False: {}, True: {}}
         self.wide = True
-        for name, value in contents.items():
-            self.of(self._slots()[name]).copy_(value)
+        for slot, value in contents:
+            self._place(slot).copy_(value)
         self._count(self.nbytes)
         del contents, old
 
@@ -239,9 +226,6 @@ class GradShard:
         """(first byte, bytes) of each segment that has gradients."""
         segments = [self.layout.segments[index] for index in sorted(self._used)]
         return [contents.span(segment.start, segment.end) for segment in segments]
-
-    def _slots(self) -> dict[str, Slot]:
-        return {slot.name: slot for slot in self.layout.slots}
 
     def _count(self, nbytes: int) -> None:
         self._ledger.add(self._account, nbytes - self._counted)

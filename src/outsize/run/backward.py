@@ -91,4 +91,4 @@ class Backward:
         if self._reduction is not None:
             self._reduction.no_more_comes(interrupted=not complete)
             self._streamer.end_pass("backward")
-            self._reduction.end_of_backward() if complete else self._reduction.interrupted()
+            self._reduction.backward_over(interrupted=not complete)

@@ -60,13 +60,6 @@ class WholeGradients:
             target.copy_(source)
             self.names.add(name)
 
-    def add_nothing(self, name: str) -> None:
-        """Zeros, for a parameter of which another rank has a gradient."""
-        slot = self._shard.whole_slots[name]
-        start = slot.offset - self._shard.whole.segment_of(slot).start
-        self._flat[slot.segment][start : start + slot.numel].zero_()
-        self.names.add(name)
-
     def forget(self, name: str) -> None:
         """The user has thrown the gradient away."""
         self.names.discard(name)
@@ -169,6 +162,11 @@ class Collector:
         self._home: torch.Tensor | None = None  # see Note [Where the mean was found]
         self._expected: dict[str, RestingGrad] = {}  # what `param.grad` is, where something was collected for it
         self._fresh: set[str] = set()  # those of them that nothing was laid to rest for yet
+
+    @property
+    def collecting(self) -> bool:
+        """Whether something was collected that nobody has reduced."""
+        return self._whole is not None
 
     def expects(self, grad: RestingGrad) -> bool:
         """Whether something was collected that will be added to this gradient."""
@@ -289,24 +287,6 @@ class Collector:
             param = self._unit.parameters[name]
             if param.grad is expected[name]:
                 param.grad = None
-
-    def collected(self) -> list[bool]:
-        """Of each parameter of the unit whether something was collected for it."""
-        grads = (param.grad for param in self._unit.parameters.values())
-        return [isinstance(grad, RestingGrad) and self.expects(grad) for grad in grads]
-
-    def collect_absent(self, present: list[bool]) -> None:
-        """Collect nothing, zeros, for those of which another rank has something."""
-        own = self.collected()
-        for (name, param), there, here in zip(self._unit.parameters.items(), present, own, strict=True):
-            if there and not here:
-                if self._whole is None:
-                    self._whole = self._begin()
-                self._whole.add_nothing(name)
-                if not isinstance(param.grad, RestingGrad):
-                    param.grad = self._rest.unfilled(name)
-                    self._fresh.add(name)
-                self._expected[name] = param.grad
 
     def at_rest(self) -> Iterator[RestingGrad]:
         """The gradients at rest, in the order of the unit. Blocks until their norms are there."""

@@ -34,14 +34,17 @@ class Reduction:
     # the model, or when the backward is over. A rank without a gradient gives zeros; the ranks tell each other which
     # parameters have one. A gradient that comes after its unit's turn is reduced when the backward is over.
 
-    def __init__(self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger) -> None:
+    def __init__(
+        self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, adds_up: bool = False
+    ) -> None:
+        """`adds_up`: the budget holds the whole gradients of the model."""
         self.ranks = ranks
         self.split = split
         self.sync = ranks.model.sync  # see Note [Units that some ranks do not use]
         self.buffers = Buffers(ledger)
         self.dtype = dtype
         self.reducing = True
-        self.adds_up = True  # whether the budget holds the whole gradients of the model
+        self._adds_up = adds_up and not self.sync
         self.collectors: list[Collector] = []
         self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
@@ -51,14 +54,12 @@ class Reduction:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards in the block collect gradients and reduce nothing, where the budget allows."""
-        before, self.reducing = self.reducing, self.reducing and not self.adds_up
+        """Backwards in the block collect gradients and reduce nothing, if the budget holds them; not under `sync`."""
+        before, self.reducing = self.reducing, self.reducing and not self._adds_up
         try:
             yield
         finally:
             self.reducing = before
-        if self.sync and before:  # whoever clips next asks each gradient that there is, on every rank
-            self._agree_on_presence()
 
     # Note [A rank that waits comes to nothing else]
     # Under `sync` a rank may be further in its backward than the others, and one of those may need a gather of this
@@ -88,33 +89,22 @@ class Reduction:
         """A backward is over on this rank: what is left to reduce starts."""
         for collector in self.collectors if self.sync and interrupted else ():
             collector.abandon()
-        if self.sync and self.reducing:
-            self._reduce_down_to(0)
+        self.unit_complete(0)
 
-    def end_of_backward(self) -> None:
-        """A backward is over on every rank."""
+    def backward_over(self, interrupted: bool) -> None:
+        """A backward is over on every rank; an interrupted one ended early, not at the same place on each."""
         if self.sync:
-            self._due = True
             self._passed = 0
-            if self.reducing:
-                self.complete()
-        self.flush()
-
-    def interrupted(self) -> None:
-        """A backward has come to an early end, on every rank, and not at the same place."""
-        if self.sync:
-            self.dropping = True
-            self._passed = 0
+            self.dropping = interrupted
+            self._due = self._due or not interrupted
+        if self.sync and not interrupted:
+            self.complete()
         self.flush()
         self.dropping = False
 
     def unit_complete(self, unit: int) -> None:
         """This rank has all gradients of the unit; see Note [Units that some ranks do not use]."""
-        if self.sync and self.reducing:
-            self._reduce_down_to(unit)
-
-    def _reduce_down_to(self, unit: int) -> None:
-        while self._passed < len(self.collectors) - unit:
+        while self.sync and self._passed < len(self.collectors) - unit:
             self._passed += 1
             self.collectors[-self._passed].reduce(all_of_it=True)
 
@@ -127,10 +117,9 @@ class Reduction:
         if self._due:
             self._due = False
             self.flush()  # what is left is added to what was reduced
-            if self.sync:
-                self._agree_on_presence()
-            for collector in self.collectors:
-                collector.reduce()
+            for collector, is_left in zip(self.collectors, self._left(), strict=True):
+                if is_left:
+                    collector.reduce(all_of_it=self.sync)
         self.flush()
         self.ranks.await_device()
         if not self._stale:
@@ -151,14 +140,12 @@ class Reduction:
         for grad, norm in zip(grads, total, strict=True):
             grad.norms = {2.0: grad.norms[2.0].copy_(norm)}
 
-    def _agree_on_presence(self) -> None:
-        collected = [collector.collected() for collector in self.collectors]
-        present = torch.tensor([each for unit in collected for each in unit], dtype=torch.int32, device="cpu")
-        for group in self.ranks.everyone():
-            present = group.combine(present, "gradients", "max")
-        flags = iter(present.tolist())
-        for collector, unit in zip(self.collectors, collected, strict=True):
-            collector.collect_absent([bool(next(flags)) for _ in unit])
+    def _left(self) -> list[bool]:
+        """By unit whether something was collected that is not reduced; under `sync` on any rank."""
+        left = torch.tensor([collector.collecting for collector in self.collectors], dtype=torch.int32, device="cpu")
+        for group in self.ranks.everyone() if self.sync else ():
+            group.combine(left, "gradients", "max")
+        return [bool(each) for each in left.tolist()]
 
     def check_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""
