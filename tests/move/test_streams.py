@@ -87,10 +87,9 @@ def ranks_on(accelerator: Accelerator) -> Any:
 
 
 def gather(accelerator: Accelerator, buffer: Any) -> None:
-    segments = [SimpleNamespace(dtype="float32", numel=NBYTES // 4)]
+    segments = [SimpleNamespace(dtype="float32", byte_start=0, numel=NBYTES // 4, itemsize=4)]
     shard: Any = SimpleNamespace(
         buffer=buffer,
-        buffer_segments=lambda: iter([buffer.flat]),
         whole=SimpleNamespace(segments=segments),
         layout=SimpleNamespace(index=0),
     )

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -34,6 +34,9 @@ class Step:
     begin: Callable[[list[torch.Tensor]], Sequence[Transfer]] = lambda slabs: ()
     finish: Callable[[], Sequence[Transfer]] = lambda: ()
     slabs: int = 0
+    job: Job | None = field(default=None, init=False)
+    taken: list[torch.Tensor] = field(default_factory=list, init=False)  # the slabs
+    moving: Sequence[Transfer] = field(default=(), init=False)  # its reads, then its writes
 
 
 @final
@@ -87,16 +90,6 @@ class Job(Transfer):
                 promise.break_(error)
 
 
-@dataclass
-class _Moving:
-    """A step that has begun, or whose writes are on their way."""
-
-    job: Job
-    step: Step
-    slabs: list[torch.Tensor]
-    transfers: Sequence[Transfer]
-
-
 @final
 class Conveyor:
     """Runs jobs in order on its own thread. Nothing calls back up: whoever submitted a job waits on it.
@@ -121,9 +114,9 @@ class Conveyor:
         self._error: BaseException | None = None  # a fault of ours, which has ended the thread
         self._unwritten: weakref.WeakSet[Job] = weakref.WeakSet()  # all that were submitted, and some that are over
         self._job: Job | None = None
-        self._held: tuple[Job, Step] | None = None
-        self._started: deque[_Moving] = deque()
-        self._writing: deque[_Moving] = deque()
+        self._held: Step | None = None  # the next one, until there is room for it
+        self._started: deque[Step] = deque()
+        self._writing: deque[Step] = deque()
         self._thread = threading.Thread(target=self._run, name="outsize-conveyor", daemon=True)
         self._thread.start()
 
@@ -206,11 +199,11 @@ class Conveyor:
         return bool(self._queue or self._job or self._held or self._started or self._writing)
 
     def _serve(self) -> None:
-        while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
+        while self._writing and all(transfer.done() for transfer in self._writing[0].moving):
             self._reap_oldest()
         self._start_what_fits()
-        for moving in self._writing:  # the drive has its reads, so there is time
-            for transfer in moving.transfers:
+        for step in self._writing:  # the drive has its reads, so there is time
+            for transfer in step.moving:
                 transfer.meanwhile()
         if self._started:
             self._finish_oldest()
@@ -222,17 +215,16 @@ class Conveyor:
             self._held = self._held or self._next()
             if self._held is None:
                 return
-            job, step = self._held
-            assert step.slabs <= self.slabs, "a step never needs more than the whole staging arena"
-            if step.slabs <= len(self._free):
-                self._held = None
-                self._begin(job, step)
+            assert self._held.slabs <= self.slabs, "a step never needs more than the whole staging arena"
+            if self._held.slabs <= len(self._free):
+                step, self._held = self._held, None
+                self._begin(step)
             elif self._started:
                 return
             else:
                 self._reap_oldest()
 
-    def _next(self) -> tuple[Job, Step] | None:
+    def _next(self) -> Step | None:
         """The next step in order, None when there is none or when it must wait for a step that has begun."""
         while True:
             if self._job is None:
@@ -255,43 +247,45 @@ class Conveyor:
                 job.fail(error)
                 step = None
             if step is not None:
-                return job, step
+                step.job = job
+                return step
             self._job = None
 
-    def _begin(self, job: Job, step: Step) -> None:
-        slabs = [self._free.pop() for _ in range(step.slabs)]
+    def _begin(self, step: Step) -> None:
+        step.taken = [self._free.pop() for _ in range(step.slabs)]
         try:
-            self._started.append(_Moving(job, step, slabs, step.begin(slabs)))
+            step.moving = step.begin(step.taken)
+            self._started.append(step)
         except BaseException as error:
-            job.fail(error)
-            job.settle(steps=-1)
-            self._free += slabs
+            self._end(step, error, steps=-1)
 
     def _finish_oldest(self) -> None:
-        moving = self._started.popleft()
-        error = _wait_all(moving.transfers)
-        moving.transfers = ()
-        if error is None and not moving.job.broken:
+        step = self._started.popleft()
+        error = _wait_all(step.moving)
+        step.moving = ()
+        assert step.job is not None
+        if error is None and not step.job.broken:
             try:
-                moving.transfers = moving.step.finish()
+                step.moving = step.finish()
             except BaseException as raised:
                 error = raised
-        if error is not None:
-            moving.job.fail(error)
-        moving.job.settle(steps=-1, writes=int(bool(moving.transfers)))
-        if moving.transfers:
-            self._writing.append(moving)
+        if step.moving:
+            step.job.settle(steps=-1, writes=1)
+            self._writing.append(step)
         else:
-            self._free += moving.slabs
+            self._end(step, error, steps=-1)
 
     def _reap_oldest(self) -> None:
         """Wait for the writes of the step that finished first."""
-        moving = self._writing.popleft()
-        error = _wait_all(moving.transfers)
+        step = self._writing.popleft()
+        self._end(step, _wait_all(step.moving), writes=-1)
+
+    def _end(self, step: Step, error: BaseException | None, steps: int = 0, writes: int = 0) -> None:
+        assert step.job is not None
         if error is not None:
-            moving.job.fail(error)
-        moving.job.settle(writes=-1)
-        self._free += moving.slabs
+            step.job.fail(error)
+        step.job.settle(steps, writes)
+        self._free += step.taken
 
 
 def _run_here(job: Job) -> None:

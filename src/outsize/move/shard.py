@@ -282,11 +282,6 @@ class UnitShard:
                 return segment.byte_start + (self.rank * own.numel + start - own.start) * own.itemsize, nbytes
         raise AssertionError("a range never crosses a segment")
 
-    def buffer_segments(self) -> Iterator[torch.Tensor]:
-        """The gathered buffer, a segment each: 1-D, as many equal parts as there are ranks."""
-        for segment in self.whole.segments:
-            yield self.buffer.flat[segment.byte_start : segment.byte_start + segment.numel * segment.itemsize]
-
     def read_array(self, array: StateArray, start: int, end: int) -> torch.Tensor:
         """A copy of the values [start, end) of an array, 1-D; they lie in one segment. Blocks.
 
@@ -404,8 +399,9 @@ class Gathering:
     def start(self) -> Sequence[Transfer]:
         """As the last step of what brings this rank's part."""
         with self._shard.buffer.filling():  # behind the copies of this rank's part
-            segments = zip(self._shard.buffer_segments(), self._shard.whole.segments, self._turns, strict=True)
-            for flat, segment, turn in segments:
+            for segment, turn in zip(self._shard.whole.segments, self._turns, strict=True):
+                end = segment.byte_start + segment.numel * segment.itemsize
+                flat = self._shard.buffer.flat[segment.byte_start : end]  # as many equal parts as there are ranks
                 going = self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), turn)
                 if going.on_stream:
                     going.wait()
