@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Any, final
 
 import torch
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from outsize import _native
 from outsize.move.codes import CodeKind, encode
@@ -43,71 +45,30 @@ def native_arrays(piece: Piece, names: Sequence[str]) -> _native.Arrays:
 _BUFFER = "momentum_buffer"
 
 
-def adam_formula(
-    tensors: Opened,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
-    amsgrad: bool,
-    step: int,
-) -> None:
-    """torch's own sequence of operations (`torch.optim.adam`), for what the kernel does not serve."""
-    param, states = tensors.param, tensors.states
-    grad = -tensors.grad if maximize else tensors.grad
-    exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
-    if weight_decay != 0:
-        if decoupled:
-            param.mul_(1 - lr * weight_decay)
-        else:
-            grad = grad.add(param, alpha=weight_decay)
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    second = exp_avg_sq
-    if amsgrad:
-        second = torch.maximum(states["max_exp_avg_sq"], exp_avg_sq, out=states["max_exp_avg_sq"])
-    denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(eps)
-    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+# The formulas are torch's own functions, for what the kernels do not serve.
 
 
-def sgd_formula(
-    tensors: Opened,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    first: bool,
-) -> None:
-    """torch's own sequence of operations (`torch.optim.sgd`), for what the kernel does not serve."""
-    grad = -tensors.grad if maximize else tensors.grad
-    if weight_decay != 0:
-        grad = grad.add(tensors.param, alpha=weight_decay)
-    if momentum != 0:
-        buffer = tensors.states[_BUFFER]
-        if first:
-            buffer.copy_(grad)
-        else:
-            buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
-        grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
-    tensors.param.add_(grad, alpha=-lr)
+def adam_formula(tensors: Opened, *, decoupled: bool, step: int, **options: Any) -> None:
+    options |= {"decoupled_weight_decay": decoupled, "foreach": False, "fused": False}
+    averages, squares, largest = ([tensors.states[name]] if name in tensors.states else [] for name in _ADAM_KINDS)
+    adam([tensors.param], [tensors.grad], averages, squares, largest, [_count(step - 1)], **options)
 
 
-def adagrad_formula(
-    tensors: Opened, *, lr: float, lr_decay: float, eps: float, weight_decay: float, maximize: bool, step: int
-) -> None:
-    """torch's own sequence of operations (`torch.optim.adagrad`), for what the kernel does not serve."""
-    grad = -tensors.grad if maximize else tensors.grad
-    if weight_decay != 0:
-        grad = grad.add(tensors.param, alpha=weight_decay)
-    total = tensors.states["sum"].addcmul_(grad, grad, value=1)
-    tensors.param.addcdiv_(grad, total.sqrt().add_(eps), value=-lr / (1 + (step - 1) * lr_decay))
+def sgd_formula(tensors: Opened, *, momentum: float, first: bool, **options: Any) -> None:
+    buffers = [None if first or momentum == 0 else tensors.states[_BUFFER]]
+    sgd([tensors.param], [tensors.grad], buffers, momentum=momentum, foreach=False, fused=False, **options)
+    if buffers[0] is not None and first:
+        tensors.states[_BUFFER].copy_(buffers[0])
+
+
+def adagrad_formula(tensors: Opened, *, step: int, **options: Any) -> None:
+    sums = [tensors.states["sum"]]
+    adagrad([tensors.param], [tensors.grad], sums, [_count(step - 1)], foreach=False, fused=False, **options)
+
+
+def _count(step: int) -> torch.Tensor:
+    """As torch's functions take it, which add one to it."""
+    return torch.tensor(float(step), dtype=torch.float64, device="cpu")
 
 
 def lion_formula(
@@ -178,17 +139,13 @@ class AdamRule(NativeRule):
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         return _adam_arrays(Options(hyper).flag("amsgrad"))
 
-    def read(self, options: Options, state: SlotState) -> _native.AdamOptions:
-        beta1, beta2 = options.betas()
+    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
         return {
-            "lr": options.number("lr"),
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": options.number("eps", least=0),
-            "weight_decay": options.number("weight_decay"),
+            **options.numbers("lr", "weight_decay"),
+            **options.numbers("eps", least=0),
+            **options.betas(),
+            **options.flags("maximize", "amsgrad"),
             "decoupled": options.flag("decoupled_weight_decay", self._decoupled),
-            "maximize": options.flag("maximize"),
-            "amsgrad": options.flag("amsgrad"),
             "step": _next_step(state),
         }
 
@@ -226,14 +183,10 @@ class SGDRule(NativeRule):
     def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {_BUFFER: None} if self.arrays and options["first"] and not names else {}
 
-    def read(self, options: Options, state: SlotState) -> _native.SgdOptions:
+    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
         return {
-            "lr": options.number("lr"),
-            "momentum": options.number("momentum"),
-            "dampening": options.number("dampening"),
-            "weight_decay": options.number("weight_decay"),
-            "nesterov": options.flag("nesterov"),
-            "maximize": options.flag("maximize"),
+            **options.numbers("lr", "momentum", "dampening", "weight_decay"),
+            **options.flags("nesterov", "maximize"),
             "first": not state.initialised or _BUFFER in state.scalars,
         }
 
@@ -256,14 +209,12 @@ class AdagradRule(NativeRule):
         else:
             total.fill_(value)
 
-    def read(self, options: Options, state: SlotState) -> _native.AdagradOptions:
+    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
         _initial_sum(options)
         return {
-            "lr": options.number("lr"),
-            "lr_decay": options.number("lr_decay", least=0),
-            "eps": options.number("eps", least=0),
-            "weight_decay": options.number("weight_decay"),
-            "maximize": options.flag("maximize"),
+            **options.numbers("lr", "weight_decay"),
+            **options.numbers("lr_decay", "eps", least=0),
+            **options.flags("maximize"),
             "step": _next_step(state),
         }
 
@@ -326,16 +277,9 @@ class LionRule(NativeRule):
         self.codes = {"exp_avg": "signed"}
         self.scalars = ()
 
-    def read(self, options: Options, state: SlotState) -> _native.LionOptions:
+    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
         return _lion_options(options)
 
 
-def _lion_options(options: Options) -> _native.LionOptions:
-    beta1, beta2 = options.betas()
-    return {
-        "lr": options.number("lr"),
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": options.number("weight_decay"),
-        "maximize": options.flag("maximize"),
-    }
+def _lion_options(options: Options) -> dict[str, Any]:
+    return {**options.numbers("lr", "weight_decay"), **options.betas(), **options.flags("maximize")}

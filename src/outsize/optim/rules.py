@@ -124,15 +124,18 @@ class Options:
             self._refuse(ValueError, key, value, bound)
         return found
 
-    def betas(self) -> tuple[float, float]:
+    def numbers(self, *keys: str, least: float = -_FLOAT32_MAX) -> dict[str, float]:
+        return {key: self.number(key, least) for key in keys}
+
+    def betas(self) -> dict[str, float]:
         """A pair of factors of running averages."""
         value: Any = self._value("betas")
         try:
             first, second = value
         except (TypeError, ValueError):
             self._refuse(TypeError if value is None else ValueError, "betas", value, "two numbers")
-        pair = self._number("betas", first, value), self._number("betas", second, value)
-        if not all(0 <= beta < 1 for beta in pair):
+        pair = {"beta1": self._number("betas", first, value), "beta2": self._number("betas", second, value)}
+        if not all(0 <= beta < 1 for beta in pair.values()):
             self._refuse(ValueError, "betas", value, "two numbers in [0, 1)")
         return pair
 
@@ -142,6 +145,9 @@ class Options:
             return bool(value)
         except (RuntimeError, TypeError, ValueError):
             self._refuse(TypeError, key, value, "True or False")
+
+    def flags(self, *keys: str) -> dict[str, bool]:
+        return {key: self.flag(key) for key in keys}
 
     def _value(self, key: str) -> object:
         if key not in self._hyper:

@@ -351,13 +351,15 @@ class ChunkUpdate:
         lanes = self._shard.lanes
         if lanes is None or self._shard.grad_shards or self._shard.updates_on_device:
             return ()
+        nbytes = STATE_BYTES[self._shard.segment_at(start).dtype]
+        room = self._take(nbytes * (end - start))
         for slot, low, high in self._chunk.parts:  # what lies on an accelerator comes to the host
             owed = self._pending[slot.name]
             if owed.loose is not None and not owed.ops.zero:
                 part = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
-                room = self._take(round_up(part.numel() * part.itemsize, 64))
-                self._loose[slot.name] = room[: part.numel() * part.itemsize].view(part.dtype)
-                lanes.send(part, self._loose[slot.name])
+                home = room[nbytes * (low - start) :][: part.numel() * part.itemsize].view(part.dtype)
+                self._loose[slot.name] = home
+                lanes.send(part, home)
         return [lanes.sent()]
 
     def _begin_params(self) -> Sequence[Transfer]:
