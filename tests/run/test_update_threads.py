@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
 from outsize.move.transfer import Promise
 from outsize.optim import update
-from outsize.optim.update import ChunkUpdater
+from outsize.optim.native import AdamRule
+from outsize.optim.rules import Piece
 from tests.conftest import Workshop, batches
 
 
@@ -32,14 +32,14 @@ def test_a_thread_that_waits_is_counted_until_its_wait_is_over() -> None:
 
 def test_an_update_that_is_waited_for_takes_all_cores(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    apply = ChunkUpdater.update
+    apply = AdamRule.apply
 
-    def noted(updater: ChunkUpdater, *args: Any) -> None:
-        seen.append(args[-1])
-        apply(updater, *args)
+    def noted(rule: AdamRule, piece: Piece) -> dict[str, object]:
+        seen.append(piece.threads)
+        return apply(rule, piece)
 
     monkeypatch.setattr(update, "update_threads", lambda: 4)
-    monkeypatch.setattr(ChunkUpdater, "update", noted)
+    monkeypatch.setattr(AdamRule, "apply", noted)
     pair = workshop.pair(tier="host")
     promise, before = Promise(), Promise.waiting
     thread = threading.Thread(target=promise.wait)

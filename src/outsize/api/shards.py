@@ -121,6 +121,7 @@ class Shards:
         needed, before = _bytes_of(layouts), shard.tiers
         shard.tiers = replace(before, states=self._late_tier(shard, needed))
         shard.before_change()
+        shard.known.clear()  # or the arrays of before would stay in memory
         try:
             on_disk = needed if shard.tiers.states == "disk" else 0
             file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", on_disk, self._config.verify)
@@ -128,7 +129,6 @@ class Shards:
         except BaseException:
             shard.tiers = before
             raise
-        shard.known.clear()
         shard.has_late_room = True
         for slot in shard.slots.values():
             master = shard.array(MASTER, slot)

@@ -50,7 +50,8 @@ class Chunk:
 
     def __init__(self, shard: UnitShard, slots: Sequence[Slot], start: int, end: int) -> None:
         self.start, self.end = start, end
-        self.parts = [each for each in slots_in(shard.layout, start, end) if each[0] in slots]
+        names = {slot.name for slot in slots}
+        self.parts = [each for each in slots_in(shard.layout, start, end) if each[0].name in names]
         self.staged_bytes = staged_bytes(shard, start, end)
         self.lying: dict[str, torch.Tensor] = {}  # the bytes of arrays that are updated where they lie, by name
         self.moving: list[tuple[str, Store, int, int]] = []  # the other arrays, each with its first byte and bytes
@@ -65,13 +66,8 @@ class Chunk:
                 self.moving.append((name, array.store, first, nbytes))
 
 
-@final
-@dataclass(eq=False)
-class UnitPlan:
-    """How the update of some parameters of a unit is cut."""
-
-    segments: list[tuple[Segment, list[Chunk]]]
-    empty: list[Slot]
+Plan = tuple[list[tuple[Segment, list[Chunk]]], list[Slot]]
+"""How the update of some parameters of a unit is cut: the chunks of each segment; the parameters without elements."""
 
 
 @final
@@ -111,8 +107,8 @@ class ChunkUpdater:
         moving = [each.scales for each in shard.arrays.values() if each.scales and each.scales.store.view(0, 0) is None]
         if moving:  # a chunk's scales are no whole pages
             yield Step(lambda _: [each.gather() for each in moving])
-        plan = self._plan_of(shard, pending)
-        for segment, chunks in plan.segments:
+        segments, empty = self._plan_of(shard, pending)
+        for segment, chunks in segments:
             position = segment.start
             for chunk in chunks:
                 if fetch:
@@ -127,7 +123,7 @@ class ChunkUpdater:
             yield Step(finish=lambda: [each.give_back(kept) for each in moving])
         if turning:
             yield Step(finish=partial(_end_turns, turning))
-        for slot in plan.empty:
+        for slot in empty:
             self._count_step(shard, slot, pending[slot.name])
 
     def _reads(self, shard: UnitShard, segment: Segment, start: int, end: int) -> Iterator[Step]:
@@ -135,7 +131,7 @@ class ChunkUpdater:
         for low in range(start, end, numel):
             yield read_step(shard, low, min(low + numel, end))
 
-    def _plan_of(self, shard: UnitShard, pending: Pending) -> UnitPlan:
+    def _plan_of(self, shard: UnitShard, pending: Pending) -> Plan:
         names = tuple(pending)
         if names not in shard.known:
             if len(shard.known) > _KNOWN_PLANS:
@@ -146,8 +142,8 @@ class ChunkUpdater:
                 (segment, [Chunk(shard, filled, *each) for each in self._ranges(shard, segment, filled)])
                 for segment in shard.layout.segments
             ]
-            shard.known[names] = UnitPlan(segments, [slot for slot in slots if not slot.numel])
-        plan: UnitPlan = shard.known[names]
+            shard.known[names] = segments, [slot for slot in slots if not slot.numel]
+        plan: Plan = shard.known[names]
         return plan
 
     def _ranges(self, shard: UnitShard, segment: Segment, slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
@@ -173,13 +169,13 @@ class ChunkUpdater:
         """The whole update at once where everything lies on the computing device, by the calling thread."""
         shard.before_change()
         shard.use()
-        plan = self._plan_of(shard, pending)
-        for _, chunks in plan.segments:
+        segments, empty = self._plan_of(shard, pending)
+        for _, chunks in segments:
             for chunk in chunks:
                 step = ChunkUpdate(self, shard, pending, chunk, fetch=False, threads=self._cores)
                 step.begin([])
                 step.finish()
-        for slot in plan.empty:
+        for slot in empty:
             self._count_step(shard, slot, pending[slot.name])
 
     def _update_on_device(self, shard: UnitShard, pending: Pending, fetch: bool) -> Sequence[Transfer]:
@@ -201,40 +197,14 @@ class ChunkUpdater:
     def _count_step(self, shard: UnitShard, slot: Slot, owed: SlotUpdate) -> None:
         """A parameter without elements has nothing to move, but its steps are counted."""
         arrays = {
-            name: torch.empty(0, dtype=each.value_dtype(slot.dtype), device="cpu")
+            name: torch.empty(slot.shape if self.rule.whole else 0, dtype=each.value_dtype(slot.dtype), device="cpu")
             for name, each in shard.arrays.items()
             if each.public or slot.dtype in MASTER_BYTES
         }
-        param = torch.empty(0, dtype=DTYPES[slot.dtype], device="cpu")
-        self.update(shard, [slot], owed, slot.end, param, arrays, {}, torch.zeros_like(param), 1)
-
-    def update(
-        self,
-        shard: UnitShard,
-        slots: Sequence[Slot],
-        owed: SlotUpdate,
-        end: int,
-        param: torch.Tensor,
-        arrays: dict[str, torch.Tensor],
-        scales: dict[str, torch.Tensor],
-        grad: torch.Tensor,
-        threads: int,
-    ) -> None:
-        """Run the rule on the elements of a parameter, or of neighbours, up to `end`; the scalars move on of those that
-        end there."""
-        slot = slots[0]
-        if self.rule.whole:
-            param, grad = param.view(slot.shape), grad.view(slot.shape)
-            arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
-        state = shard.slot_states.get(slot.name, _NEW)
-        piece = Piece(param, arrays.get(MASTER), arrays, grad, owed.ops, owed.hyper, state, threads, scales, owed.noted)
-        after = SlotState(self.rule.apply(piece), initialised=True)
-        for each in slots:
-            if each.end <= end:
-                shard.slot_states[each.name] = after
-
-
-_NEW = SlotState()
+        param = torch.empty(slot.shape if self.rule.whole else 0, dtype=DTYPES[slot.dtype], device="cpu")
+        grad, state = torch.zeros_like(param), shard.slot_states.get(slot.name, SlotState())
+        piece = Piece(param, arrays.get(MASTER), arrays, grad, owed.ops, owed.hyper, state, noted=owed.noted)
+        shard.slot_states[slot.name] = SlotState(self.rule.apply(piece), initialised=True)
 
 
 def _end_turns(files: Sequence[Generations]) -> Sequence[Transfer]:
@@ -440,8 +410,15 @@ class ChunkUpdate:
         else:
             assert self._grads is not None
             grad = self._part("grads", self._grads.contents, low, high).view(self._grads.dtype(slot))
-        threads = self._threads or self._updater.threads
-        self._updater.update(shard, slots, owed, high, param, arrays, scales, grad, threads)
+        if self._updater.rule.whole:
+            param, grad = param.view(slot.shape), grad.view(slot.shape)
+            arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
+        threads, state = self._threads or self._updater.threads, shard.slot_states.get(slot.name, SlotState())
+        piece = Piece(param, arrays.get(MASTER), arrays, grad, owed.ops, owed.hyper, state, threads, scales, owed.noted)
+        after = SlotState(self._updater.rule.apply(piece), initialised=True)
+        for each in slots:
+            if each.end <= high:  # else its scalars move on with its last chunk
+                shard.slot_states[each.name] = after
 
     def _part(self, name: str, layout: ArrayLayout, low: int, high: int) -> torch.Tensor:
         """The bytes of the elements [low, high) of what is in memory of an array."""
