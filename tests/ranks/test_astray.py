@@ -19,10 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.api.assemble import prepared_of
 from outsize.move import comm
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make, same_bits, weights_of
+from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits, weights_of
 
 DETECTED_SECONDS = 10.0
 HOST = Setting(3, "host")
@@ -246,9 +245,9 @@ def slow(disk: str) -> str:
     """Rank 1 comes to its third step only when rank 0 has looked for it three times."""
     run = Run(HOST, disk)
     store = dist.distributed_c10d._get_default_store()
-    reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
+    reduction = prepared(run.model).engine.reduction
     looked: list[int] = []
-    plain = reduction.ranks.model.check  # type: ignore[union-attr]
+    plain = reduction.ranks.model.check
 
     def look(words: str) -> None:
         looked.append(1)
@@ -256,7 +255,7 @@ def slow(disk: str) -> str:
             store.set("looked", "1")
         plain(words)
 
-    reduction.ranks.model.check = look  # type: ignore[union-attr, method-assign, assignment]
+    reduction.ranks.model.check = look
     for number in range(3):
         if number == 2 and run.rank == 1:
             store.wait(["looked"])
@@ -299,8 +298,8 @@ def slow_in_a_collective(disk: str) -> str:
     """In its third step rank 1 is at a gathering for so long that rank 0 has looked ten times what holds it up."""
     run = Run(HOST, disk)
     store = dist.distributed_c10d._get_default_store()
-    reduction = prepared_of(next(run.model.parameters())).engine.reduction  # type: ignore[union-attr]
-    ranks: Any = reduction.ranks  # type: ignore[union-attr]
+    reduction = prepared(run.model).engine.reduction
+    ranks = reduction.ranks
     watch, lane, looked = ranks.model.watch, ranks._lanes["gather"], []
     compare = watch._compare
 
@@ -442,8 +441,7 @@ def prepares_again(disk: str) -> None:
     run.step(0)
     store = dist.distributed_c10d._get_default_store()
     if run.rank == 0:
-        prepared = prepared_of(next(run.model.parameters()))
-        prepared.engine.reduction.ranks.model.close()  # as when it is collected
+        prepared(run.model).engine.reduction.ranks.model.close()  # as when it is collected
         store.wait(["waits"])
     else:
         store.set("waits", "1")

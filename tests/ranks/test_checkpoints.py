@@ -22,7 +22,7 @@ from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.formats import weights as exported_weights
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make, same_bits
+from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
 
 BF16 = torch.bfloat16
 
@@ -59,8 +59,7 @@ class Run:
         return extra
 
     def weights(self) -> dict[str, Tensor]:
-        with outsize.gathered(self.model):
-            return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        return named_weights(self.model)
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

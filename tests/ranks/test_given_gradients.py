@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import outsize
 from tests.ranks.launching import run_on_ranks
-from tests.ranks.training import Setting, fields_of
+from tests.ranks.training import Setting, fields_of, weights_of
 
 RANKS = 2
 LR = 0.25
@@ -26,11 +26,6 @@ def build() -> nn.Sequential:
 
 def gradient(param: Tensor, number: int) -> Tensor:
     return torch.arange(param.numel(), dtype=torch.float32).view(param.shape) / 1024 + number
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    with outsize.gathered(model):
-        return [param.detach().clone() for param in model.parameters()]
 
 
 def prepared(stage: int, tier: str, disk: str, model: nn.Module, unused: str = "error") -> torch.optim.Optimizer:
@@ -53,7 +48,7 @@ def train_with_set_gradients(stage: int, tier: str, unused: str, disk: str) -> t
         for number, param in enumerate(model.parameters()):
             param.grad = gradient(param, number)  # another tensor, of the same values on every rank
     optimizer.step()
-    found = weights(model)
+    found = weights_of(model)
     outsize.load(f"{disk}/ckpt", model, optimizer)
     with outsize.gathered(model, grads=True):
         return found, [param.grad.clone() for param in model.parameters() if param.grad is not None]
@@ -87,7 +82,7 @@ def train_with_earlier_gradients(stage: int, tier: str, unused: str, disk: str) 
             param.grad = gradient(param, number) * (1 + 2 * rank)
     optimizer = prepared(stage, tier, disk, model, unused)
     optimizer.step()
-    return weights(model)
+    return weights_of(model)
 
 
 @both_ways
@@ -111,7 +106,7 @@ def train_with_additions(stage: int, tier: str, unused: str, disk: str) -> tuple
         param.grad.add_(gradient(param, number) * (1 + 2 * dist.get_rank()))
     norm = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))
     optimizer.step()
-    return norm, weights(model)
+    return norm, weights_of(model)
 
 
 @both_ways

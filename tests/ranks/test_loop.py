@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from outsize.api.assemble import prepared_of
 from outsize.run.buffers import unused
 from tests.ranks.launching import run_on_ranks
-from tests.ranks.training import Setting, assert_near, batch, batches, fields_of, make, same_bits, weights_of
+from tests.ranks.training import Setting, assert_near, batch, batches, fields_of, make, prepared, same_bits, weights_of
 
 
 def loss_of(model: nn.Module, step: int, parts: list[int]) -> Tensor:
@@ -228,11 +227,10 @@ def use_experts_at_stage_3(disk: str, folder: str) -> list[list[Tensor]]:
     every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
     fields: dict[str, Any] = {**every, "host_memory": "64MiB", "disk": disk, "unused": "sync", "units": ["Linear"]}
     outsize.prepare(model, optimizer, stage=3, activations="recompute", **fields)
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None
+    inside = prepared(model)
 
     def forward(x: Tensor) -> Tensor:
-        prepared.engine.streamer.drop_idle()
+        inside.engine.streamer.drop_idle()
         y: Tensor = model(x)
         dist.all_reduce(y.detach().sum())  # a collective of the user's own
         return y
@@ -248,7 +246,7 @@ def use_experts_at_stage_3(disk: str, folder: str) -> list[list[Tensor]]:
         with torch.no_grad():
             forward(batch(9, rank, rows=1)[0])
         if rank == step % 2:
-            prepared.engine.streamer.drop_idle()  # the others have more at hand
+            inside.engine.streamer.drop_idle()  # the others have more at hand
         if step == 1:
             with torch.no_grad(), outsize.gathered(model.get_submodule("experts"), modify=True):
                 for param in model.get_submodule("experts").parameters():
@@ -281,17 +279,16 @@ def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, int, int]:
     optimizer = torch.optim.AdamW(model.parameters())
     every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
     outsize.prepare(model, optimizer, stage=3, host_memory="64MiB", disk=disk, unused=unused, units=["Linear"], **every)
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None and prepared.engine.reduction is not None
+    inside = prepared(model)
     for _ in range(3):
         loss = model(torch.randn(4, 64)).square().sum()
-        prepared.engine.streamer.drop_idle()
+        inside.engine.streamer.drop_idle()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    counts, unit = prepared.engine.reduction.ranks.model.counts, 64 * 65 * 4
-    peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
+    counts, unit = inside.engine.reduction.ranks.model.counts, 64 * 65 * 4
+    peak = inside.resources.ledger.peak["device/whole gradients"] // unit
     return weights_of(model), counts["gather calls"], counts["reduce"], peak
 
 
@@ -355,9 +352,8 @@ def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
     model = Routes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, unused="sync", units=["Linear"], **fields)
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None
-    streamer = prepared.engine.streamer
+    inside = prepared(model)
+    streamer = inside.engine.streamer
 
     def forget(*_: Any) -> None:
         streamer.drop_idle()
@@ -493,14 +489,13 @@ def where_means_stay(disk: str) -> list[list[int]]:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters())
         outsize.prepare(model, optimizer, stage=0, disk=disk, host_memory="64MiB", units=["Linear"])
-        prepared = prepared_of(next(model.parameters()))
-        assert prepared is not None
+        inside = prepared(model)
         held = []
         for step in range(5):
             model(torch.ones(2, 64, dtype=dtype)).sum().backward()
             held.append(model[0].weight.grad if step == 2 else None)  # a gradient that the user keeps
             optimizer.zero_grad()  # no step: an update that still runs has its gradients, too
-            homes = [each.collector._home for each in prepared.engine.gradients if each.collector]
+            homes = [each.collector._home for each in inside.engine.gradients if each.collector]
             for index, home in enumerate(homes):
                 if home is not None and not (step == 2 and index == 0):
                     await_unused(home)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.api.assemble import prepared_of
 from outsize.move.memory import Ledger
 from outsize.run.buffers import Buffers
 from tests.ranks.launching import run_on_ranks
+from tests.ranks.training import assert_near, named_weights, prepared
 
 BF16 = torch.bfloat16
 WIDTH, LAYERS, VOCABULARY = 128, 6, 16
@@ -34,21 +34,20 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     places = {"params": "device" if stage in (1, 2) else tiers, "grads": tiers, "states": tiers}
     outsize.prepare(model, optimizer, host_memory=memory, disk=disk, stage=stage, units=["Linear"], **places)
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None
-    reduction = prepared.engine.reduction
+    inside = prepared(model)
+    reduction = inside.engine.reduction
     counts = []
     for _ in range(4):
         before = {} if reduction is None else dict(reduction.ranks.model.counts)
         model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
         optimizer.step()
         if settled:
-            prepared.engine.streamer.settle_all()
+            inside.engine.streamer.settle_all()
         after = {} if reduction is None else dict(reduction.ranks.model.counts)
         counts.append({kind: after[kind] - before.get(kind, 0) for kind in after})
         held = dict(outsize.memory(model).now)
         optimizer.zero_grad()
-    numel = sum(layout.numel for layout in prepared.survey.layouts)  # padding included
+    numel = sum(layout.numel for layout in inside.survey.layouts)  # padding included
     agreed = [each.get("agreement calls", 0) for each in counts]
     return {
         "agreed": agreed,
@@ -56,7 +55,7 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
         "numel": numel,
         "sent": counts[-1],
         "calls": after,
-        "units": len(prepared.engine.parameters.units),
+        "units": len(inside.engine.parameters.units),
     }
 
 
@@ -177,8 +176,7 @@ def train_branches(stage: int | None, disk: str) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
-    with outsize.gathered(model) if stage is not None else contextlib.nullcontext():
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
+    return named_weights(model)
 
 
 def train_branches_on_stages(disk: str) -> list[dict[str, torch.Tensor]]:
@@ -189,8 +187,7 @@ def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tm
     expected = train_branches(None, str(tmp_path))
     for found in run_on_ranks(2, train_branches_on_stages, str(tmp_path)):
         for weights in found:
-            for name, value in expected.items():
-                torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
+            assert_near(weights.values(), expected.values())
 
 
 def accumulate(memory: str, disk: str) -> tuple[str, int, int]:
@@ -199,14 +196,13 @@ def accumulate(memory: str, disk: str) -> tuple[str, int, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
     outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], **every)
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None and prepared.engine.reduction is not None
+    inside = prepared(model)
     for micro in range(3):
         with contextlib.nullcontext() if micro == 2 else outsize.no_sync(model):
             model(torch.ones(2, WIDTH)).square().mean().backward()
-    unit = max(each.nbytes for each in prepared.engine.parameters.units)
-    peak = prepared.resources.ledger.peak["device/whole gradients"] // unit
-    sent = prepared.engine.reduction.ranks.model.counts["reduce"] * 4 // unit
+    unit = max(each.nbytes for each in inside.engine.parameters.units)
+    peak = inside.resources.ledger.peak["device/whole gradients"] // unit
+    sent = inside.engine.reduction.ranks.model.counts["reduce"] * 4 // unit
     return str(outsize.plan(model)), peak, sent
 
 
@@ -231,9 +227,8 @@ def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk") | fields
         outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], **every)
-        prepared = prepared_of(next(model.parameters()))
-        assert prepared is not None
-        streamer, ledger, used = prepared.engine.streamer, prepared.resources.ledger, [0]
+        inside = prepared(model)
+        streamer, ledger, used = inside.engine.streamer, inside.resources.ledger, [0]
         add = ledger.add
 
         def counted(account: str, nbytes: int, *, add: Any = add, streamer: Any = streamer, used: Any = used) -> None:
@@ -285,15 +280,13 @@ def train_adapters(disk: str | None) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    with outsize.gathered(model) if disk is not None else contextlib.nullcontext():
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
+    return named_weights(model)
 
 
 def test_ranks_with_nothing_to_train_in_their_slices_keep_the_same_units(tmp_path: Path) -> None:
     expected = train_adapters(None)
     for found in run_on_ranks(3, train_adapters, str(tmp_path)):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+        assert_near(found.values(), expected.values())
 
 
 def test_collecting_buffers_are_used_again_and_make_room_for_larger_ones() -> None:
@@ -335,14 +328,13 @@ def bytes_of_a_run(memory: str, disk: str) -> tuple[int, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     places = dict.fromkeys(("params", "grads", "states"), "disk")
     outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], activations="keep", **places)
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None
+    inside = prepared(model)
     for _ in range(6):
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    prepared.engine.streamer.settle_all()
-    prepared.engine.streamer.drop_idle()
+    inside.engine.streamer.settle_all()
+    inside.engine.streamer.drop_idle()
     moved = outsize.memory(model)
     return moved.bytes_read, moved.bytes_written
 

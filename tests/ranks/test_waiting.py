@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.api.assemble import prepared_of
 from outsize.checkpoint import background, writer
 from outsize.move import comm
 from outsize.move.comm import RanksError
 from tests.ranks.launching import Ended, ends_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make, same_bits
+from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits
 
 HOST = Setting(3, "host")
 
@@ -123,9 +122,8 @@ def gives_up(disk: str) -> float:
     model, optimizer = make(HOST)
     outsize.prepare(model, optimizer, **fields_of(HOST, disk))
     store = dist.distributed_c10d._get_default_store()
-    prepared = prepared_of(next(model.parameters()))
-    assert prepared is not None and prepared.engine.reduction is not None
-    ranks = prepared.engine.reduction.ranks
+    inside = prepared(model)
+    ranks = inside.engine.reduction.ranks
     if dist.get_rank() == 1:
         store.wait(["closed"])
         return 0.0
@@ -134,9 +132,9 @@ def gives_up(disk: str) -> float:
     try:
         model(batch(0)[0])
     except RanksError:
-        prepared.resources.close()
+        inside.resources.close()
         ranks.model.close()
-        del model, optimizer, prepared, ranks
+        del model, optimizer, inside, ranks
         gc.collect()
         store.set("closed", "1")
         return time.monotonic() - began

@@ -52,14 +52,19 @@ def batches(step: int, parts: Iterable[int], rows: int = 8) -> tuple[Tensor, Ten
     return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
+def prepared(model: nn.Module) -> Any:
+    """What outsize knows of a model; None of a plain one."""
+    return prepared_of(next(model.parameters()))
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Of a prepared model, on every rank, or of a plain one."""
-    with outsize.gathered(model) if is_prepared(model) else nullcontext():
-        return [param.detach().cpu().clone() for param in model.parameters()]
+    with outsize.gathered(model) if prepared(model) else nullcontext():
+        return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
 
 
-def is_prepared(model: nn.Module) -> bool:
-    return prepared_of(next(model.parameters())) is not None
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return list(named_weights(model).values())
 
 
 def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = 1e-5, atol: float = 1e-5) -> None:
@@ -150,7 +155,7 @@ def plain(setting: Setting, ranks: int) -> Result:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / setting.accumulate)
-    return Result(losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()})
+    return Result(losses, norms, named_weights(model))
 
 
 def train(setting: Setting, disk: str) -> Result:
@@ -179,9 +184,7 @@ def train(setting: Setting, disk: str) -> Result:
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(float(total) / ranks / setting.accumulate)
-    with outsize.gathered(model):
-        weights = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
-    return Result(losses, norms, weights)
+    return Result(losses, norms, named_weights(model))
 
 
 def train_all(settings: list[Setting], disk: str) -> list[Result]:
