@@ -163,9 +163,9 @@ class Reduction:
             self.ranks.combine(values, "norms")
         tensor = self.ranks.tensor
         if tensor is not None:
-            tensor.combine(
-                values.masked_fill_(torch.tensor(repeated, device="cpu"), 0.0) if tensor.rank else values, "norms"
-            )
+            if tensor.rank:
+                values.masked_fill_(torch.tensor(repeated, device="cpu"), 0.0)
+            tensor.combine(values, "norms")
         return values
 
     def _over_parts(self, value: torch.Tensor, op: str) -> torch.Tensor:
