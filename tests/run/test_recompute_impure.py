@@ -480,15 +480,15 @@ def test_an_interrupted_recomputation_leaves_the_layer_as_it_was(monkeypatch: py
     layer(torch.ones(2, 16))
     state.settle()
     layer.task, layer.count = "second", 7
-    change = layer_state._put_hooks
+    change = layer_state._train
     interrupted = [KeyboardInterrupt]
 
-    def put_hooks(*tables: Any) -> None:
+    def train(*wanted: Any) -> None:
         if interrupted:
             raise interrupted.pop()
-        change(*tables)
+        change(*wanted)
 
-    monkeypatch.setattr(layer_state, "_put_hooks", put_hooks)
+    monkeypatch.setattr(layer_state, "_train", train)
     with pytest.raises(KeyboardInterrupt), state:
         raise AssertionError("it was interrupted before")
     assert (layer.task, layer.count) == ("second", 7)

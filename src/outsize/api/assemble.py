@@ -40,7 +40,7 @@ from outsize.run.parameters import Parameters
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
 from outsize.run.room import Room
-from outsize.run.state import store_state
+from outsize.run.state_entry import store_entry
 from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
@@ -411,7 +411,7 @@ def _adopt(
             param.grad = None
             bind(param, shard.param(name))
         if state:
-            store_state(shard, name, state)
+            store_entry(shard, name, state)
         del value
     unit.adopt()
     if shard.params is not None:

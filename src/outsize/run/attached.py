@@ -95,7 +95,7 @@ class Attached:
         scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         for name in ("step", "state_dict", "load_state_dict", "add_param_group", "_step_supports_amp_scaling"):
             vars(optimizer).pop(name, None)
-        self._stepper.state.detach(states)
+        optimizer.state = states
         if scheduled:
             optimizer.step = types.MethodType(_counted_step, optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -30,6 +30,11 @@ _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = sorted(
     name for name in _OF_TORCH if "hook" in name and "state_dict" not in name and name != "_is_full_backward_hook"
 )
+_TABLES = ("_parameters", "_buffers", *_HOOKS)
+
+Contents = dict[int, tuple[dict[Any, Any], dict[Any, Any]]]
+"""By its id each table of some modules that is not empty, and what is in it. Handles of hooks know their tables by
+identity, so these are filled anew and never replaced."""
 
 
 @final
@@ -38,84 +43,100 @@ class LayerState:
 
     def __init__(self, modules: Sequence[nn.Module], layer: str, copies_large: bool) -> None:
         """`modules`: the layer, then all modules inside; `layer`: its name, for errors."""
-        self._buffers = _Buffers(modules, layer, copies_large)
-        self._attributes = _Attributes(modules)
+        self._modules = modules
+        self._layer = layer
+        self._earlier = _contents(modules)
+        self._attributes = [self._earlier[id(module.__dict__)][1] for module in modules]
+        for attributes in self._attributes:
+            attributes.update({name: _without_graph(value) for name, value in attributes.items()})
+        self._trained = _trained(modules[0].parameters())
+        self._buffers: dict[int, _Buffer] = {}  # by id: modules may share one
+        for module in modules:
+            for name, tensor in module._buffers.items():
+                if tensor is not None and id(tensor) not in self._buffers:
+                    self._buffers[id(tensor)] = _Buffer(tensor, name, copies_large)
+        self._sharing = _sharing({key: buffer.tensor for key, buffer in self._buffers.items()})
+        self._present: tuple[Contents, dict[nn.Parameter, bool]] | None = None
 
     def settle(self) -> bool:
-        """The forward is over: drop what is not needed for another. Whether a copy of a large buffer was."""
-        self._attributes.settle()
-        return self._buffers.settle()
+        """The forward is over: drop the large copies that it made needless, and objects that it has replaced, which may
+        hold graphs of forwards before it. Whether a copy of a large buffer was needed."""
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
+            for name, value in attributes.items():
+                if type(value) not in _PLAIN and module.__dict__.get(name) is not value:
+                    attributes[name] = _FORGOTTEN
+        return sum(buffer.settle() for buffer in self._buffers.values() if buffer.large) > 0
 
     def __enter__(self) -> None:
+        present = _contents(self._modules), _trained(self._trained)
+        wanted = self._as_before(present[0])
+        self._present = present
         try:
-            self._buffers.put_back()
-            self._attributes.put_back()
+            _put(wanted, present[0])
+            _train(self._trained)
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._attributes.put_away()
-        finally:
-            self._buffers.put_away()
+        if self._present is not None:
+            contents, trained = self._present
+            self._present = None
+            _put(contents, _contents(self._modules))
+            _train(trained)
+
+    def _as_before(self, present: Contents) -> Contents:
+        """What is in the tables for another forward, which may change it if the first one did."""
+        wanted, values = dict(self._earlier), self._buffer_values()
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
+            now = present[id(module.__dict__)][1]
+            known = {name: now.get(name) if value is _FORGOTTEN else value for name, value in attributes.items()}
+            wanted[id(module.__dict__)] = module.__dict__, known
+            table, buffers = wanted.get(id(module._buffers), (module._buffers, {}))
+            wanted[id(table)] = table, {name: values.get(id(tensor)) for name, tensor in buffers.items()}
+        return wanted
+
+    def _buffer_values(self) -> dict[int, torch.Tensor]:
+        values: dict[int, torch.Tensor] = {}
+        for key, buffer in self._buffers.items():
+            value = buffer.earlier()
+            if value is None:
+                raise RuntimeError(
+                    f"buffer {buffer.name!r} of layer {self._layer} was written to since the forward that this "
+                    f"backward runs again, and no copy of so large a buffer was kept, as the forward before had left "
+                    f'it alone: pass activations="keep"'
+                )
+            values[key] = value
+        for keys in self._sharing:
+            tensors = {key: self._buffers[key].tensor for key in keys}
+            if any(values[key] is not tensor for key, tensor in tensors.items()):
+                _share(tensors, values)
+        return values
 
 
-@final
-class _Attributes:
-    """The attributes of modules, their hooks and which parameters are trained, at the start of one forward."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._attributes = [
-            {name: _without_graph(value) for name, value in _own_attributes(module).items()} for module in modules
-        ]
-        self._weights = [dict(module._parameters) for module in modules]
-        self._hooks = _hooks(modules)
-        self._trained = _trained(modules[0].parameters())
-        self._present: list[dict[str, Any]] = []
-        self._present_weights: list[dict[str, Any]] = []
-        self._present_hooks: dict[int, tuple[Any, dict[Any, Any]]] = {}
-        self._present_trained: dict[nn.Parameter, bool] = {}
-
-    def settle(self) -> None:
-        """Forget the objects that the forward has replaced: they may hold graphs of forwards before it."""
-        for module, earlier in zip(self._modules, self._attributes, strict=True):
-            for name, value in earlier.items():
-                if type(value) not in _PLAIN and module.__dict__.get(name) is not value:
-                    earlier[name] = _FORGOTTEN
-
-    def put_back(self) -> None:
-        present = [_own_attributes(module) for module in self._modules]
-        self._present_weights = [dict(module._parameters) for module in self._modules]
-        self._present_hooks = _hooks(self._modules)
-        self._present_trained = _trained(self._trained)
-        self._present = present
-        for module, now, earlier in zip(self._modules, present, self._attributes, strict=True):
-            known = {name: now.get(name) if value is _FORGOTTEN else value for name, value in earlier.items()}
-            _change(module.__dict__, now, known)
-        self._put_weights(self._weights)
-        _put_hooks(self._hooks, self._present_hooks)
-        _train(self._trained, self._present_trained)
-
-    def put_away(self) -> None:
-        if not self._present:
-            return
-        for module, present in zip(self._modules, self._present, strict=True):
-            _change(module.__dict__, _own_attributes(module), present)
-        self._put_weights(self._present_weights)
-        _put_hooks(self._present_hooks, _hooks(self._modules))
-        _train(self._present_trained, _trained(self._trained))
-        self._present, self._present_weights = [], []
-
-    def _put_weights(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        for module, table in zip(self._modules, wanted, strict=True):
-            _change(module._parameters, dict(module._parameters), table)
+def _contents(modules: Iterable[nn.Module]) -> Contents:
+    """Of attributes those that torch does not keep in every module."""
+    found: Contents = {}
+    for module in modules:
+        of_module = module.__dict__
+        found[id(of_module)] = of_module, {name: value for name, value in of_module.items() if name not in _OF_TORCH}
+        for table in map(of_module.__getitem__, _TABLES):
+            if table:
+                found[id(table)] = table, dict(table)
+    return found
 
 
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has beside what torch keeps in every one."""
-    return {name: value for name, value in module.__dict__.items() if name not in _OF_TORCH}
+def _put(wanted: Contents, present: Contents) -> None:
+    """Give the tables what is `wanted` in place of what is `present`; touch no more than that takes."""
+    for key, (table, _) in {**present, **wanted}.items():
+        old, new = present.get(key, (table, {}))[1], wanted.get(key, (table, {}))[1]
+        if list(old) != list(new):  # hooks run in the order of their table
+            for name in old:
+                del table[name]
+            old = {}
+        for name, value in new.items():
+            if name not in old or old[name] is not value:
+                table[name] = value
 
 
 def _without_graph(value: Any) -> Any:
@@ -125,80 +146,16 @@ def _without_graph(value: Any) -> Any:
     return value
 
 
-def _hooks(modules: Sequence[nn.Module]) -> dict[int, tuple[Any, dict[Any, Any]]]:
-    """(table, what is in it) of the tables of hooks that are not empty, by their ids."""
-    tables = (module.__dict__.get(name) for module in modules for name in _HOOKS)
-    return {id(table): (table, dict(table)) for table in tables if table}
-
-
-def _put_hooks(
-    wanted: Mapping[int, tuple[Any, dict[Any, Any]]], found: Mapping[int, tuple[Any, dict[Any, Any]]]
-) -> None:
-    """Fill the tables anew that are not as wanted; their identity is what the handles of hooks know them by."""
-    for key, (table, content) in {**found, **wanted}.items():
-        content = content if key in wanted else {}
-        if key not in found or found[key][1] != content:
-            table.clear()
-            table.update(content)
-
-
 def _trained(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, bool]:
     with torch._C.DisableTorchFunctionSubclass():
         return {param: param.requires_grad for param in params}
 
 
-def _train(wanted: Mapping[nn.Parameter, bool], found: Mapping[nn.Parameter, bool]) -> None:
+def _train(wanted: Mapping[nn.Parameter, bool]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for param, trained in wanted.items():
-            if found[param] != trained:
+            if param.requires_grad != trained:
                 param.requires_grad_(trained)
-
-
-@final
-class _Buffers:
-    """The buffers of a layer at the start of one forward."""
-
-    def __init__(self, modules: Sequence[nn.Module], layer: str, copies_large: bool) -> None:
-        self._modules = modules
-        self._layer = layer
-        self._tables = [dict(module._buffers) for module in modules]
-        self._buffers: dict[int, _Buffer] = {}  # by id: modules may share one
-        self._present: list[dict[str, torch.Tensor | None]] = []
-        for table in self._tables:
-            for name, tensor in table.items():
-                if tensor is not None and id(tensor) not in self._buffers:
-                    self._buffers[id(tensor)] = _Buffer(tensor, name, copies_large)
-        self._sharing = _sharing({key: buffer.tensor for key, buffer in self._buffers.items()})
-
-    def settle(self) -> bool:
-        """The forward is over: drop the large copies that it made needless. Whether one was needed."""
-        large = [buffer for buffer in self._buffers.values() if buffer.large]
-        return sum(buffer.settle() for buffer in large) > 0
-
-    def put_back(self) -> None:
-        earlier: dict[int, torch.Tensor | None] = {key: each.earlier() for key, each in self._buffers.items()}
-        lost = [self._buffers[key].name for key, value in earlier.items() if value is None]
-        if lost:
-            self._refuse_lost(lost[0])
-        for keys in self._sharing:
-            if any(earlier[key] is not self._buffers[key].tensor for key in keys):
-                _share({key: self._buffers[key].tensor for key in keys}, earlier)
-        self._present = [dict(module._buffers) for module in self._modules]
-        for module, table in zip(self._modules, self._tables, strict=True):
-            wanted = {name: earlier.get(id(tensor)) for name, tensor in table.items()}
-            _change(module._buffers, dict(module._buffers), wanted)
-
-    def put_away(self) -> None:
-        for module, table in zip(self._modules, self._present, strict=False):  # none, if none was put back
-            _change(module._buffers, dict(module._buffers), table)
-        self._present = []
-
-    def _refuse_lost(self, name: str) -> NoReturn:
-        raise RuntimeError(
-            f"buffer {name!r} of layer {self._layer} was written to since the forward that this backward runs again, "
-            f"and no copy of so large a buffer was kept, as the forward before had left it alone: pass "
-            f'activations="keep"'
-        )
 
 
 @final
@@ -236,27 +193,16 @@ def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     return [keys for keys in found.values() if len(keys) > 1]
 
 
-def _share(tensors: Mapping[int, torch.Tensor], values: dict[int, torch.Tensor | None]) -> None:
+def _share(tensors: Mapping[int, torch.Tensor], values: dict[int, torch.Tensor]) -> None:
     """Make the values of these keys lie in new memory as the tensors do in theirs."""
     starts = {key: tensor.storage_offset() * tensor.element_size() for key, tensor in tensors.items()}
     base = min(starts.values()) // LARGEST_ELEMENT * LARGEST_ELEMENT
     memory = torch.empty(0, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     for key, tensor in tensors.items():
-        value = values[key]
-        assert value is not None
         first = (starts[key] - base) // tensor.element_size()
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(memory.untyped_storage(), first, tensor.size(), tensor.stride())  # grows it as needed
-        values[key] = view.copy_(value)
-
-
-def _change(table: dict[str, Any], present: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Give a table, of which `present` is a part, the entries `wanted` in its place; touch no more than that takes."""
-    for name in present.keys() - wanted.keys():
-        del table[name]
-    for name, value in wanted.items():
-        if name not in present or present[name] is not value:
-            table[name] = value
+        values[key] = view.copy_(values[key])
 
 
 def version_of(tensor: torch.Tensor) -> int:

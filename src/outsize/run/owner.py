@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import final
 
 from outsize.move.transfer import in_a_fork
@@ -26,13 +25,6 @@ def _of_autograd() -> bool:
     return (known is None or isinstance(known, threading._DummyThread)) and in_backward()
 
 
-@dataclass(eq=False)
-class _Waiter:
-    thread: int
-    what: str
-    come: threading.Event = field(default_factory=threading.Event)
-
-
 @final
 class Owner:
     """Who uses the model now, and who waits.
@@ -43,11 +35,11 @@ class Owner:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
         self._thread: int | None = None
         self._depth = 0
         self._what = ""
-        self._waiting: deque[_Waiter] = deque()
+        self._waiting: deque[object] = deque()
 
     @property
     def is_other(self) -> bool:
@@ -66,52 +58,40 @@ class Owner:
     def take(self, what: str) -> None:
         """Wait for the turn. Raises `RuntimeError` where it may never come."""
         thread = threading.get_ident()
-        with self._lock:
-            if self._thread is None:
+        with self._changed:
+            if self._thread != thread and (self._thread is None or not _of_autograd()):
+                if self._thread is not None or self._waiting:
+                    self._await(what)
                 self._thread, self._what = thread, what
-            if self._thread == thread or _of_autograd():
-                self._depth += 1
-                return
-            if what == self._what == FORWARD:
-                raise RuntimeError(
-                    "the model's forward was called from two threads at once; outsize streams one forward at a time: "
-                    "use one thread, or a lock around the calls"
-                )
-            waiter = _Waiter(thread, what)
-            self._waiting.append(waiter)
-        try:
-            self._await(waiter)
-        except BaseException:
-            self._withdraw(waiter)
-            raise
+            self._depth += 1
 
     def give(self) -> None:
         """The turn, or what was taken inside it, is over."""
-        with self._lock:
+        with self._changed:
             self._depth -= 1
-            if self._depth:
-                return
-            self._thread = None
-            if self._waiting:
-                following = self._waiting.popleft()
-                self._thread, self._what, self._depth = following.thread, following.what, 1
-                following.come.set()
+            if not self._depth:
+                self._thread = None
+                if self._waiting:
+                    self._changed.notify_all()
 
-    def _await(self, waiter: _Waiter) -> None:
+    def _await(self, what: str) -> None:
+        if what == self._what == FORWARD and self._thread is not None:
+            raise RuntimeError(
+                "the model's forward was called from two threads at once; outsize streams one forward at a time: "
+                "use one thread, or a lock around the calls"
+            )
         if os.getpid() != self._pid:
             raise in_a_fork()
-        while not waiter.come.wait(PATIENCE_SECONDS):
-            if self._what in _OPEN_ENDED:
-                raise RuntimeError(
-                    f"{waiter.what} waits for {self._what} of another thread, which has gone on for "
-                    f"{PATIENCE_SECONDS:.0f} s: one thread at a time uses a prepared model. Do this in that thread, "
-                    f"or after it"
-                )
-
-    def _withdraw(self, waiter: _Waiter) -> None:
-        with self._lock:
-            came = waiter.come.is_set()
-            if not came:
-                self._waiting.remove(waiter)
-        if came:
-            self.give()
+        me = object()
+        self._waiting.append(me)
+        try:
+            while not self._changed.wait_for(lambda: self._thread is None and self._waiting[0] is me, PATIENCE_SECONDS):
+                if self._what in _OPEN_ENDED:
+                    raise RuntimeError(
+                        f"{what} waits for {self._what} of another thread, which has gone on for "
+                        f"{PATIENCE_SECONDS:.0f} s: one thread at a time uses a prepared model. Do this in that "
+                        f"thread, or after it"
+                    )
+        finally:
+            self._waiting.remove(me)
+            self._changed.notify_all()  # somebody else may be the first now

@@ -12,7 +12,7 @@ from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.run.grads import RestingGrad
 from outsize.run.local import local_gradient
-from outsize.run.state import snapshot
+from outsize.run.state_entry import snapshot
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 

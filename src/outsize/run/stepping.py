@@ -17,7 +17,7 @@ from outsize.run.owner import Owner
 from outsize.run.parameters import Parameters
 from outsize.run.promises import Applied
 from outsize.run.reduction import Reduction
-from outsize.run.state_dict import WholeState
+from outsize.run.state import OptimizerState
 from outsize.run.step_record import expect_own, hyper_of, owed_to, told
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
@@ -57,7 +57,7 @@ class Stepper:
     ) -> None:
         self.steps = 0
         self.skipped_steps = 0
-        self.state = WholeState(parameters, streamer, owner, optimizer, updater.rule)
+        self.state = OptimizerState(parameters, streamer, owner, optimizer, updater.rule)
         self._parameters = parameters
         self._gradients = gradients
         self._streamer = streamer
