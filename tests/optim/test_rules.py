@@ -241,15 +241,6 @@ def test_momentum_that_is_set_after_steps_without_it_starts_as_in_torch() -> Non
     assert torch.equal(weight.states["momentum_buffer"], optimizer.state[plain]["momentum_buffer"])
 
 
-def test_an_option_that_needs_a_new_array_is_refused() -> None:
-    weight = Weight.make(SGDRule(momentum=False), start(), torch.float32)
-    with pytest.raises(RuntimeError, match=r"'momentum_buffer' .* before prepare"):
-        weight.step(grads(1)[0], {**CASES["sgd"].hyper(), "momentum": 0.9})
-    weight = Weight.make(AdamRule(False, True), start(), torch.float32)
-    with pytest.raises(RuntimeError, match=r"'max_exp_avg_sq' .* before prepare"):
-        weight.step(grads(1)[0], {**CASES["adamw"].hyper(), "amsgrad": True})
-
-
 class Averaged(torch.optim.Optimizer):
     """Keeps a step count in host memory, and by whole rows an average beside the parameter."""
 

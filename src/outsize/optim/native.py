@@ -14,7 +14,7 @@ from torch.optim.sgd import sgd
 from outsize import _native
 from outsize.move.codes import CodeKind, encode
 from outsize.move.shard import SlotState
-from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened, refuse_new_array
+from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
 
 _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 
@@ -90,22 +90,28 @@ class NativeRule(Rule):
     kernel: Callable[..., None]
     formula: Callable[..., None]
 
+    _last: tuple[object, Mapping[str, Any], tuple[str, ...]] = (None, {}, ())
+    """The options that were read last, which are one object for all parameters of a group and step; what they say."""
+
     @abstractmethod
-    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
-        """What the kernel and the formula are given beside arrays."""
+    def read(self, options: Options) -> Mapping[str, Any]:
+        """What the kernel and the formula are given beside arrays and counts."""
+
+    def counted(self, state: SlotState) -> Mapping[str, Any]:
+        """What they are given of the parameter's own values."""
+        return {"step": int(number(state.scalars.get("step", 0.0)) + 1.0)} if self.counts else {}
 
     def check(self, hyper: Mapping[str, object], where: str) -> None:
-        self.read(Options(hyper, where), SlotState({}, initialised=False))
+        self.read(Options(hyper, where))
 
     def start(self, piece: Piece) -> None:
         """Fill the arrays of a parameter that was never stepped, where zeros will not do."""
 
     def apply(self, piece: Piece) -> dict[str, object]:
-        state, names = piece.state, self.needs(piece.hyper)
-        options = self.read(Options(piece.hyper), state)
-        for name in names:
-            if name not in piece.states:
-                refuse_new_array(name)
+        last, state = self._last, piece.state
+        if last[0] is not piece.hyper:
+            self._last = last = piece.hyper, self.read(Options(piece.hyper)), self.needs(piece.hyper)
+        options, names = {**last[1], **self.counted(state)}, last[2]
         if not state.initialised:
             self.start(piece)
         if runs_natively(piece):
@@ -118,10 +124,6 @@ class NativeRule(Rule):
     def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """The per-parameter values after the step."""
         return {"step": float(options["step"])} if "step" in options else {}
-
-
-def _next_step(state: SlotState) -> int:
-    return int(number(state.scalars.get("step", 0.0)) + 1.0)
 
 
 @final
@@ -139,14 +141,13 @@ class AdamRule(NativeRule):
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         return _adam_arrays(Options(hyper).flag("amsgrad"))
 
-    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
+    def read(self, options: Options) -> Mapping[str, Any]:
         return {
             **options.numbers("lr", "weight_decay"),
             **options.numbers("eps", least=0),
             **options.betas(),
             **options.flags("maximize", "amsgrad"),
             "decoupled": options.flag("decoupled_weight_decay", self._decoupled),
-            "step": _next_step(state),
         }
 
 
@@ -183,12 +184,14 @@ class SGDRule(NativeRule):
     def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {_BUFFER: None} if self.arrays and options["first"] and not names else {}
 
-    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
+    def read(self, options: Options) -> Mapping[str, Any]:
         return {
             **options.numbers("lr", "momentum", "dampening", "weight_decay"),
             **options.flags("nesterov", "maximize"),
-            "first": not state.initialised or _BUFFER in state.scalars,
         }
+
+    def counted(self, state: SlotState) -> Mapping[str, Any]:
+        return {"first": not state.initialised or _BUFFER in state.scalars}
 
 
 @final
@@ -209,13 +212,12 @@ class AdagradRule(NativeRule):
         else:
             total.fill_(value)
 
-    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
+    def read(self, options: Options) -> Mapping[str, Any]:
         _initial_sum(options)
         return {
             **options.numbers("lr", "weight_decay"),
             **options.numbers("lr_decay", "eps", least=0),
             **options.flags("maximize"),
-            "step": _next_step(state),
         }
 
 
@@ -277,7 +279,7 @@ class LionRule(NativeRule):
         self.codes = {"exp_avg": "signed"}
         self.scalars = ()
 
-    def read(self, options: Options, state: SlotState) -> Mapping[str, Any]:
+    def read(self, options: Options) -> Mapping[str, Any]:
         return _lion_options(options)
 
 

@@ -177,14 +177,6 @@ def number(value: object) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
 
 
-def refuse_new_array(name: str) -> NoReturn:
-    """An option that needs an array was set when it was too late to make one."""
-    raise RuntimeError(
-        f"the optimizer started to keep {name!r} for each element after outsize.prepare; set the option "
-        f"that needs it (a momentum, for example) before prepare"
-    )
-
-
 @dataclass
 class Opened:
     """A piece as torch's own operations take it, all in fp32 (or fp64); updated in place."""

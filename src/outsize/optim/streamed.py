@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from outsize.optim.rules import Piece, Rule, join_master, refuse_new_array, split_master
+from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.trial import NARROW, Found, Kind, on_what_it_is_given, try_out
 from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
 
@@ -220,7 +220,10 @@ class StreamedRule(Rule):
                 if value.data_ptr() != piece.states[key].data_ptr():
                     piece.states[key].copy_(value)
             elif for_each and not self.whole and master.shape != (1,):
-                refuse_new_array(key)
+                raise RuntimeError(
+                    f"the optimizer started to keep {key!r} for each element after outsize.prepare; set the option "
+                    f"that needs it (a momentum, for example) before prepare"
+                )
             else:
                 scalars[key] = value
         if piece.master is not None:
