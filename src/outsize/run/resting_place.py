@@ -28,6 +28,9 @@ class Laid(NamedTuple):
     """The gradient itself, where it stays on the device."""
 
 
+_LATER = Laid(None, None)
+
+
 @final
 class RestingPlace:
     """The bytes of one unit's gradients.
@@ -68,18 +71,18 @@ class RestingPlace:
 
         `live` names the gradients at rest that are still wanted; `make_room` is for so many bytes of gradients.
         """
-        shard = self.shard
+        shard, slots = self.shard, self._unit.shard.slots
         laid: list[Laid] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, grad, previous in grads:
             ops = None if previous is None or previous.ops.zero else previous.ops
             if shard is None:
-                loose = grad
+                loose = grad.detach()
                 if ops is not None and previous is not None and previous.loose is not None:
-                    loose = add_contribution(previous.loose, ops, grad)
+                    loose = add_contribution(previous.loose, ops, loose)
                 laid.append(Laid(vector_norm(loose, 2.0), loose))
                 continue
-            slot = self._unit.shard.slots[name]
+            slot = slots[name]
             widens = ops is not None or grad.dtype.itemsize > shard.dtype(slot).itemsize
             if widens or self._writing is not None or not shard.is_open_for(slot):
                 _copy(copies)  # before what follows moves these
@@ -91,16 +94,17 @@ class RestingPlace:
             else:
                 copies.append((place, grad.reshape(-1)))
             self._dirty = True
-            laid.append(Laid(self._norm_now(shard, slot, grad, ops), None))
+            laid.append(self._laid(shard, slot, grad, ops))
         _copy(copies)
         return laid
 
-    def _norm_now(self, shard: GradShard, slot: Slot, grad: torch.Tensor, ops: GradOps | None) -> torch.Tensor | None:
+    def _laid(self, shard: GradShard, slot: Slot, grad: torch.Tensor, ops: GradOps | None) -> Laid:
+        """With its norm, where that is found at once."""
         on_cpu = self._unit.shard.device.type == "cpu"
         if ops is None and (not on_cpu or grad.dtype is not shard.dtype(slot)):
-            return vector_norm(grad, 2.0)  # on the device, where it is fast
+            return Laid(vector_norm(grad, 2.0), None)  # on the device, where it is fast
         later = on_cpu or (grad.device.type != "cpu" and grad.numel() > 0)
-        return None if later else vector_norm(shard.of(slot), 2.0)
+        return _LATER if later else Laid(vector_norm(shard.of(slot), 2.0), None)
 
     def _open(
         self,

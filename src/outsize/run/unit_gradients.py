@@ -92,15 +92,13 @@ class UnitGradients:
 
     def _lay_waiting_down(self) -> None:
         names, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        params = [(name, self._unit.parameters[name]) for name in dict.fromkeys(names)]
-        found = [(name, param, param.grad) for name, param in params]
-        grads = {
-            name: local_gradient(param, grad)
-            for name, param, grad in found
-            if grad is not None and not isinstance(grad, RestingGrad)
-        }
-        for name, grad in self._rest(grads).items():
-            self._unit.parameters[name].grad = grad
+        parameters, grads = self._unit.parameters, []
+        for name in dict.fromkeys(names):
+            grad = parameters[name].grad
+            if grad is not None and not isinstance(grad, RestingGrad):  # thrown away meanwhile, or at rest
+                grads.append((name, local_gradient(parameters[name], grad), None))
+        for (name, _, _), laid in zip(grads, self._lay_down(grads), strict=True):
+            parameters[name].grad = self._at_rest(name, laid)
 
     @property
     def defers(self) -> bool:
@@ -157,7 +155,7 @@ class UnitGradients:
             self.collector.collect(grad.label, more, grad)
             return
         self._bring_here(grad)
-        self._become(grad, self._lay_down(grad.label, more, grad))
+        self._become(grad, *self._lay_down([(grad.label, more, grad)]))
         if not in_backward():  # the user's own contribution: no end of a backward follows
             self.finish()
 
@@ -180,7 +178,8 @@ class UnitGradients:
     def _replace(self, grad: RestingGrad, value: torch.Tensor) -> None:
         """Lay values (1-D) to rest in the gradient's place; `finish` must follow."""
         grad.ops = GradOps(zero=True)
-        self._become(grad, self._lay_down(grad.label, value if grad.loose is None else value.view_as(grad.loose), grad))
+        value = value if grad.loose is None else value.view_as(grad.loose)
+        self._become(grad, *self._lay_down([(grad.label, value, grad)]))
 
     def rewrite(self, grad: RestingGrad, divisor: float = 1.0) -> None:
         """Apply the remembered operations to the bytes, then a division."""
@@ -199,7 +198,7 @@ class UnitGradients:
         value = local_gradient(self._unit.parameters[name], value)
         if self._reduction is not None:
             value = self._unit.shard.own(name, value).clone()
-        self._unit.parameters[name].grad = self._rest({name: value})[name]
+        self._unit.parameters[name].grad = self._rest(name, value)
         self.finish()
 
     def take_over(self, name: str, grad: torch.Tensor) -> None:
@@ -215,7 +214,7 @@ class UnitGradients:
         `finish` must follow when all gradients of the unit are in.
         """
         whole = content if self._reduction is None else content.reshape(-1)  # as it is collected
-        grad = self._rest({name: whole})[name]
+        grad = self._rest(name, whole)
         grad.ops = ops
         self.place.find_norms()
         grad.norms.update({order: torch.full_like(grad.norms[2.0], norm) for order, norm in norms.items()})
@@ -232,7 +231,7 @@ class UnitGradients:
         """Lay what is this rank's of a reduced gradient to rest as `grad`, added to what rests as `previous`."""
         if previous is not None:
             self._bring_here(previous)
-        self._become(grad, self._lay_down(name, own, previous))
+        self._become(grad, *self._lay_down([(name, own, previous)]))
 
     def all_at_rest(self) -> None:
         """What was reduced is laid to rest."""
@@ -241,30 +240,27 @@ class UnitGradients:
 
     # -- laying down -------------------------------------------------------------------------------------------------
 
-    def _rest(self, grads: Mapping[str, torch.Tensor]) -> dict[str, RestingGrad]:
-        """Lay gradients down that are added to nothing."""
-        made = {}
-        laid = self._lay_all_down([(name, grad, None) for name, grad in grads.items()])
-        for name, each in zip(grads, laid, strict=True):
-            resting = self.resting.next(name)
-            if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
-                assert each.norm is not None, "it is found at once there"
-                resting = RestingGrad(self._unit.parameters[name], name, self, each.norm, each.loose)
-            self._become(resting, each)
-            resting.reductions = 0
-            made[name] = resting
-        return made
+    def _rest(self, name: str, grad: torch.Tensor) -> RestingGrad:
+        """Lay a gradient down that is added to nothing."""
+        return self._at_rest(name, *self._lay_down([(name, grad, None)]))
 
-    def _lay_down(self, name: str, grad: torch.Tensor, previous: RestingGrad | None) -> Laid:
-        return self._lay_all_down([(name, grad, previous)])[0]
+    def _at_rest(self, name: str, laid: Laid) -> RestingGrad:
+        """The parameter's gradient from now on."""
+        resting = self.resting.next(name)
+        if resting is None:  # on the device a gradient owns its bytes, so that they go when it goes
+            assert laid.norm is not None, "it is found at once there"
+            resting = RestingGrad(self._unit.parameters[name], name, self, laid.norm, laid.loose)
+        self._become(resting, laid)
+        resting.reductions = 0
+        return resting
 
-    def _lay_all_down(self, grads: Sequence[tuple[str, torch.Tensor, RestingGrad | None]]) -> list[Laid]:
+    def _lay_down(self, grads: Sequence[tuple[str, torch.Tensor, RestingGrad | None]]) -> list[Laid]:
         for name, grad, _ in grads:
             expect_dense(name, grad)
         if grads and not self._unit.settled:
             self._streamer.settle(self._unit)  # see Note [An owed update owns its gradients]
-        grads = [(name, grad.detach(), previous) for name, grad, previous in grads]
-        return self.place.lay_down(grads, self._live, self._streamer.room.make)
+        with torch.no_grad():
+            return self.place.lay_down(grads, self._live, self._streamer.room.make)
 
     def _live(self) -> Collection[str]:
         grads = {name: self.shown.get(name, param.grad) for name, param in self._unit.parameters.items()}
