@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.move.conveyor import Job, Step
@@ -452,3 +453,40 @@ def test_the_collector_may_close_the_engine_on_the_conveyors_thread(sim: Any, wo
         if thread.name == "outsize-close":
             thread.join()
     assert resources() is None or not resources().shards  # type: ignore[union-attr]
+
+
+# -- the step on the device --------------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+FUSED: dict[str, Any] = {
+    "_fused_adamw_": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "_fused_adam_": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "_fused_sgd_": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operation", FUSED)
+def test_what_lies_on_the_device_is_stepped_there_by_torchs_fused_kernels(
+    sim: Any, workshop: Workshop, operation: str, dtype: torch.dtype
+) -> None:
+    model = stack()
+    optimizer = FUSED[operation](model)
+    workshop.prepare(model, optimizer, "device", device="sim", compute_dtype=dtype)
+    squared_error(model, [each.to(dtype) for each in on_sim(batches(1))[0]]).backward()
+    with Seen() as seen:
+        optimizer.step()
+    assert operation in seen.names
+    assert not {"addcdiv_", "sqrt", "addcmul_"} & seen.names

@@ -10,6 +10,7 @@ import torch
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from outsize import _native
 from outsize.move.codes import CodeKind, encode
@@ -45,18 +46,28 @@ def native_arrays(piece: Piece, names: Sequence[str]) -> _native.Arrays:
 _BUFFER = "momentum_buffer"
 
 
-# The formulas are torch's own functions, for what the kernels do not serve.
+# The formulas are torch's own functions, for what the kernels do not serve; on an accelerator fused, one kernel a step.
 
 
 def adam_formula(tensors: Opened, *, decoupled: bool, step: int, **options: Any) -> None:
-    options |= {"decoupled_weight_decay": decoupled, "foreach": False, "fused": False}
+    fuses = _fuses(tensors.param)
     averages, squares, largest = ([tensors.states[name]] if name in tensors.states else [] for name in _ADAM_KINDS)
-    adam([tensors.param], [tensors.grad], averages, squares, largest, [_count(step - 1)], **options)
+    counts = [_count(step - 1, tensors.param if fuses else None)]
+    options |= {"decoupled_weight_decay": decoupled, "foreach": False, "fused": fuses}
+    adam([tensors.param], [tensors.grad], averages, squares, largest, counts, **options)
 
 
 def sgd_formula(tensors: Opened, *, momentum: float, first: bool, **options: Any) -> None:
     buffers = [None if first or momentum == 0 else tensors.states[_BUFFER]]
-    sgd([tensors.param], [tensors.grad], buffers, momentum=momentum, foreach=False, fused=False, **options)
+    sgd(
+        [tensors.param],
+        [tensors.grad],
+        buffers,
+        momentum=momentum,
+        foreach=False,
+        fused=_fuses(tensors.param),
+        **options,
+    )
     if buffers[0] is not None and first:
         tensors.states[_BUFFER].copy_(buffers[0])
 
@@ -66,9 +77,21 @@ def adagrad_formula(tensors: Opened, *, step: int, **options: Any) -> None:
     adagrad([tensors.param], [tensors.grad], sums, [_count(step - 1)], foreach=False, fused=False, **options)
 
 
-def _count(step: int) -> torch.Tensor:
+def _fuses(param: torch.Tensor) -> bool:
+    """Whether torch has a fused step for these values where they lie."""
+    kind = param.device.type
+    return (
+        kind != "cpu"
+        and kind in _get_fused_kernels_supported_devices()
+        and param.dtype in (torch.float32, torch.float64)
+    )
+
+
+def _count(step: int, fused_beside: torch.Tensor | None = None) -> torch.Tensor:
     """As torch's functions take it, which add one to it."""
-    return torch.tensor(float(step), dtype=torch.float64, device="cpu")
+    if fused_beside is None:
+        return torch.tensor(float(step), dtype=torch.float64, device="cpu")
+    return torch.full((), float(step), dtype=torch.float32, device=fused_beside.device)
 
 
 def lion_formula(
