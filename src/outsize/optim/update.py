@@ -35,6 +35,8 @@ LIGHT_NUMEL = 1 << 17
 
 _KNOWN_PLANS = 8
 """Sets of parameters with gradients whose plan a unit remembers; most units have one."""
+_KNOWN_CHUNKS = 16
+"""Of a plan that is remembered. A larger one costs memory, and little of the time that its update takes."""
 
 
 @dataclass
@@ -133,17 +135,19 @@ class ChunkUpdater:
 
     def _plan_of(self, shard: UnitShard, pending: Pending) -> Plan:
         names = tuple(pending)
-        if names not in shard.known:
-            if len(shard.known) > _KNOWN_PLANS:
-                shard.known.clear()
+        plan: Plan | None = shard.known.get(names)
+        if plan is None:
             slots = [shard.slots[name] for name in names]
             filled = [slot for slot in slots if slot.numel]
             segments = [
                 (segment, [Chunk(shard, filled, *each) for each in self._ranges(shard, segment, filled)])
                 for segment in shard.layout.segments
             ]
-            shard.known[names] = segments, [slot for slot in slots if not slot.numel]
-        plan: Plan = shard.known[names]
+            plan = segments, [slot for slot in slots if not slot.numel]
+            if len(shard.known) > _KNOWN_PLANS:
+                shard.known.clear()
+            if sum(len(chunks) for _, chunks in segments) <= _KNOWN_CHUNKS:
+                shard.known[names] = plan
         return plan
 
     def _ranges(self, shard: UnitShard, segment: Segment, slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
