@@ -4,8 +4,7 @@ from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered, no_sync
 from outsize.api.loading import load
-from outsize.api.planning import plan
-from outsize.api.public import memory, prepare
+from outsize.api.public import memory, plan, prepare
 from outsize.api.releasing import release
 from outsize.api.saving import save
 from outsize.config import Config, presets

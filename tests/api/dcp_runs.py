@@ -149,7 +149,7 @@ def live_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Live:
             tuple(engine.parameters.name_of(param) for param in group["params"]) for group in optimizer.param_groups
         ]
         groups = tuple(GroupRecord({}, each) for each in names)
-        record = OptimizerRecord(type(optimizer).__name__, prepared(model).survey.kept.arrays, groups)
+        record = OptimizerRecord(type(optimizer).__name__, prepared(model).placed.kept.arrays, groups)
     slots = [slot for unit in engine.parameters.units for slot in unit.shard.layout.slots]
     return Live(
         {slot.name: (slot.shape, DTYPES[slot.dtype]) for slot in slots},

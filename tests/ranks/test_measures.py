@@ -47,7 +47,7 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
         counts.append({kind: after[kind] - before.get(kind, 0) for kind in after})
         held = dict(outsize.memory(model).now)
         optimizer.zero_grad()
-    numel = sum(layout.numel for layout in inside.survey.layouts)  # padding included
+    numel = sum(layout.numel for layout in inside.placed.layouts)  # padding included
     agreed = [each.get("agreement calls", 0) for each in counts]
     return {
         "agreed": agreed,

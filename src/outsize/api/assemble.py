@@ -1,4 +1,4 @@
-"""`prepare`: from a survey to a running engine, unit by unit, with the user's two objects kept."""
+"""`prepare`: from a placed model to a running engine, unit by unit, with the user's two objects kept."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.api.placing import Kept, PlacedModel, element_bytes, place_model
 from outsize.api.ranks import check_same, open_ranks
 from outsize.api.resources import Resources
 from outsize.api.shards import Shards
-from outsize.api.survey import Kept, Survey, element_bytes, survey
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
 from outsize.move.comm import Ranks
@@ -59,7 +59,7 @@ class Prepared:
     model_ref: weakref.ref[nn.Module]  # the parameters know this record, and autograd may keep them alive unseen
     optimizer: torch.optim.Optimizer | None
     config: Config
-    survey: Survey
+    placed: PlacedModel
     resources: Resources
     engine: Engine
     stepper: Stepper | None
@@ -119,7 +119,7 @@ def _assemble(
     rule: Rule | None,
     ranks: Ranks | None,
 ) -> Prepared:
-    plan = survey(model, optimizer, config, kept_by(rule, config), ranks=ranks)
+    plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
     _check_devices(plan, config)
     _check_existing(plan, optimizer)
     clock = UpdateClock()
@@ -183,7 +183,7 @@ def _refuse_unseen(model: nn.Module, units: Sequence[Unit]) -> None:
             )
 
 
-def _check_devices(plan: Survey, config: Config) -> None:
+def _check_devices(plan: PlacedModel, config: Config) -> None:
     for name, param in plan.parameters.items():
         if param.device.type == "meta":
             raise ValueError(
@@ -200,7 +200,7 @@ def _check_devices(plan: Survey, config: Config) -> None:
             raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
 
 
-def _check_existing(plan: Survey, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -> None:
     """Gradients and optimizer state that exist already can be taken over."""
     for name, param in plan.parameters.items():
         if param.grad is not None and param.grad.layout is not torch.strided:
@@ -225,7 +225,7 @@ def _build(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: Config,
-    plan: Survey,
+    plan: PlacedModel,
     rule: Rule | None,
     resources: Resources,
     clock: UpdateClock,
@@ -309,7 +309,7 @@ def _build(
     return prepared
 
 
-def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:
+def _capacity(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
     """Bytes for gathered buffers and, on a CPU, for gradients on their way to where they rest: the computing budget
     less what rests in that memory, less the gradient that autograd is making and those that are `leaving` the device.
     """
@@ -330,7 +330,7 @@ def _capacity(plan: Survey, units: Sequence[Unit], leaving: int) -> int:
 
 
 def _modules(
-    model: nn.Module, units: Sequence[Unit], plan: Survey, config: Config
+    model: nn.Module, units: Sequence[Unit], plan: PlacedModel, config: Config
 ) -> tuple[list[frozenset[int]], dict[int, list[Unit]], dict[nn.Module, bool], list[nn.Module]]:
     """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame and
     whether they lie inside one that opens the same unit, those that are recomputed)."""

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from outsize.api.placing import find_budgets
 from outsize.api.ranks import know_place
-from outsize.api.survey import find_budgets
 from outsize.config import Config, make_config
 from outsize.move.disk import DiskDirectoryError
 from outsize.run.paging import ACCOUNT, PagedParameter, PageFile, Pager

@@ -144,7 +144,7 @@ def _gathered_anew(prepared: Prepared) -> Iterator[None]:
 
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
     """What is to be filled."""
-    whole_shapes = {name: tuple(param.shape) for name, param in prepared.survey.parameters.items()}
+    whole_shapes = {name: tuple(param.shape) for name, param in prepared.placed.parameters.items()}
     slots = (slot for unit in prepared.engine.parameters.units for slot in unit.shard.whole.slots)
     parameters = {slot.name: (whole_shapes[slot.name], DTYPES[slot.dtype]) for slot in slots}
     record = optimizer_record(prepared, optimizer, encoded=False)

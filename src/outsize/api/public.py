@@ -1,19 +1,25 @@
-"""The functions of the public API that work on a prepared model."""
+"""`prepare`, `plan` and `memory`: a model within budgets, what goes where, and what it takes."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from outsize.api.assemble import Prepared, assemble, prepared_of
+from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
+from outsize.api.placing import Kept, PlacedModel, place_model
 from outsize.api.ranks import know_place, take_accelerator
-from outsize.api.views import MemoryReport, memory_of
 from outsize.config import Config, make_config
+from outsize.optim.choice import rule_for
+from outsize.plan.sizes import format_bytes
+from outsize.plan.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
+
+ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -34,7 +40,7 @@ def prepare(
     know_place()
     made = make_config(config, fields)
     made = replace(made, device=made.compute_device)
-    check_arguments(model, optimizer)
+    _check_arguments(model, optimizer)
     for name, param in model.named_parameters():
         if prepared_of(param) is not None:
             raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
@@ -43,7 +49,7 @@ def prepare(
     return model, optimizer
 
 
-def check_arguments(model: object, optimizer: object) -> None:
+def _check_arguments(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(optimizer, (list, tuple)):
@@ -68,6 +74,100 @@ def its_turn(model: nn.Module, verb: str) -> AbstractContextManager[None]:
     return require(model).engine.owner.turn(f"outsize.{verb}")
 
 
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | None = None,
+    *,
+    ranks: int = 1,
+    **fields: Any,
+) -> Plan:
+    """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
+
+    The same fields and the same errors as `prepare`: a `ValueError` for a budget that does not hold the model names the
+    unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With `ranks`
+    it is the plan of one of so many data-parallel ranks, whose budgets these are.
+    """
+    made = make_config(config, fields)
+    _check_arguments(model, optimizer)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
+    for param in model.parameters():
+        prepared = prepared_of(param)
+        if prepared is not None:
+            if config is not None or fields or ranks > 1:
+                raise ValueError(
+                    "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
+                )
+            return _plan_of(prepared.placed, prepared.config)
+    kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
+    if optimizer is not None:
+        kept = kept_by(rule_for(optimizer, made.state_format), made)
+    return _plan_of(place_model(model, optimizer, made, kept, dry=True, size=ranks), made)
+
+
+def _plan_of(found: PlacedModel, config: Config) -> Plan:
+    """The placement as a table."""
+    units = tuple(
+        planned(size, tiers, config.update) for size, tiers in zip(found.unit_bytes, found.tiers, strict=True)
+    )
+    trained = [unit for unit in units if unit.size.states]
+    moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + sum(unit.size.grads for unit in trained)
+    on_cpu = found.budgets.device is None
+    link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
+    parameters = sum(info.numel for info in found.infos.values())
+    return Plan(units, parameters, found.budgets, moved, link, found.together)
+
+
+def _link_bytes(unit: PlannedUnit) -> int:
+    """Bytes that cross between host and device in one direction or the other."""
+    fetched = 0 if unit.tiers.params == "device" else 2 * unit.size.params
+    updated = 2 * unit.size.params if unit.tiers.params == "device" and unit.tiers.states != "device" else 0
+    return fetched + updated + (0 if unit.tiers.grads == "device" else unit.size.grads)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """A snapshot. `now` and `peak` map "tier/kind" to bytes; seconds and disk bytes count from `prepare` on."""
+
+    now: MappingProxyType[str, int]
+    peak: MappingProxyType[str, int]
+    wait_seconds: float
+    update_seconds: float
+    bytes_read: int
+    bytes_written: int
+    state_bytes: int
+    skipped_steps: int
+    predicted: int
+    mispredicted: int
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.peak) if self.peak else 10
+        lines = [f"{'tier/kind':<{width}}  {'now':>10}  {'peak':>10}"]
+        for name in sorted(self.peak):
+            lines.append(f"{name:<{width}}  {format_bytes(self.now[name]):>10}  {format_bytes(self.peak[name]):>10}")
+        lines.append(
+            f"model states {format_bytes(self.state_bytes)}; disk read {format_bytes(self.bytes_read)}, written "
+            f"{format_bytes(self.bytes_written)}; waited {self.wait_seconds:.2f} s, updates {self.update_seconds:.2f} s"
+        )
+        if self.skipped_steps:
+            lines.append(f"{self.skipped_steps} steps skipped because a gradient was not finite")
+        return "\n".join(lines)
+
+
 def memory(model: nn.Module) -> MemoryReport:
     """Bytes per tier and kind, now and at their peak; waits, update time and disk traffic since `prepare`."""
-    return memory_of(require(model))
+    prepared = require(model)
+    ledger, schedule = prepared.resources.ledger, prepared.engine.streamer.schedule
+    return MemoryReport(
+        now=MappingProxyType(dict(ledger.now)),
+        peak=MappingProxyType(dict(ledger.peak)),
+        wait_seconds=prepared.engine.streamer.live.wait_seconds,
+        update_seconds=prepared.clock.seconds,
+        bytes_read=prepared.resources.bytes_read,
+        bytes_written=prepared.resources.bytes_written,
+        state_bytes=prepared.placed.state_bytes,
+        skipped_steps=prepared.stepper.skipped_steps if prepared.stepper is not None else 0,
+        predicted=schedule.right,
+        mispredicted=schedule.wrong,
+    )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
+from outsize.api.placing import available_memory
 from outsize.api.saving import ready, settle, take_state
-from outsize.api.survey import available_memory
 from outsize.plan.sizes import format_bytes
 from outsize.run import hooks
 from outsize.run.grads import RestingGrad
@@ -64,7 +64,7 @@ def release(model: nn.Module) -> None:
 def _check_memory(prepared: Prepared) -> None:
     """Raise `ValueError` unless the values fit beside what there is."""
     device = prepared.config.compute_device
-    needed = prepared.survey.state_bytes * prepared.survey.split[1]
+    needed = prepared.placed.state_bytes * prepared.placed.split[1]
     if device.type == "cpu":
         free = available_memory()
     else:

@@ -212,7 +212,7 @@ def take_state(prepared: Prepared) -> None:
 
 def cuts_of(prepared: Prepared) -> dict[str, Cut]:
     """The parts that this rank has of the parameters that tensor parallelism has split."""
-    found = {name: part_of(param) for name, param in prepared.survey.parameters.items()}
+    found = {name: part_of(param) for name, param in prepared.placed.parameters.items()}
     return {name: Cut(*part) for name, part in found.items() if part is not None}
 
 
@@ -260,7 +260,7 @@ def _check_place(prepared: Prepared, target: Path) -> None:
 
 def _room(prepared: Prepared) -> tuple[int, int]:
     """Bytes of memory and of disk that the budgets leave beside what training has needed at most so far."""
-    budgets = prepared.survey.budgets
+    budgets = prepared.placed.budgets
     memory = ("host", "device") if budgets.device is None else ("host",)
 
     def taken(tiers: tuple[str, ...]) -> int:
@@ -275,7 +275,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
     """As `ready`, of a model that still has the parameters which `prepare` took. Else `ValueError` that names them."""
     prepared = ready(model, optimizer, verb)
     here = {id(param): name for name, param in model.named_parameters()}
-    taken = {id(param): name for name, param in prepared.survey.parameters.items()}
+    taken = {id(param): name for name, param in prepared.placed.parameters.items()}
     changes = {
         "came after it": [name for key, name in here.items() if key not in taken],
         "are no longer in the model": [name for key, name in taken.items() if key not in here],
@@ -381,7 +381,7 @@ def optimizer_record(
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))
     assert prepared.stepper is not None
     delayed = prepared.config.warmup_steps is not None
-    arrays = prepared.survey.kept.arrays
+    arrays = prepared.placed.kept.arrays
     return OptimizerRecord(type(optimizer).__name__, arrays, tuple(groups), prepared.stepper.steps, delayed)
 
 

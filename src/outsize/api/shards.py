@@ -8,8 +8,8 @@ from typing import final
 
 import torch
 
+from outsize.api.placing import PlacedModel
 from outsize.api.resources import Resources
-from outsize.api.survey import Survey
 from outsize.config import Config
 from outsize.move.buffer import Buffer
 from outsize.move.codes import BLOCK, CodeKind
@@ -39,7 +39,9 @@ Layouts = dict[str, tuple[ArrayLayout, ArrayLayout | None]]
 class Shards:
     """Opens the shards of a model, and later longer arrays for them. See Note [Frozen parameters]."""
 
-    def __init__(self, plan: Survey, config: Config, rule: Rule | None, resources: Resources, shared: bool) -> None:
+    def __init__(
+        self, plan: PlacedModel, config: Config, rule: Rule | None, resources: Resources, shared: bool
+    ) -> None:
         self._plan = plan
         self._config = config
         self._resources = resources

@@ -12,15 +12,14 @@ from torch import nn
 from outsize.run import refusals
 from outsize.run.activations import in_backward
 from outsize.run.backward import Backward
+from outsize.run.beside_the_gate import in_transform, on_copies, see_script_functions
 from outsize.run.guard import Classes, hear_no_more, hear_of_gradients
 from outsize.run.local import is_distributed, local_gradient
 from outsize.run.owner import FORWARD, GATHERED, Owner
 from outsize.run.parameters import Parameters, Reference
 from outsize.run.reduction import Reduction
 from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
-from outsize.run.scripted import see_script_functions
 from outsize.run.streamer import Streamer
-from outsize.run.transforms import in_transform, on_copies
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 

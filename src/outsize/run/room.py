@@ -12,8 +12,8 @@ from outsize.plan.placement import Budgets
 from outsize.plan.schedule import Schedule
 from outsize.run.activations import in_backward
 from outsize.run.buffers import PASSING_UNITS, collecting_sizes
-from outsize.run.excess import Excess
 from outsize.run.live_state import LiveState
+from outsize.run.over_budget import OverBudget
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
 from outsize.run.unit import Residency, Unit
@@ -60,7 +60,7 @@ class Room:
         self.lock = threading.RLock()  # a backward may have several threads
         self.schedule = Schedule()
         self.last: Unit | None = None
-        self.excess = Excess(budgets, ledger)
+        self.excess = OverBudget(budgets, ledger)
         self.planned_capacity = capacity
         self._units = units
         self._places = places

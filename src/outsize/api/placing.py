@@ -72,7 +72,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Survey:
+class PlacedModel:
     """Everything that `prepare` and `plan` decide before a byte moves."""
 
     infos: dict[str, ParamInfo]
@@ -92,7 +92,7 @@ class Survey:
         return sum(unit.total for unit in self.unit_bytes)
 
 
-def survey(
+def place_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: Config,
@@ -100,10 +100,10 @@ def survey(
     dry: bool = False,
     ranks: Ranks | None = None,
     size: int = 1,
-) -> Survey:
+) -> PlacedModel:
     """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit.
 
-    A `dry` survey trusts `disk_space`: the disk that it plans for may be another machine's. It may be one for `size`
+    A `dry` run trusts `disk_space`: the disk that it plans for may be another machine's. It may be one for `size`
     ranks that are not there.
     """
     parameters = dict(model.named_parameters())
@@ -147,7 +147,7 @@ def survey(
     together = _used_together(model, names, layouts)
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
-    return Survey(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together)
+    return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together)
 
 
 def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:

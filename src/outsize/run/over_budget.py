@@ -17,7 +17,7 @@ logger = logging.getLogger("outsize")
 
 
 @final
-class Excess:
+class OverBudget:
     """Logs when the budget is exceeded for the first time, and once more with the most that was needed."""
 
     def __init__(self, budgets: Budgets, ledger: Ledger) -> None:
