@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from outsize.run.guard import ManagedParameter
 from outsize.run.live_state import LiveState
 from outsize.run.local import bind, is_distributed, is_repeated, local
 from outsize.run.owner import Owner
+from outsize.run.paging import PagedParameter
 from outsize.run.parameters import Parameters
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
@@ -101,28 +104,27 @@ def assemble(
     rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
     if optimizer is not None and rule is not None:
         _warn_of_what_is_not_saved(optimizer, rule)
-    ranks = open_ranks(config, list(model.parameters()))
-    try:
-        return _assemble(model, optimizer, config, load, rule, ranks)
-    except BaseException as error:
+    with ExitStack() as undo:  # what an error ends
+        ranks = open_ranks(config, list(model.parameters()))
         if ranks is not None:
-            ranks.model.watch.tell(error)
-            ranks.model.close()
-        raise
+            undo.push(partial(_end_ranks, ranks))
+        plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
+        _check_devices(plan, config)
+        _check_existing(plan, optimizer)
+        resources = _open_resources(plan, config)
+        undo.callback(resources.close)
+        prepared = _build(model, optimizer, config, plan, rule, resources, load, ranks)
+        undo.pop_all()
+    return prepared
 
 
-def _assemble(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    load: Callable[[nn.Parameter], torch.Tensor],
-    rule: Rule | None,
-    ranks: Ranks | None,
-) -> Prepared:
-    plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
-    _check_devices(plan, config)
-    _check_existing(plan, optimizer)
-    clock = UpdateClock()
+def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, traceback: object) -> None:
+    assert error is not None
+    ranks.model.watch.tell(error)
+    ranks.model.close()
+
+
+def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
@@ -132,12 +134,7 @@ def _assemble(
     slab = slab_bytes(staging, element_bytes(plan.infos, plan.kept), depth)
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
-    resources = Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox)
-    try:
-        return _build(model, optimizer, config, plan, rule, resources, clock, load, ranks)
-    except BaseException:
-        resources.close()
-        raise
+    return Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox)
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -196,7 +193,7 @@ def _check_devices(plan: PlacedModel, config: Config) -> None:
                 f"CPU or pass device={str(param.device)!r}"
             )
         plain = type(param) is nn.Parameter or is_distributed(param)
-        if not plain and param.layout is torch.strided and not _is_paged(param):
+        if not plain and param.layout is torch.strided and not isinstance(param, PagedParameter):
             raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
 
 
@@ -215,12 +212,6 @@ def _check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) 
                 )
 
 
-def _is_paged(param: nn.Parameter) -> bool:
-    from outsize.run.paging import PagedParameter
-
-    return isinstance(param, PagedParameter)
-
-
 def _build(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -228,7 +219,6 @@ def _build(
     plan: PlacedModel,
     rule: Rule | None,
     resources: Resources,
-    clock: UpdateClock,
     load: Callable[[nn.Parameter], torch.Tensor],
     ranks: Ranks | None,
 ) -> Prepared:
@@ -238,7 +228,7 @@ def _build(
     opening = Shards(plan, config, rule, resources, ranks is not None)
     shards = [opening.open(layout, tiers) for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)]
     resources.shards, resources.ranks = shards, ranks
-    conveyor = resources.conveyor
+    conveyor, clock = resources.conveyor, UpdateClock()
     updater = None if rule is None else ChunkUpdater(rule, conveyor.slab_bytes, conveyor.slabs, clock)
     units = [
         Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
