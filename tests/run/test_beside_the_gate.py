@@ -248,15 +248,13 @@ def test_a_fetch_that_finds_no_memory_may_be_tried_again(workshop: Workshop, mon
     expected = squared_error(model, (x, y)).item()
     prepared(model).engine.streamer.drop_idle()
     buffer = prepared(model).engine.parameters.units[0].shard.buffer
-    grow = type(buffer)._grow
 
     def full(self: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(type(buffer), "_grow", full)
-    with pytest.raises(torch.OutOfMemoryError):
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(type(buffer), "materialize", full)
         model(x)
-    monkeypatch.setattr(type(buffer), "_grow", grow)
     assert squared_error(model, (x, y)).item() == expected
 
 
