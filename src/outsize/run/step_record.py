@@ -1,8 +1,9 @@
-"""What a step records: each parameter's gradient and each group's options, as they are; and how ranks are told."""
+"""What a step records, each parameter's gradient and each group's options; and what is checked before it is marked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
+from outsize.optim.worker import differs
 from outsize.run.grads import RestingGrad
 from outsize.run.local import local_gradient
 from outsize.run.state_entry import snapshot
@@ -75,3 +77,74 @@ def hyper_of(group: dict[str, Any]) -> dict[str, object]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def check_finite(pendings: Mapping[Unit, Pending], factor: float) -> None:
+    """Raise unless all gradients are finite, and stay so when a loss scale's `factor` is taken out."""
+    bad = not_finite(pendings) if isfinite(factor) else [name for pending in pendings.values() for name in pending]
+    if bad:
+        count = sum(len(pending) for pending in pendings.values())
+        raise FloatingPointError(
+            f"optimizer.step(): the gradient of {bad[0]!r} is not finite ({len(bad)} of {count} parameters; the "
+            f"loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and go on "
+            f"with another batch, or lower the learning rate"
+        )
+
+
+def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:
+    """The parameters whose gradients are not."""
+    names: list[tuple[Unit, str]] = []
+    norms: list[torch.Tensor] = []
+    plain: list[tuple[tuple[Unit, str], torch.Tensor]] = []
+    for unit, pending in pendings.items():
+        for name, owed in pending.items():
+            grad = unit.parameters[name].grad
+            if isinstance(grad, RestingGrad):
+                names.append((unit, name))
+                norms.append(grad.finite)
+            elif owed.loose is not None and owed.loose.numel():
+                plain.append(((unit, name), owed.loose))
+    if plain:
+        names += [name for name, _ in plain]
+        norms += torch._foreach_norm([grad for _, grad in plain])
+    good = torch.isfinite(torch.stack(norms)) if norms else torch.ones(0, device="cpu")
+    if good.all():
+        return []
+    doubtful = [name for name, each in zip(names, good.tolist(), strict=True) if not each]
+    return [name for unit, name in doubtful if not _is_finite(unit, name)]
+
+
+def _is_finite(unit: Unit, name: str) -> bool:
+    """The sum of squares of large elements may overflow: look at the elements."""
+    grad = unit.parameters[name].grad
+    assert grad is not None
+    return grad.home.resting.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
+
+
+def check_promises(applied: Mapping[Unit, Pending], groups: Mapping[int, dict[str, Any]]) -> None:
+    """Raise unless gradients and options are as the backward has `applied` them (update="backward"). `groups`: by the
+    parameter's id."""
+    for unit, pending in applied.items():
+        for name, owed in pending.items():
+            param = unit.parameters[name]
+            _check_gradient(param, name, owed)
+            _check_options(name, owed, hyper_of(groups.get(id(param), {})))
+
+
+def _check_gradient(param: torch.Tensor, name: str, applied: SlotUpdate) -> None:
+    grad = param.grad
+    own = isinstance(grad, RestingGrad) and grad.label == name
+    if not own or not grad.spent or grad.ops != applied.ops:  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"the gradient of {name!r} was replaced or removed between backward() and step(), after the backward had "
+            f"applied it (update='backward'); use update='fetch' (the default)"
+        )
+
+
+def _check_options(name: str, applied: SlotUpdate, hyper: Mapping[str, object]) -> None:
+    changed = [key for key, value in hyper.items() if differs(value, applied.hyper.get(key))]
+    if changed:
+        raise RuntimeError(
+            f"{changed[0]!r} of a parameter group changed between backward() and step(), after the backward had "
+            f"applied the gradient of {name!r} (update='backward'); change it before the backward"
+        )

@@ -11,14 +11,20 @@ import torch
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.move.store import MASTER
 from outsize.optim.update import ChunkUpdater
-from outsize.run.finite import check_finite, not_finite
 from outsize.run.grads import RestingGrad
 from outsize.run.owner import Owner
 from outsize.run.parameters import Parameters
-from outsize.run.promises import Applied
 from outsize.run.reduction import Reduction
 from outsize.run.state import OptimizerState
-from outsize.run.step_record import expect_own, hyper_of, owed_to, told
+from outsize.run.step_record import (
+    check_finite,
+    check_promises,
+    expect_own,
+    hyper_of,
+    not_finite,
+    owed_to,
+    told,
+)
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
@@ -66,19 +72,19 @@ class Stepper:
         self._updater = updater
         self._warmup = warmup
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._applied = Applied()
+        self._applied: dict[Unit, Pending] = {}  # in this backward. See Note [The update in the backward]
 
     def update_now(self, unit: Unit) -> bool:
         """The unit's gradients are complete: start its update out of memory. Returns whether it has started."""
         if unit.shard.on_device:
             return False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if unit in self._applied.pendings:
+            if unit in self._applied:
                 raise RuntimeError(
                     f"a second backward reached {unit.name!r} before optimizer.step(): with update='backward' every "
                     f"backward is a step; use update='fetch' (the default) to accumulate gradients"
                 )
-            if not self._applied.pendings:
+            if not self._applied:
                 self.state.take()
                 self._check_options(lambda param: param.requires_grad)
             groups = self._groups()
@@ -92,14 +98,14 @@ class Stepper:
             self._check_finite_in_backward(unit, pending)
             for name in pending:
                 unit.parameters[name].grad.spent = True  # type: ignore[union-attr]
-            self._applied.pendings[unit] = pending
+            self._applied[unit] = pending
             self._note(unit, pending)
             return self._streamer.update_now(unit, pending)
 
     def _check_finite_in_backward(self, unit: Unit, pending: Pending) -> None:
         bad = not_finite({unit: pending})
         if bad:
-            updated = len(self._applied.pendings)
+            updated = len(self._applied)
             self.forget()
             raise FloatingPointError(
                 f"the gradient of {bad[0]!r} is not finite; with update='backward' the units before it in the backward "
@@ -109,11 +115,11 @@ class Stepper:
 
     def forget(self) -> None:
         """The state was replaced as a whole: nothing awaits a step."""
-        self._applied.pendings.clear()
+        self._applied.clear()
 
     def awaits_step(self, unit: Unit) -> bool:
         """Whether a backward has applied the unit's gradients and `step` was not called yet."""
-        return unit in self._applied.pendings
+        return unit in self._applied
 
     def mark(self, factor: float) -> None:
         """Mark the update of every parameter that has a gradient, a loss scale's `factor` taken out. Raises, with
@@ -121,11 +127,11 @@ class Stepper:
         self.state.take()
         if self._reduction is not None:
             self._reduction.complete()
-        self._applied.check(self._groups() if self._applied.pendings else {})
+        check_promises(self._applied, self._groups() if self._applied else {})
         if self._reduction is None:
             self._check_options(self._is_stepped)  # before gradients are unscaled
         pendings = self._collect()
-        if not any(pendings.values()) and not self._applied.pendings:
+        if not any(pendings.values()) and not self._applied:
             raise RuntimeError(
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
                 "zero_grad() after it)"
@@ -149,14 +155,14 @@ class Stepper:
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
         """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""
-        marked = [pendings, self._applied.pendings]
+        marked = [pendings, self._applied]
         stepped = {id(unit.parameters[name]) for each in marked for unit, names in each.items() for name in names}
         groups = self._optimizer.param_groups
         having = [any(id(param) in stepped for param in group["params"]) for group in groups]
         return self._updater.rule.look_ahead(self._optimizer, [hyper_of(group) for group in groups], having)
 
     def _mark_all(self, pendings: dict[Unit, Pending], factor: float) -> None:
-        self._applied.pendings.clear()
+        self._applied.clear()
         self._group_of = {}  # groups may change between steps
         if factor != 1.0:
             self._unscale(pendings, factor)
@@ -266,7 +272,7 @@ class Stepper:
                             f"before prepare. Nothing was updated"
                         )
                     unit, slot = self._parameters.unit_of(param)
-                    if slot.name in self._applied.pendings.get(unit, {}):
+                    if slot.name in self._applied.get(unit, {}):
                         continue
                     pendings[unit][slot.name] = self._owed_to(unit, slot.name, param.grad, hyper)
         return pendings
