@@ -31,6 +31,10 @@ KINDS = ("params", "grads", "states")
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
+OF_PROCESSES = tuple(f"tests/{each}" for each in ("test_examples", "cli", "ranks", "durability", "programs"))
+"""The slow tests, most of which wait for processes of theirs: they come first, so that no worker is alone with them."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
 
@@ -40,6 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("--device") == "sim"
     if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
         simulator.load()  # torch must know the device before the first backward of the process
+    items.sort(key=lambda item: not item.nodeid.startswith(OF_PROCESSES))
     for item in items if wanted else ():
         reason = next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
         if reason is not None:
