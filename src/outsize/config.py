@@ -47,6 +47,7 @@ class Config:
     verify: bool = True
     unused: str = "error"
     activations: str = "auto"
+    activations_tier: str = "auto"
     micro_batches: int = 1
     units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
     mesh: Any = None
@@ -63,6 +64,9 @@ class Config:
             if getattr(self, name) == "disk" and not self.disk:
                 raise ValueError(f"{name}='disk' needs a directory: pass disk='/path/on/a/fast/drive'")
         _one_of("activations", self.activations, ACTIVATIONS)
+        _one_of("activations_tier", self.activations_tier, ("auto", "host", "disk"))
+        if self.activations_tier == "disk" and not self.disk:
+            raise ValueError("activations_tier='disk' needs a directory: pass disk='/path/on/a/fast/drive'")
         _one_of("state_format", self.state_format, ("exact", "compact"))
         _one_of("update", self.update, ("fetch", "backward"))
         _one_of("unused", self.unused, ("error", "sync"))
@@ -93,7 +97,11 @@ class Config:
         object.__setattr__(self, "units", _unit_choice(self.units))
         if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
             raise TypeError(f"mesh is {self.mesh!r}; it must be a torch.distributed.device_mesh.DeviceMesh")
-        self._refuse_what_is_not_built()
+        if self.compute_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"compute_dtype is {self.compute_dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or leave "
+                f"the model's own"
+            )
 
     def _check_device(self) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -108,21 +116,6 @@ class Config:
         if device.type != "cpu" and (device.index or 0) >= count:
             raise ValueError(f"device is {self.device!r}, and torch has {count} of them; use {here} with N < {count}")
         object.__setattr__(self, "device", device)
-
-    def _refuse_what_is_not_built(self) -> None:
-        """A value that outsize does not act on yet is refused, never ignored."""
-        missing = {
-            f"activations={self.activations!r}": self.activations in ("offload", "selective"),
-            f"micro_batches={self.micro_batches}": self.micro_batches > 1,
-        }
-        for what, asked in missing.items():
-            if asked:
-                raise ValueError(f"{what} is not available in this version of outsize; leave it at its default")
-        if self.compute_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"compute_dtype is {self.compute_dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or leave "
-                f"the model's own"
-            )
 
     @property
     def warmup_steps(self) -> int | None:

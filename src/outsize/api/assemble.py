@@ -19,6 +19,7 @@ from outsize.api.resources import Resources
 from outsize.api.shards import Shards
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
+from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
 from outsize.move.generations import crc32c
@@ -30,7 +31,7 @@ from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
 from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
-from outsize.run.activations import can_recompute
+from outsize.run.activations import Activations, can_recompute
 from outsize.run.attached import Attached, refuse_own_step
 from outsize.run.backward import Backward
 from outsize.run.engine import Engine
@@ -43,6 +44,7 @@ from outsize.run.parameters import Parameters
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
 from outsize.run.room import Room
+from outsize.run.saved import by_reference
 from outsize.run.state_entry import store_entry
 from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
@@ -50,6 +52,9 @@ from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 
 logger = logging.getLogger("outsize")
+
+LARGEST_FILE = 8 << 40
+"""Bytes; file systems have limits. A file of activations is a hole where none lies."""
 
 UNBOUNDED = 1 << 62
 """The room of a model of which nothing ever moves."""
@@ -125,7 +130,7 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
-    on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
+    on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers) or _moves_to_disk(config)
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
@@ -135,6 +140,31 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
     return Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox)
+
+
+def _moves_to_disk(config: Config) -> bool:
+    """Whether activations may go to disk."""
+    return config.activations == "offload" and config.activations_tier != "host" and bool(config.directories)
+
+
+def _open_activations(plan: PlacedModel, config: Config, resources: Resources) -> ActivationStore | None:
+    """Where the inputs of layers go; None where they stay, for computation on the CPU has them in host memory."""
+    lanes, ledger = resources.lanes, resources.ledger
+    if config.activations != "offload":
+        return None
+
+    def room(tier: str, budget: int) -> int:
+        return budget - sum(size for name, size in list(ledger.now.items()) if name.startswith(f"{tier}/"))
+
+    host = disk = None
+    if lanes is not None and config.activations_tier != "disk":
+        host = HostPlace(lanes, ledger, lambda: room("host", plan.budgets.host))
+    if _moves_to_disk(config):
+        file = resources.open_scratch("activations", max(min(room("disk", plan.budgets.disk or 0), LARGEST_FILE), 0))
+        disk = DiskPlace(file, resources.conveyor, lanes, ledger)
+    if host is None and disk is None:
+        return None
+    return ActivationStore(config.compute_device, host, disk)
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -234,6 +264,7 @@ def _build(
         Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
     ]
     _refuse_unseen(model, units)
+    resources.activations = _open_activations(plan, config, resources)
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]
@@ -257,7 +288,7 @@ def _build(
     ]
     if reduction is not None:
         reduction.collectors += [each.collector for each in gradients if each.collector is not None]
-    scopes, owned, framed, recompute = _modules(model, units, plan, config)
+    scopes, owned, framed, layers = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
     absent: dict[str, Any] = dict.fromkeys(sorted(rule.optional)) if rule is not None else {}
@@ -287,7 +318,8 @@ def _build(
     attached = None
     if optimizer is not None and stepper is not None:
         attached = Attached(optimizer, stepper, parameters, backward, owner)
-    hooks.install(engine, model, framed, recompute)
+    activations = Activations(config.micro_batches, resources.activations, partial(by_reference, engine))
+    hooks.install(engine, model, framed, layers, activations)
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock)
     engine.classes.prepared = prepared
     for name, grad in existing.items():
@@ -321,14 +353,14 @@ def _capacity(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
 
 def _modules(
     model: nn.Module, units: Sequence[Unit], plan: PlacedModel, config: Config
-) -> tuple[list[frozenset[int]], dict[int, list[Unit]], dict[nn.Module, bool], list[nn.Module]]:
+) -> tuple[list[frozenset[int]], dict[int, list[Unit]], dict[nn.Module, bool], dict[nn.Module, str]]:
     """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame and
-    whether they lie inside one that opens the same unit, those that are recomputed)."""
+    whether they lie inside one that opens the same unit, the layers and what is done with their activations)."""
     home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]
     owned: dict[int, list[Unit]] = {}
     framed = {model: False}
-    recompute: list[nn.Module] = []
+    layers: dict[nn.Module, str] = {}
     for _, module, parent_unit, in_list in _walk(model, home):
         inside = {home[id(param)] for param in module.parameters()}
         own = {home[id(param)] for param in module.parameters(recurse=False)}
@@ -336,8 +368,9 @@ def _modules(
             unit = units[next(iter(inside))]
             scopes[unit.index].add(id(module))
             own = inside
-            if parent_unit != unit.index and _recomputes(module, unit, config, in_list):
-                recompute.append(module)
+            mode = _mode(module, unit, config, in_list) if parent_unit != unit.index else "keep"
+            if mode != "keep" or (parent_unit != unit.index and in_list and config.micro_batches > 1):
+                layers[module] = mode
             if parent_unit == unit.index and not module._parameters:
                 continue
         if own:
@@ -349,7 +382,7 @@ def _modules(
         for module, nested in framed.items()
         if any(home[id(param)] in moving for param in module.parameters())
     }
-    return [frozenset(scope) for scope in scopes], owned, needed, recompute
+    return [frozenset(scope) for scope in scopes], owned, needed, layers
 
 
 def _walk(model: nn.Module, home: dict[int, int]) -> Any:
@@ -369,14 +402,15 @@ def _walk(model: nn.Module, home: dict[int, int]) -> Any:
         stack.extend(reversed(children))
 
 
-def _recomputes(module: nn.Module, unit: Unit, config: Config, in_list: bool) -> bool:
+def _mode(module: nn.Module, unit: Unit, config: Config, in_list: bool) -> str:
+    """What is done with the activations of a module that lies in one unit."""
     if not any(True for _ in module.children()) or not can_recompute(module):
-        return False
+        return "keep"
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False
-    if config.activations == "recompute":
-        return True
-    return config.activations == "auto" and in_list and unit.shard.tiers.params != "device"
+        return "keep"
+    if config.activations != "auto":
+        return config.activations
+    return "recompute" if in_list and unit.shard.tiers.params != "device" else "keep"
 
 
 def _adopt(

@@ -183,7 +183,8 @@ def description(
     config: Config,
 ) -> dict[str, object]:
     """What must be the same on every rank before a layout is made."""
-    fields = "stage reduce_dtype params grads states state_format delayed_update update activations units unused"
+    fields = "stage reduce_dtype params grads states state_format delayed_update update unused units"
+    fields += " activations activations_tier micro_batches"
     found: dict[str, object] = {}
     for name, info in infos.items():
         placements: Any = getattr(parameters[name], "placements", "")

@@ -12,6 +12,7 @@ from typing import final
 import torch
 
 from outsize.checkpoint.background import Saving
+from outsize.move.activations import ActivationStore
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.device import Lanes
@@ -38,6 +39,7 @@ class Resources:
         self._runs: list[RunDirectory] = []
         self.saving: Saving | None = None  # the last one; there is one on its way at a time
         self.disk: DiskEngine | None = None
+        self.activations: ActivationStore | None = None
         try:
             for directory in directories:
                 self._runs.append(RunDirectory(directory))
@@ -58,6 +60,10 @@ class Resources:
         make = partial(_make_file, self.disk, self.run_directories, name, nbytes)
         self._files.append(Generations(make, verify, summed))
         return self._files[-1]
+
+    def open_scratch(self, name: str, nbytes: int) -> StripedFile:
+        """A file for bytes that nobody wants after the run."""
+        return _make_file(self.disk, self.run_directories, name, nbytes, 0)
 
     def note_saves(self, directory: Path) -> None:
         """The run is about to save into a directory. See `RunDirectory.note_saves`."""
@@ -96,6 +102,8 @@ class Resources:
         if self.ranks is not None:
             self.ranks.model.close()
         self.conveyor.close()
+        if self.activations is not None:
+            self.activations.close()
         for shard in self.shards:
             shard.close()
         self.shards = []

@@ -52,6 +52,10 @@ class Lanes:
         for lane in lanes:
             lane.wait_event(event)
 
+    def wait_for(self, event: torch.Event) -> None:
+        """What the current stream is given from now on comes after the event."""
+        self.current().wait_event(event)
+
     def send(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """Start to copy what lies on the device into host memory, behind all that `outgoing` follows."""
         with self.on(self.outgoing):
@@ -77,11 +81,11 @@ class EventTransfer(Transfer):
     """A copy, over when its event has passed."""
 
     def __init__(self, event: torch.Event) -> None:
-        self._event = event
+        self.event = event
 
     def wait(self) -> None:
-        if not self._event.query():
-            self._event.synchronize()
+        if not self.event.query():
+            self.event.synchronize()
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self.event.query())

@@ -1,7 +1,12 @@
-"""Activation checkpointing of a unit (Chen et al. 2016): keep its inputs, recompute the rest in the backward."""
+"""How a layer's call is run: what it saves for the backward is kept, computed again, or moved out; whole or in parts.
+
+Chen et al. 2016 (recomputation); ZeRO-Infinity, section 5.1.2 (inputs moved out); Korthikanti et al. 2022, section 5
+(selective recomputation); Pudipeddi et al. 2020 (layer-to-layer execution: one micro-batch of a layer after the other).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,10 +18,19 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.jit._fuser import optimized_execution
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from outsize.move.activations import ActivationStore
 from outsize.run.layer_state import LayerState, version_of
-from outsize.run.saved import of_checkpoint, top_hooks
+from outsize.run.parts import Parts
+from outsize.run.saved import Hooks, is_foreign, of_checkpoint, top_hooks
+
+logger = logging.getLogger("outsize")
 
 # Note [Caches of keys and values]
 # Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
@@ -30,73 +44,139 @@ _Forward = Callable[..., Any]
 _outside_of_dynamo: Callable[[_Forward], _Forward] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
-def recomputed(
-    module: nn.Module, name: str, frame: Callable[[], AbstractContextManager[None]], forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The `forward` of a module, run under non-reentrant checkpointing whenever gradients are recorded.
+@final
+@dataclass(frozen=True)
+class Activations:
+    """What a prepared model does with the activations of its layers."""
 
-    The random state is kept, so dropout repeats, and so is what the layer was: see `LayerState`. Inside a region that
-    the user already checkpoints, and while such a region is recomputed, the forward runs as it is: once is enough.
-    The second forward runs inside a `frame()`, as the first does. `RuntimeError` where the layer changes its input in
-    place, which is the caller's and cannot be put back.
-    """
-    layer = _Layer(module, name, forward, frame)
+    micro_batches: int = 1
+    store: ActivationStore | None = None  # where "offload" moves inputs; None where they stay where they are
+    by_reference: Callable[[Hooks], Hooks] | None = None  # of hooks: the same, but views of units go by reference
 
-    @_outside_of_dynamo
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or in_backward() or of_checkpoint(top_hooks()) or _is_transformed():
-            return forward(*args, **kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-        if any(_is_filled(cache) for cache in caches):
-            return forward(*args, **kwargs)  # earlier tokens are in it: recomputing would append them twice
-        for cache in caches:
-            _refuse_reading(cache, name)
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
-        return layer.checkpointed(args, kwargs)
+    def around(
+        self,
+        module: nn.Module,
+        mode: str,
+        name: str,
+        frame: Callable[[], AbstractContextManager[None]],
+        forward: _Forward,
+    ) -> _Forward:
+        """The `forward` of a module, run in the `mode`: "keep", "recompute", "selective" or "offload".
 
-    return run
+        Under non-reentrant checkpointing, the random state is kept, so dropout repeats, and so is what the layer was:
+        see `LayerState`. Inside a region that the user already checkpoints, and while such a region is recomputed, the
+        forward runs as it is: once is enough. The second forward runs inside a `frame()`, as the first does.
+        `RuntimeError` where the layer changes its input in place, which is the caller's and cannot be put back.
+        """
+        parts = Parts(self.micro_batches, int(_is_batch_second(module)))
+        return Layer(module, repr(name), forward, mode, parts, self, frame).wrapped()
 
 
 @final
-class _Layer:
-    """What is recomputed as a whole, and what its last forward told about its buffers."""
+class Layer:
+    """A module whose call is run so, and what its last forward told about its buffers."""
 
-    def __init__(self, module: nn.Module, name: str, forward: _Forward, frame: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        forward: _Forward,
+        mode: str,
+        parts: Parts,
+        activations: Activations,
+        frame: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._modules = list(module.modules())
-        self._name = f"{name!r} ({type(module).__name__})"
+        self._name = f"{name} ({type(module).__name__})"
         self._forward = forward
-        self._frame = frame
+        self._mode = mode
+        self._parts = parts
+        self._activations = activations
+        self.frame = frame
         self._copies_large = True
+        self._alone: dict[object, bool] = {}  # by what a call looks like: whether its parts may be computed alone
         # torch keeps the random state of those devices alone on which a positional argument lies.
-        self._here = torch.empty(0, device=next(module.parameters()).device)
+        param = next(module.parameters(), None)
+        self._here = torch.empty(0, device=None if param is None else param.device)
 
-    def checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wrapped(self) -> _Forward:
+        """The forward, as a function."""
+
+        @_outside_of_dynamo
+        @wraps(self._forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if in_backward() or of_checkpoint(top_hooks()) or _is_transformed():
+                return self._forward(*args, **kwargs)
+            mode = self._mode if torch.is_grad_enabled() else "keep"
+            if mode != "keep" or self._parts.count > 1:
+                caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+                if any(_is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
+                    return self._forward(*args, **kwargs)  # a part, or the second forward, would append once more
+                for cache in caches:
+                    _refuse_reading(cache, self._name)
+                args = tuple(None if _is_cache(value) else value for value in args)
+                kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+            one = self._forward if mode == "keep" else partial(self._checkpointed, mode)
+            calls = self._parts.of(args, kwargs)
+            if len(calls) == 1 or not self._in_parts(args, kwargs):
+                return one(*args, **kwargs)
+            return self._parts.join([one(*args, **kwargs) for args, kwargs in calls])
+
+        run.layer = self  # type: ignore[attr-defined]
+        return run
+
+    def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether parts computed alone give what they give together: tried once, on two rows. See Note [Parts]."""
+        key = self._parts.look(args, kwargs), self._modules[0].training
+        if key not in self._alone:
+            with torch.no_grad(), LayerState(self._modules, self._name, True):
+                fault = self._parts.fault(self._forward, args, kwargs)
+            self._alone[key] = fault is None
+            if fault is not None:
+                self._parts.refuse(self._name, fault)
+        return self._alone[key]
+
+    def _checkpointed(self, mode: str, *args: Any, **kwargs: Any) -> Any:
         inputs = _tensors((*args, *kwargs.values()))
         versions = [version_of(each) for each in inputs]
         state = LayerState(self._modules, self._name, self._copies_large)
-        contexts = (nullcontext(), state)
         distinct = {id(each): each for each in args}  # attention asks whether its inputs are one tensor
         places = [list(distinct).index(id(each)) for each in args]
-        forward = partial(self._run, places, **kwargs)
-        result = checkpoint(forward, self._here, *distinct.values(), use_reentrant=False, context_fn=lambda: contexts)
+        contexts = nullcontext(), state
+        forward = partial(self._run, places, _selection(mode), **kwargs)
+        with self._saving_inputs(mode):
+            result = checkpoint(
+                forward, self._here, *distinct.values(), use_reentrant=False, context_fn=lambda: contexts
+            )
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
                 f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
-                f'activations="recompute" asks for and "auto", the default, chooses for such layers: pass '
+                f'activations={self._mode!r} asks for and "auto", the default, chooses for such layers: pass '
                 f'activations="keep", or make the operation not in-place'
             )
         self._copies_large = state.settle()
         return result
 
-    def _run(self, places: Sequence[int], _: torch.Tensor, *distinct: Any, **kwargs: Any) -> Any:
+    def _saving_inputs(self, mode: str) -> AbstractContextManager[Any]:
+        """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
+        store, by_reference = self._activations.store, self._activations.by_reference
+        if mode != "offload" or store is None or by_reference is None or is_foreign(top_hooks()):
+            return nullcontext()
+        call = store.call()
+        return torch.autograd.graph.saved_tensors_hooks(*by_reference((call.pack, call.unpack)))
+
+    def _run(self, places: Sequence[int], selection: _Selection, _: torch.Tensor, *distinct: Any, **kwargs: Any) -> Any:
         args = [distinct[place] for place in places]
+        keeping, using = selection
         with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
             if not in_backward():
-                with self._explaining():
+                with self._explaining(), keeping:
                     return self._forward(*args, **kwargs)
-            with self._frame(), _own_errors():
+            with (
+                self.frame(),
+                using,
+                _own_errors(),
+            ):  # a selection counts operations: those of a fetch are not among them
                 return self._forward(*args, **kwargs)
 
     def _explaining(self) -> AbstractContextManager[Any]:
@@ -149,6 +229,42 @@ def _own_errors() -> Iterator[None]:
         raise
     finally:
         raised.clear()  # an error kept here would keep what was running
+
+
+_KEPT_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm"),
+        *("convolution", "_convolution", "convolution_overrideable"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
+        "_efficient_attention_forward",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+"""What "selective" keeps: products of matrices, convolutions and attention, which take the time of a layer."""
+
+
+def _policy(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    packet = getattr(operation, "overloadpacket", operation)
+    return CheckpointPolicy.MUST_SAVE if packet in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_Selection = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _selection(mode: str) -> _Selection:
+    """For the first forward of a checkpoint and for the second: what the first keeps, the second uses."""
+    if mode != "selective":
+        return nullcontext(), nullcontext()
+    keeping, using = create_selective_checkpoint_contexts(_policy)
+    return keeping, using
+
+
+def _is_batch_second(module: nn.Module) -> bool:
+    """Whether the layer is one of torch's with the sequence as the first dimension and the batch as the second."""
+    return any(getattr(each, "batch_first", None) is False for each in module.modules())
 
 
 def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:

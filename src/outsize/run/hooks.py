@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from outsize.run.activations import recomputed
+from outsize.run.activations import Activations
 from outsize.run.engine import Engine
 
 # Note [The frame is around the call]
@@ -29,21 +29,30 @@ Attributes = dict[str, Any]
 Call = Callable[..., Any]
 
 
-def install(engine: Engine, model: nn.Module, framed: Mapping[nn.Module, bool], recompute: Iterable[nn.Module]) -> None:
+def install(
+    engine: Engine,
+    model: nn.Module,
+    framed: Mapping[nn.Module, bool],
+    layers: Mapping[nn.Module, str],
+    activations: Activations,
+) -> None:
     """Put frames around the calls of modules, on the instances; classes and torch itself stay as they are.
 
-    `framed` says of each whether it lies inside another one, which opens the same unit.
+    `framed` says of each whether it lies inside another one, which opens the same unit; `layers`, what is done with the
+    activations of some.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    recompute = set(recompute)
     moves = _checked_moves(model)
     for module in model.modules():
         ours: Attributes = {}
-        again = partial(recomputed, module, names[id(module)], partial(engine.frame, module))
-        if module in recompute and module._compiled_call_impl is None:
-            ours["forward"] = again(module.forward)
+        frame = partial(engine.frame, module)
+        again = None
+        if module in layers:
+            again = partial(activations.around, module, layers[module], names[id(module)], frame)
+            if module._compiled_call_impl is None:
+                ours["forward"] = again(module.forward)
         if module in framed:
-            ours |= _calls(engine, module, framed[module], again if module in recompute else None)
+            ours |= _calls(engine, module, framed[module], again)
         if isinstance(module, nn.RNNBase):
             ours["flatten_parameters"] = _leave_parameters
         if any(True for _ in module.parameters()):

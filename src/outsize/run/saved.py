@@ -91,11 +91,11 @@ def _run_on_copies(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kw
 class Saving:
     """What is saved for the backward: views of gathered buffers as references that bring the unit back."""
 
-    __slots__ = ("_gate", "_outer")
+    __slots__ = ("_gate", "outer")
 
     def __init__(self, gate: Engine, outer: Any) -> None:
         self._gate = gate
-        self._outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
+        self.outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
     def pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
         return _untraced(self._pack, tensor) if torch.compiler.is_compiling() else self._pack(tensor)
@@ -109,12 +109,12 @@ class Saving:
             return True, reference
         if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
             tensor = tensor.detach()
-        return False, tensor if self._outer is None else self._outer[0](tensor)
+        return False, tensor if self.outer is None else self.outer[0](tensor)
 
     def _unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
         ours, content = packed
         if not ours:
-            restored: torch.Tensor = content if self._outer is None else self._outer[1](content)
+            restored: torch.Tensor = content if self.outer is None else self.outer[1](content)
             return restored
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._watch_node()
@@ -137,6 +137,22 @@ def is_ours(hooks: Hooks | None, gate: Engine) -> bool:
 def of_checkpoint(hooks: Hooks | None) -> bool:
     """Whether these are the hooks of `torch.utils.checkpoint`, which keeps nothing that it can compute again."""
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def by_reference(gate: Engine, outer: Hooks) -> Hooks:
+    """These hooks, but what views a buffer of the gate is saved by reference."""
+    saving = Saving(gate, outer)
+    return saving.pack, saving.unpack
+
+
+def is_foreign(hooks: Hooks | None) -> bool:
+    """Whether the user's own saved-tensor hooks see what is saved here."""
+    while hooks is not None:
+        saving = getattr(hooks[0], "__self__", None)
+        if not isinstance(saving, Saving):
+            return True
+        hooks = saving.outer
+    return False
 
 
 @contextmanager

@@ -1,0 +1,381 @@
+"""Where a layer's inputs lie between its forward and its backward: in host memory or on disk.
+
+The backward wants last what was saved first. So the call that saved last keeps its tensors where they are, and while
+one call's tensors are used, those of the call before it come back.
+"""
+
+from __future__ import annotations
+
+import errno
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from outsize.move.conveyor import Conveyor, Job, Step
+from outsize.move.device import EventTransfer, Lanes
+from outsize.move.disk import StripedFile
+from outsize.move.generations import crc32c, merged
+from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
+from outsize.move.transfer import ARRIVED, Transfer
+from outsize.plan.layout import round_up
+from outsize.plan.sizes import format_bytes
+
+LEAST_BYTES = 256
+"""What is smaller stays where it is."""
+
+
+class Place(ABC):
+    """Room for bytes that come and go: uint8, 1-D, on the computing device."""
+
+    @abstractmethod
+    def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
+        """Start to copy `source`; where it will lie, and a transfer that is over when `source` has been read."""
+
+    @abstractmethod
+    def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
+        """Start to copy into `out`; returns a function after which the current stream may use it."""
+
+    @abstractmethod
+    def free(self, where: Any) -> None:
+        """The bytes are not wanted any more. The collector calls this on any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+
+@final
+class HostPlace(Place):
+    """Pinned memory beside an accelerator. Each block is used again for as many bytes."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, most: Callable[[], int]) -> None:
+        """`most`: how many bytes more there may be now."""
+        self._lanes, self._ledger, self._most = lanes, ledger, most
+        self._free: deque[tuple[HostBuffer, Transfer]] = deque()  # each with the last copy out of it
+
+    def has_room(self, nbytes: int) -> bool:
+        return nbytes <= self._most() + sum(block.nbytes for block, _ in list(self._free))
+
+    def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
+        block = self._take(source.numel())
+        self._lanes.follow(self._lanes.outgoing)
+        going = self._lanes.bring_home(source, block.bytes)
+        return [block, going], going
+
+    def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
+        block, before = where
+        self._lanes.follow(self._lanes.incoming)
+        self._lanes.incoming.wait_event(before.event)
+        with self._lanes.on(self._lanes.incoming):
+            out.copy_(block.bytes, non_blocking=True)
+        where[1] = EventTransfer(self._lanes.incoming.record_event())
+        return partial(self._lanes.wait_for, where[1].event)
+
+    def free(self, where: Any) -> None:
+        self._free.append(tuple(where))
+
+    def _take(self, nbytes: int) -> HostBuffer:
+        for _ in range(len(self._free)):
+            block, reading = self._free.popleft()
+            if block.nbytes == nbytes:
+                reading.wait()
+                return block
+            self._free.append((block, reading))
+        while self._free and nbytes > self._most():
+            self._close_one()
+        self._ledger.add("host/activations", nbytes)
+        return HostBuffer(nbytes, pinned=True)
+
+    def _close_one(self) -> None:
+        block, reading = self._free.popleft()
+        reading.wait()
+        block.close()
+        self._ledger.remove("host/activations", block.nbytes)
+
+    def close(self) -> None:
+        while self._free:
+            self._close_one()
+
+
+@final
+class DiskPlace(Place):
+    """Space of a file, which is a hole where nothing lies. Bytes pass through the slabs of the conveyor."""
+
+    def __init__(self, file: StripedFile, conveyor: Conveyor, lanes: Lanes | None, ledger: Ledger) -> None:
+        self._file, self._conveyor, self._lanes, self._ledger = file, conveyor, lanes, ledger
+        self._holes = [(0, file.nbytes)]
+        self._freed: deque[tuple[int, int]] = deque()  # the collector adds to it at any time
+
+    def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
+        start = self._take(round_up(source.numel(), PAGE_BYTES))
+        if self._lanes is not None:
+            self._lanes.follow(self._lanes.outgoing)
+        sums: list[int] = []  # of each chunk
+        job = self._conveyor.submit(Job(each.away for each in self._chunks(start, source, sums)))
+        return (start, source.numel(), sums, job), job
+
+    def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
+        start, _, sums, written = where
+        if self._lanes is not None:
+            self._lanes.follow(self._lanes.incoming)
+        reading = self._conveyor.submit(Job((each.out for each in self._chunks(start, out, sums)), after=[written]))
+        return partial(self._arrive, reading)
+
+    def _arrive(self, reading: Job) -> None:
+        if not self._conveyor.is_here:  # the collector may run there; the job would wait for itself
+            reading.wait()
+            if self._lanes is not None:
+                self._lanes.wait_for(self._lanes.incoming.record_event())
+
+    def free(self, where: Any) -> None:
+        nbytes = round_up(where[1], PAGE_BYTES)
+        self._ledger.remove("disk/activations", nbytes)
+        self._freed.append((where[0], nbytes))
+
+    def close(self) -> None:
+        self._file.unlink()
+        self._file.close()
+
+    def _take(self, nbytes: int) -> int:
+        while self._freed:
+            self._holes.append(self._freed.popleft())
+        self._holes = merged(self._holes)
+        for at, (start, size) in enumerate(self._holes):
+            if size >= nbytes:
+                self._holes[at] = start + nbytes, size - nbytes
+                self._ledger.add("disk/activations", nbytes)
+                return start
+        used = self._ledger.now.get("disk/activations", 0)
+        raise OSError(
+            errno.ENOSPC,
+            f"activations of {format_bytes(nbytes)} more do not fit: {format_bytes(used)} of them lie on disk already, "
+            f"and disk_space leaves {format_bytes(self._file.nbytes)} for them; raise disk_space or free space there, "
+            f'or pass activations="recompute"',
+            self._file.path,
+        )
+
+    def _chunks(self, start: int, content: torch.Tensor, sums: list[int]) -> Iterator[_Chunk]:
+        size = self._conveyor.slab_bytes
+        for number, at in enumerate(range(0, content.numel(), size)):
+            yield _Chunk(self._file, start + at, content[at : at + size], sums, number, self._lanes)
+
+
+@final
+class _Chunk:
+    """One slab of bytes on its way to the file (`away`) or back (`out`)."""
+
+    def __init__(
+        self, file: StripedFile, at: int, part: torch.Tensor, sums: list[int], number: int, lanes: Lanes | None
+    ) -> None:
+        self._file, self._at, self._part, self._lanes = file, at, part, lanes
+        self._sums, self._number = sums, number
+        self._pages = round_up(part.numel(), PAGE_BYTES)
+        self.away = Step(self._stage, self._write, 1)
+        self.out = Step(self._read, self._deliver, 1)
+
+    def _stage(self, slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
+        self._slab = slabs[0]
+        memory = self._slab[: self._part.numel()]
+        if self._lanes is not None:
+            return [self._lanes.bring_home(self._part, memory)]
+        memory.copy_(self._part)
+        return ()
+
+    def _write(self) -> Sequence[Transfer]:
+        self._sums.append(crc32c(self._slab[: self._part.numel()]))
+        return [self._file.write(self._at, self._slab[: self._pages])]
+
+    def _read(self, slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
+        self._slab = slabs[0]
+        return [self._file.read(self._at, self._slab[: self._pages])]
+
+    def _deliver(self) -> Sequence[Transfer]:
+        memory = self._slab[: self._part.numel()]
+        if crc32c(memory) != self._sums[self._number]:
+            raise OSError(errno.EIO, f"activations at byte {self._at} are not what was written there", self._file.path)
+        if self._lanes is None:
+            self._part.copy_(memory)
+            return ()
+        with self._lanes.on(self._lanes.incoming):
+            self._part.copy_(memory, non_blocking=True)
+        return [EventTransfer(self._lanes.incoming.record_event())]
+
+
+@final
+class _Span:
+    """Some bytes of one storage: here, or at a place."""
+
+    def __init__(self, content: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.nbytes = content.numel()
+        self._here: torch.Tensor | None = content  # the bytes, uint8
+        self._original: torch.Tensor | None = tensor  # tells of writes in place; None once the bytes have left
+        self._version = tensor._version
+        self._device = tensor.device
+        self._place: Place | None = None
+        self._where: Any = None
+        self._leaving: Transfer = ARRIVED
+        self._arrive: Callable[[], None] | None = None  # while the bytes come back
+        self._stale = False
+        self.uses = 0  # how many times the bytes are wanted
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the bytes are on their way out."""
+        return self._place is not None and self._original is not None
+
+    def send(self, place: Place) -> None:
+        """Start to move the bytes out, once; `let_go` ends it."""
+        if self._place is None and self._here is not None:
+            self._where, self._leaving = place.put(self._here)
+            self._place = place
+
+    def let_go(self) -> None:
+        """Wait until the bytes have been read that are on their way out, and keep them no more."""
+        if self.leaves:
+            self._leaving.wait()
+            self._check()
+            self._here = self._original = None
+
+    def come(self) -> None:
+        """Start to bring the bytes back, where they are away and will be used."""
+        if self.uses > 0:
+            self._bring()
+
+    def lend(self) -> torch.Tensor:
+        """The bytes, for the current stream. Raises `RuntimeError` where they were written to."""
+        self._check()
+        if self._stale:
+            raise RuntimeError(
+                "an input of a layer was written to in place after the layer's forward and before its backward, which "
+                'needs it as it was: make the operation not in-place, or pass activations="keep"'
+            )
+        self._bring()
+        content = self._here
+        assert content is not None
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+        self.uses -= 1
+        if self._place is not None and self.uses <= 0:  # the place has the bytes: the memory is the last reader's
+            self._here = None
+        return content
+
+    def _bring(self) -> None:
+        self.let_go()
+        if self._here is None:
+            assert self._place is not None
+            self._here = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self._arrive = self._place.get(self._where, self._here)
+
+    def _check(self) -> None:
+        if self._original is not None and self._original._version != self._version:
+            self._stale = True
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the model may be closed
+            if self._arrive is not None:
+                self._arrive()
+            if self._place is not None:
+                self._place.free(self._where)
+
+
+Packed = tuple["SavedCall", _Span, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+@final
+class SavedCall:
+    """What one call of a layer saves. `pack` and `unpack` are hooks for `torch.autograd.graph.saved_tensors_hooks`."""
+
+    def __init__(self, store: ActivationStore, before: SavedCall | None) -> None:
+        self._store = store
+        self._before = None if before is None else weakref.ref(before)
+        self.spans: list[_Span] = []
+
+    def pack(self, tensor: torch.Tensor) -> Packed | torch.Tensor:
+        """Keeps the tensor itself where it is small, or cannot be moved as plain bytes."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():
+            return tensor
+        if tensor.device != self._store.device or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        tensor = tensor.detach()
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        if numel * tensor.itemsize < LEAST_BYTES:
+            return tensor
+        span = self._store.span_of(tensor, numel)
+        self.spans.append(span)
+        span.uses += 1
+        return self, span, tensor.dtype, tensor.size(), tensor.stride()
+
+    def unpack(self, packed: Packed | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        _, span, dtype, size, stride = packed
+        for each in self.spans:
+            each.come()
+        content = span.lend()
+        earlier = None if self._before is None else self._before()
+        for each in () if earlier is None else earlier.spans:
+            each.come()
+        self._store.forget_gone()
+        return content.view(dtype).as_strided(size, stride)
+
+
+@final
+class ActivationStore:
+    """The inputs of layers, saved call by call. Those of three calls at most are in memory at once."""
+
+    def __init__(self, device: torch.device, host: HostPlace | None, disk: DiskPlace | None) -> None:
+        """With both places, the host is filled first."""
+        self.device = device
+        self._host, self._disk = host, disk
+        self._newest: weakref.ref[SavedCall] | None = None
+        self._leaving: list[_Span] = []
+        self._known: weakref.WeakValueDictionary[Any, _Span] = weakref.WeakValueDictionary()
+        self._alive: dict[Any, StorageWeakRef] = {}  # the storage of each key, whose number another one may get
+
+    def call(self) -> SavedCall:
+        """The next call. The tensors of the call before it move out; those of earlier calls are out by now."""
+        for span in self._leaving:
+            span.let_go()
+        newest = None if self._newest is None else self._newest()
+        self._leaving = [] if newest is None else list(newest.spans)
+        for span in self._leaving:
+            span.send(self._place_for(span.nbytes))
+        call = SavedCall(self, newest)
+        self._newest = weakref.ref(call)
+        return call
+
+    def span_of(self, tensor: torch.Tensor, numel: int) -> _Span:
+        """The bytes of the tensor, `numel` elements from first to last: one span for all calls that save them."""
+        storage = tensor.untyped_storage()
+        for key in [key for key in self._alive if key not in self._known]:
+            del self._alive[key]
+        first, nbytes = tensor.storage_offset() * tensor.itemsize, numel * tensor.itemsize
+        key = (storage._cdata, first, nbytes, tensor._version)
+        span = self._known.get(key)
+        if span is None or self._alive[key].expired():
+            span = _Span(tensor.as_strided((numel,), (1,)).view(torch.uint8), tensor)
+            self._known[key], self._alive[key] = span, StorageWeakRef(storage)
+        return span
+
+    def forget_gone(self) -> None:
+        """Keep nothing that is not on its way out any more."""
+        self._leaving = [span for span in self._leaving if span.leaves]
+
+    def _place_for(self, nbytes: int) -> Place:
+        if self._host is None or (self._disk is not None and not self._host.has_room(nbytes)):
+            assert self._disk is not None
+            return self._disk
+        return self._host
+
+    def close(self) -> None:
+        for place in (self._host, self._disk):
+            if place is not None:
+                place.close()

@@ -1,0 +1,288 @@
+"""Activations are kept, computed again or moved out, and calls run whole or in parts: the values stay the same."""
+
+import errno
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import outsize
+from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, train, weights
+
+MODES: dict[str, dict[str, Any]] = {
+    "recompute": {"activations": "recompute"},
+    "offload": {"activations": "offload"},
+    "offload to host": {"activations": "offload", "activations_tier": "host"},
+    "selective": {"activations": "selective"},
+    "recompute in 3 parts": {"activations": "recompute", "micro_batches": 3},
+    "offload in 2 parts": {"activations": "offload", "micro_batches": 2},
+    "keep in 2 parts": {"micro_batches": 2, "activations": "keep"},
+}
+TO_DISK = {"activations": "offload", "activations_tier": "disk"}
+ROWS, LENGTH, WIDTH = 6, 5, 16
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The bias of keys has no gradient but rounding, which Adam would amplify."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Layers(nn.Module):
+    """Attention layers, with a mask that all of them get."""
+
+    def __init__(self, depth: int = 5, dropout: float = 0.0, batch_first: bool = True) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer
+        self.blocks = nn.ModuleList(
+            [layer(WIDTH, 2, 24, dropout, batch_first=batch_first, norm_first=True) for _ in range(depth)]
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1] if self.blocks[0].self_attn.batch_first else x.shape[0]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+def sequences(count: int, rows: int = ROWS, length: int = LENGTH) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator("cpu").manual_seed(count)
+
+    def random(columns: int) -> Tensor:
+        return torch.randn(rows, length, columns, generator=generator, device="cpu").to(torch.get_default_device())
+
+    return [(random(WIDTH), random(4)) for _ in range(count)]
+
+
+def trained(workshop: Workshop, tier: str, build: Any = Layers, data: Any = None, **fields: Any) -> tuple[Trace, Any]:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, tier, disk=workshop.disk, **fields)
+    torch.manual_seed(1)
+    return train(model, optimizer, data or sequences(3), clip=1.0), model
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_mode_changes_a_bit(workshop: Workshop, tier: str) -> None:
+    """With dropout: random numbers repeat. Parts give the same up to the order of sums."""
+    build = lambda: Layers(dropout=0.1)  # noqa: E731
+    expected, model = trained(workshop, tier, build, activations="keep")
+    wanted = weights(model)
+    for name, fields in MODES.items():
+        if "parts" not in name:
+            trace, model = trained(workshop, tier, build, **fields)
+            assert trace == expected, name
+            assert all(torch.equal(value, wanted[key]) for key, value in weights(model).items()), name
+
+
+@pytest.mark.parametrize("mode", [name for name in MODES if "parts" in name])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_parts_give_what_the_whole_batch_gives(workshop: Workshop, mode: str, batch_first: bool) -> None:
+    """With as many rows as positions: what has so many rows may be a mask."""
+
+    def build() -> nn.Module:
+        return Layers(3, batch_first=batch_first)
+
+    data = sequences(3, rows=5)
+    workshop.pair(build, sgd, "disk", **MODES[mode]).train(data)
+
+
+def test_the_inputs_of_layers_lie_on_disk(workshop: Workshop) -> None:
+    """All but those of the last layer, and only between forward and backward."""
+    model, nbytes = Layers(6), ROWS * LENGTH * WIDTH * 4
+    workshop.prepare(model, tier="host", disk=workshop.disk, **TO_DISK)
+    loss = model(sequences(1)[0][0]).sum()
+    pages = -(-nbytes // 4096) * 4096
+    assert outsize.memory(model).now["disk/activations"] == 5 * pages
+    loss.backward()
+    del loss
+    assert outsize.memory(model).now["disk/activations"] == 0
+    written = outsize.memory(model).bytes_written
+    model(sequences(1)[0][0]).sum().backward()
+    assert outsize.memory(model).bytes_written - written == 5 * pages
+    assert outsize.memory(model).peak["disk/activations"] == 5 * pages, "space is used again"
+
+
+def test_weights_move_once_a_step_whatever_the_number_of_micro_batches(workshop: Workshop) -> None:
+    moved = {}
+    for parts, accumulated in ((1, 1), (3, 1), (1, 3)):
+        torch.manual_seed(0)
+        model = Layers(6)
+        optimizer = sgd(model)
+        workshop.prepare(model, optimizer, "squeezed", activations="recompute", micro_batches=parts)
+        for _ in ("learns the order", "measured"):
+            before = outsize.memory(model)
+            for _ in range(accumulated):
+                model(sequences(1)[0][0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = outsize.memory(model)
+            moved[parts, accumulated] = (
+                after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
+            )
+    assert moved[3, 1] <= 1.1 * moved[1, 1] < 0.6 * moved[1, 3]
+
+
+class Normed(nn.Module):
+    """Batch norm looks at all rows."""
+
+    def __init__(self, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_a_layer_that_looks_at_all_rows_runs_whole(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    pair = workshop.pair(Normed, sgd, micro_batches=4)
+    pair.train(batches(3))
+    for (name, ours), (_, theirs) in zip(pair.model.named_buffers(), pair.plain.named_buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+    assert "layer 'layers.0' (Sequential) runs on the whole batch" in caplog.text
+    assert "do not go through it one by one" in caplog.text
+
+
+class Changing(nn.Module):
+    """Changes the first layer's input after that layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 16)
+        self.blocks = Stack(depth=3).blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embed(x)
+        x = self.blocks[0](first)
+        first.mul_(2.0)
+        return self.blocks[2](self.blocks[1](x))[..., :4]
+
+
+def test_an_input_that_changes_before_it_has_left_is_an_error(workshop: Workshop) -> None:
+    with pytest.raises(RuntimeError, match="written to in place|modified by an inplace operation"):
+        trained(workshop, "disk", Changing, batches(1), activations="offload")
+
+
+def test_a_disk_without_room_ends_the_step_and_loses_nothing(workshop: Workshop) -> None:
+    """The run goes on with a smaller batch."""
+    pair = workshop.pair(lambda: Layers(4), sgd, "host", disk=workshop.disk, disk_space="16KiB", **TO_DISK)
+    x, _ = sequences(1, rows=60)[0]
+    with pytest.raises(OSError, match="raise disk_space") as caught:
+        pair.model(x)
+    assert caught.value.errno == errno.ENOSPC
+    del caught
+    pair.train(sequences(2))
+
+
+def test_a_graph_that_is_used_twice_or_dropped(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Layers(4), sgd, "disk", **TO_DISK)
+    x, _ = sequences(1)[0]
+    for model, optimizer in pair.both:
+        model(x).sum()  # dropped
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        with torch.no_grad():
+            model(x)
+    assert outsize.memory(pair.model).now["disk/activations"] == 0
+    pair.check()
+
+
+@pytest.mark.parametrize("mode", ["offload", "selective", "offload in 2 parts"])
+def test_the_users_own_checkpoints_and_autocast(workshop: Workshop, mode: str) -> None:
+    pair = workshop.pair(lambda: Layers(4), sgd, "disk", **MODES[mode])
+    device = workshop.device
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.autocast(device, torch.bfloat16):
+            x = checkpoint(model.blocks[0], x, use_reentrant=False)
+            for block in model.blocks[1:]:
+                x = block(x)
+            return (model.head(x).float() - y).square().mean()
+
+    pair.train(sequences(2), rel=2e-2, atol=1e-1, loss_of=loss_of)
+
+
+def test_what_the_user_saves_by_hooks_of_their_own_is_theirs(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Layers(3), sgd, "disk", activations="offload")
+    seen = []
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t.clone(), lambda t: t):  # type: ignore[func-returns-value]
+            return (model(batch[0]) - batch[1]).square().mean()
+
+    pair.train(sequences(2), loss_of=loss_of)
+    assert seen
+    assert outsize.memory(pair.model).peak.get("disk/activations", 0) == 0
+
+
+class Stopped(Exception):
+    """Raised in the middle of a pass."""
+
+
+@pytest.mark.parametrize("mode", ["offload", "selective", "offload in 2 parts"])
+def test_an_error_in_the_middle_leaves_nothing_behind(workshop: Workshop, mode: str) -> None:
+    pair = workshop.pair(lambda: Layers(4), sgd, "disk", **MODES[mode])
+    hooks = [pair.model.blocks[2].register_forward_hook(raise_it)]  # type: ignore[operator, index]
+    with pytest.raises(Stopped):
+        pair.model(sequences(1)[0][0])
+    hooks.pop().remove()
+    loss = pair.model(sequences(1)[0][0]).sum()
+    loss.register_hook(raise_it)
+    with pytest.raises(Stopped):
+        loss.backward()
+    del loss
+    pair.optimizer.zero_grad()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    pair.train(sequences(2))
+
+
+def raise_it(*_: Any) -> None:
+    raise Stopped
+
+
+def test_fields_that_ask_for_too_much_are_refused(workshop: Workshop) -> None:
+    with pytest.raises(ValueError, match="activations_tier='disk' needs a directory"):
+        outsize.Config(activations="offload", activations_tier="disk")
+    with pytest.raises(ValueError, match="activations_tier is 'device'; it must be one of 'auto', 'host', 'disk'"):
+        outsize.Config(activations_tier="device")
+    with pytest.raises(ValueError, match="micro_batches is 0"):
+        outsize.Config(micro_batches=0)
+
+
+def test_bytes_that_come_back_changed_are_an_error(workshop: Workshop) -> None:
+    model = Layers(4)
+    workshop.prepare(model, tier="host", disk=workshop.disk, **TO_DISK)
+    loss = model(sequences(1)[0][0]).sum()
+    [path] = [
+        os.path.join(folder, name) for folder, _, files in os.walk(workshop.disk) for name in files if "act" in name
+    ]
+    with open(path, "r+b") as file:
+        file.seek(0)
+        file.write(b"\xff" * 64)
+        os.fsync(file.fileno())
+    with pytest.raises(OSError, match="not what was written"):
+        loss.backward()
+
+
+def test_accumulated_gradients_of_parts(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Layers(4), sgd, "squeezed", activations="offload", micro_batches=2)
+    for model, optimizer in pair.both:
+        for x, y in sequences(2):
+            (model(x) - y).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.check()
