@@ -8,6 +8,7 @@ from outsize.api.public import memory, plan, prepare
 from outsize.api.releasing import release
 from outsize.api.saving import save
 from outsize.config import Config, presets
+from outsize.run.activations import tiled
 
 __all__ = [
     "Config",
@@ -22,4 +23,5 @@ __all__ = [
     "presets",
     "release",
     "save",
+    "tiled",
 ]

@@ -201,18 +201,21 @@ def _unit_choice(units: object) -> tuple[type[torch.nn.Module] | str, ...] | Non
     return tuple(entries)
 
 
+def _placement(stage: int, params: str, grads: str, states: str, **fields: Any) -> Mapping[str, Any]:
+    return MappingProxyType({"stage": stage, "params": params, "grads": grads, "states": states, **fields})
+
+
 presets: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        name: MappingProxyType({"stage": stage, "params": params, "grads": grads, "states": states})
-        for name, stage, params, grads, states in (
-            ("ddp", 0, "device", "device", "device"),
-            ("zero-2", 2, "device", "device", "device"),
-            ("zero-offload", 2, "device", "host", "host"),
-            ("zero-3", 3, "device", "device", "device"),
-            ("zero-infinity-cpu", 3, "host", "host", "host"),
-            ("zero-infinity-nvme", 3, "disk", "disk", "disk"),
-        )
+        "ddp": _placement(0, "device", "device", "device"),
+        "zero-2": _placement(2, "device", "device", "device"),
+        "zero-offload": _placement(2, "device", "host", "host"),
+        "zero-3": _placement(3, "device", "device", "device"),
+        "zero-infinity-cpu": _placement(3, "host", "host", "host"),
+        "zero-infinity-nvme": _placement(3, "disk", "disk", "disk"),
+        "l2l": _placement(3, "host", "host", "host", activations="offload", activations_tier="host", micro_batches=4),
     }
 )
 """`outsize.prepare(model, optimizer, **outsize.presets["zero-offload"])`: the placements of ZeRO (Rajbhandari et al.
-2020), ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021, table 2)."""
+2020), ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021, table 2) and L2L (Pudipeddi et al.
+2020)."""

@@ -19,12 +19,13 @@ DESCRIPTION = (
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIERS = ("auto", "device", "host", "disk")
+ACTIVATIONS = ("auto", "keep", "recompute", "offload", "selective")
 RUNS = "runs"
 FIXED = ("text", "model", "batch", "seq_len", "seed")
 """The options that a run keeps from its first step to its last: what it learns, and from what."""
 CONFIG_FIELDS = (
     *("device", "device_memory", "host_memory", "disk", "disk_space"),
-    *("stage", "params", "grads", "states", "activations", "state_format"),
+    *("stage", "params", "grads", "states", "activations", "micro_batches", "state_format"),
 )
 """The options that are fields of `outsize.Config` under the same name."""
 
@@ -93,7 +94,8 @@ def add_memory_arguments(
     add("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage, with several ranks")
     for kind in ("params", "grads", "states"):
         add(f"--{kind}", choices=TIERS, default=tier, help="tier")
-    add("--activations", default=activations, help="keep, recompute, auto")
+    add("--activations", default=activations, choices=ACTIVATIONS, help="of layers, until the backward")
+    add("--micro-batches", type=at_least(1), default=1, help="parts of the batch, computed layer by layer")
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the computation")
     add("--state-format", choices=("exact", "compact"), default="exact", help="fp32 moments, or 8-bit moments")
     add("--delayed-update", type=at_least(0), default=0, help="exact steps before updates come one late; 0: never")

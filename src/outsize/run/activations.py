@@ -39,6 +39,9 @@ logger = logging.getLogger("outsize")
 # forward: so it refuses to be read, with a refusal that lies in the cache itself, where copies of it have it too.
 # A cache with earlier tokens in it goes to the layers as it is, and they are not recomputed.
 
+FRAME = "_outsize_frame"
+"""The attribute of a module of a prepared model that makes its frames."""
+
 # What `torch.utils.checkpoint` is given here cannot be traced: a compiled model runs its recomputed layers uncompiled.
 _Forward = Callable[..., Any]
 _outside_of_dynamo: Callable[[_Forward], _Forward] = getattr(torch, "_disable_dynamo", lambda function: function)
@@ -53,28 +56,24 @@ class Activations:
     store: ActivationStore | None = None  # where "offload" moves inputs; None where they stay where they are
     by_reference: Callable[[Hooks], Hooks] | None = None  # of hooks: the same, but views of units go by reference
 
-    def around(
-        self,
-        module: nn.Module,
-        mode: str,
-        name: str,
-        frame: Callable[[], AbstractContextManager[None]],
-        forward: _Forward,
-    ) -> _Forward:
+    def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
         """The `forward` of a module, run in the `mode`: "keep", "recompute", "selective" or "offload".
 
         Under non-reentrant checkpointing, the random state is kept, so dropout repeats, and so is what the layer was:
         see `LayerState`. Inside a region that the user already checkpoints, and while such a region is recomputed, the
-        forward runs as it is: once is enough. The second forward runs inside a `frame()`, as the first does.
+        forward runs as it is: once is enough.
         `RuntimeError` where the layer changes its input in place, which is the caller's and cannot be put back.
         """
         parts = Parts(self.micro_batches, int(_is_batch_second(module)))
-        return Layer(module, repr(name), forward, mode, parts, self, frame).wrapped()
+        return Layer(module, repr(name), forward, mode, parts, self)
 
 
 @final
 class Layer:
-    """A module whose call is run so, and what its last forward told about its buffers."""
+    """The `forward` of a module whose call is run so, and what its last forward told about its buffers.
+
+    A copy of the module has a copy of it.
+    """
 
     def __init__(
         self,
@@ -84,7 +83,6 @@ class Layer:
         mode: str,
         parts: Parts,
         activations: Activations,
-        frame: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._modules = list(module.modules())
         self._name = f"{name} ({type(module).__name__})"
@@ -92,38 +90,38 @@ class Layer:
         self._mode = mode
         self._parts = parts
         self._activations = activations
-        self.frame = frame
         self._copies_large = True
         self._alone: dict[object, bool] = {}  # by what a call looks like: whether its parts may be computed alone
-        # torch keeps the random state of those devices alone on which a positional argument lies.
-        param = next(module.parameters(), None)
-        self._here = torch.empty(0, device=None if param is None else param.device)
+        self.__wrapped__ = forward  # whoever asks for the signature finds that of the forward
 
-    def wrapped(self) -> _Forward:
-        """The forward, as a function."""
+    @_outside_of_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        once = self._parts.strict or not (in_backward() or of_checkpoint(top_hooks()))
+        if not once or _is_transformed():
+            return self._forward(*args, **kwargs)
+        mode = self._mode if torch.is_grad_enabled() else "keep"
+        if mode != "keep" or self._parts.count > 1:
+            caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+            if any(_is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
+                return self._forward(*args, **kwargs)  # a part, or the second forward, would append once more
+            for cache in caches:
+                _refuse_reading(cache, self._name)
+            args = tuple(None if _is_cache(value) else value for value in args)
+            kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+        one = self._forward if mode == "keep" else partial(self._checkpointed, mode)
+        calls = self._parts.of(args, kwargs)
+        if len(calls) == 1 or not self._in_parts(args, kwargs):
+            return one(*args, **kwargs)
+        return self._parts.join([one(*args, **kwargs) for args, kwargs in calls])
 
-        @_outside_of_dynamo
-        @wraps(self._forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if in_backward() or of_checkpoint(top_hooks()) or _is_transformed():
-                return self._forward(*args, **kwargs)
-            mode = self._mode if torch.is_grad_enabled() else "keep"
-            if mode != "keep" or self._parts.count > 1:
-                caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-                if any(_is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
-                    return self._forward(*args, **kwargs)  # a part, or the second forward, would append once more
-                for cache in caches:
-                    _refuse_reading(cache, self._name)
-                args = tuple(None if _is_cache(value) else value for value in args)
-                kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
-            one = self._forward if mode == "keep" else partial(self._checkpointed, mode)
-            calls = self._parts.of(args, kwargs)
-            if len(calls) == 1 or not self._in_parts(args, kwargs):
-                return one(*args, **kwargs)
-            return self._parts.join([one(*args, **kwargs) for args, kwargs in calls])
+    @property
+    def strict(self) -> bool:
+        """Whether it was asked for by `outsize.tiled`."""
+        return self._parts.strict
 
-        run.layer = self  # type: ignore[attr-defined]
-        return run
+    def plain(self) -> _Forward:
+        """The forward that it stands for."""
+        return self._forward
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether parts computed alone give what they give together: tried once, on two rows. See Note [Parts]."""
@@ -144,10 +142,10 @@ class Layer:
         places = [list(distinct).index(id(each)) for each in args]
         contexts = nullcontext(), state
         forward = partial(self._run, places, _selection(mode), **kwargs)
+        # torch keeps the random state of those devices alone on which a positional argument lies.
+        here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
         with self._saving_inputs(mode):
-            result = checkpoint(
-                forward, self._here, *distinct.values(), use_reentrant=False, context_fn=lambda: contexts
-            )
+            result = checkpoint(forward, here, *distinct.values(), use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
                 f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
@@ -172,12 +170,14 @@ class Layer:
             if not in_backward():
                 with self._explaining(), keeping:
                     return self._forward(*args, **kwargs)
-            with (
-                self.frame(),
-                using,
-                _own_errors(),
-            ):  # a selection counts operations: those of a fetch are not among them
+            # A selection counts operations: those of a fetch are not among them.
+            with self._frame(), using, _own_errors():
                 return self._forward(*args, **kwargs)
+
+    def _frame(self) -> AbstractContextManager[None]:
+        """The second forward runs inside a frame, as the first does."""
+        frame = self._modules[0].__dict__.get(FRAME)
+        return nullcontext() if frame is None else frame()
 
     def _explaining(self) -> AbstractContextManager[Any]:
         """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name."""
@@ -335,3 +335,35 @@ def _refuse_reading(cache: Any, layer: str) -> None:
 def can_recompute(module: nn.Module) -> bool:
     """Whether a second forward is nobody else's concern: batch norms of several ranks speak to each other."""
     return not any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+
+
+def tiled(module: nn.Module, dim: int = 1, tiles: int = 8) -> nn.Module:
+    """Run a module on one tile of its input after the other: only one tile's working memory exists at a time.
+
+    For modules that compute each position alone: an MLP, a norm, a head. A tile runs again in the backward. The module
+    is changed in place and returned; its parameters and their names stay. `dim`: the dimension that is cut, 1 for the
+    sequence of `[batch, sequence, features]`. `tiles`: how many tiles; 1 undoes it. Tensors among the arguments that
+    have another size there are given to each tile whole. Before `outsize.prepare` or after it, or without it.
+
+    Raises `TypeError` or `ValueError` for other values; the first call raises `ValueError` where the module does not
+    compute each position alone. The result equals that of the whole call up to the order of sums in gradients of
+    parameters. Source: ZeRO-Infinity (Rajbhandari et al. 2021), section 5.1.3, along the sequence.
+
+        >>> mlp = outsize.tiled(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)), dim=1, tiles=4)
+        >>> mlp(torch.randn(2, 16, 8)).shape
+        torch.Size([2, 16, 8])
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"outsize.tiled takes a torch.nn.Module, not {type(module).__name__}")
+    for name, value, least in (("dim", dim, 0), ("tiles", tiles, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"outsize.tiled: {name} is {value!r}; it must be an integer of at least {least}")
+    before = module.__dict__.get("forward")
+    if isinstance(before, Layer) and before.strict:
+        module.__dict__["forward"] = before.plain()
+        if module.forward == type(module).forward.__get__(module):
+            del module.__dict__["forward"]
+    if tiles > 1:
+        parts = Parts(tiles, dim, strict=True)
+        module.__dict__["forward"] = Layer(module, "the module", module.forward, "recompute", parts, Activations())
+    return module

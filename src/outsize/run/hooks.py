@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from outsize.run.activations import Activations
+from outsize.run.activations import FRAME, Activations
 from outsize.run.engine import Engine
 
 # Note [The frame is around the call]
@@ -45,10 +45,11 @@ def install(
     moves = _checked_moves(model)
     for module in model.modules():
         ours: Attributes = {}
-        frame = partial(engine.frame, module)
         again = None
+        if any(True for _ in module.parameters()):
+            ours[FRAME] = partial(engine.frame, module)
         if module in layers:
-            again = partial(activations.around, module, layers[module], names[id(module)], frame)
+            again = partial(activations.around, module, layers[module], names[id(module)])
             if module._compiled_call_impl is None:
                 ours["forward"] = again(module.forward)
         if module in framed:

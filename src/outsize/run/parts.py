@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 logger = logging.getLogger("outsize")
@@ -71,10 +72,12 @@ class Parts:
 
         pairs = list(zip(leaves, cut, strict=True))
         try:
-            together = run(0, 1)
-            drawn = random.is_drawn()
-            alone = self.join([run(0), run(1)])
-            return self._difference(together, run(0, 0), first=True) if drawn else self._difference(together, alone)
+            with _disable_current_modes():  # a checkpoint that keeps some operations counts those of the forward alone
+                together = run(0, 1)
+                drawn = random.is_drawn()
+                alone = self.join([run(0), run(1)])
+                other = run(0, 0) if drawn else alone
+            return self._difference(together, other, first=drawn)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"two rows of its input do not go through it one by one ({error})"
         finally:
