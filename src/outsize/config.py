@@ -49,6 +49,7 @@ class Config:
     activations: str = "auto"
     activations_tier: str = "auto"
     micro_batches: int = 1
+    tiles: str | bool = "auto"
     units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
     mesh: Any = None
 
@@ -85,6 +86,8 @@ class Config:
             )
         if not _is_int(self.micro_batches) or self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches!r}; it must be an integer of at least 1")
+        if self.tiles is not False and self.tiles != "auto":
+            raise ValueError(f"tiles is {self.tiles!r}; it must be 'auto' or False")
         if not isinstance(self.delayed_update, int):
             raise TypeError(
                 f"delayed_update is {self.delayed_update!r}; it must be True, False or the number of exact steps "

@@ -97,7 +97,7 @@ def test_a_full_disk_in_prepare_leaves_the_model_usable(workshop: Workshop, monk
         ({"host_memory": "lots"}, "host_memory is 'lots'"),
         ({"params": "tape"}, "params is 'tape'; it must be one of"),
         ({"params": "disk"}, "params='disk' needs a directory"),
-        ({"activations": "offload"}, "activations='offload' is not available"),
+        ({"tiles": 4}, "tiles is 4; it must be 'auto' or False"),
         ({"stage": 4}, "stage is 4"),
         ({"units": "nowhere"}, "units names 'nowhere'"),
         ({"device": "moon"}, "device is 'moon'"),

@@ -319,7 +319,7 @@ def _build(
     if optimizer is not None and stepper is not None:
         attached = Attached(optimizer, stepper, parameters, backward, owner)
     activations = Activations(config.micro_batches, resources.activations, partial(by_reference, engine))
-    hooks.install(engine, model, framed, layers, activations)
+    hooks.install(engine, model, framed, layers, activations, _heads(model) if config.tiles else ())
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock)
     engine.classes.prepared = prepared
     for name, grad in existing.items():
@@ -411,6 +411,15 @@ def _mode(module: nn.Module, unit: Unit, config: Config, in_list: bool) -> str:
     if config.activations != "auto":
         return config.activations
     return "recompute" if in_list and unit.shard.tiers.params != "device" else "keep"
+
+
+def _heads(model: nn.Module) -> list[nn.Linear]:
+    """The layer that makes the logits of a language model: where the model does not say, its last linear one."""
+    of_model = getattr(model, "get_output_embeddings", None)
+    head = of_model() if callable(of_model) else None
+    if head is None:
+        head = next((each for each in reversed(list(model.modules())) if isinstance(each, nn.Linear)), None)
+    return [head] if type(head) is nn.Linear and not is_distributed(head.weight) else []
 
 
 def _adopt(

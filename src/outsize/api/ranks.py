@@ -184,7 +184,7 @@ def description(
 ) -> dict[str, object]:
     """What must be the same on every rank before a layout is made."""
     fields = "stage reduce_dtype params grads states state_format delayed_update update unused units"
-    fields += " activations activations_tier micro_batches"
+    fields += " activations activations_tier micro_batches tiles"
     found: dict[str, object] = {}
     for name, info in infos.items():
         placements: Any = getattr(parameters[name], "placements", "")

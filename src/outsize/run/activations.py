@@ -85,7 +85,7 @@ class Layer:
         activations: Activations,
     ) -> None:
         self._modules = list(module.modules())
-        self._name = f"{name} ({type(module).__name__})"
+        self._short, self._name = name, f"{name} ({type(module).__name__})"
         self._forward = forward
         self._mode = mode
         self._parts = parts
@@ -97,7 +97,7 @@ class Layer:
     @_outside_of_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         once = self._parts.strict or not (in_backward() or of_checkpoint(top_hooks()))
-        if not once or _is_transformed():
+        if not once or is_transformed():
             return self._forward(*args, **kwargs)
         mode = self._mode if torch.is_grad_enabled() else "keep"
         if mode != "keep" or self._parts.count > 1:
@@ -105,7 +105,7 @@ class Layer:
             if any(_is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
                 return self._forward(*args, **kwargs)  # a part, or the second forward, would append once more
             for cache in caches:
-                _refuse_reading(cache, self._name)
+                _refuse_reading(cache, self._short)
             args = tuple(None if _is_cache(value) else value for value in args)
             kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
         one = self._forward if mode == "keep" else partial(self._checkpointed, mode)
@@ -283,7 +283,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether what runs now cannot be recomputed: torch.func or forward AD see it, or weights made once are shared."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
@@ -306,7 +306,7 @@ class _LeftEmpty:
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
             f"this cache (past_key_values) comes from a forward that recorded gradients, and is empty: layer "
-            f"{self.layer!r} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
+            f"{self.layer} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
             f'pass activations="keep" to outsize.prepare; if no gradients are needed, run the forward under '
             f"torch.no_grad()"
         )

@@ -139,8 +139,9 @@ class Engine:
 
     @contextmanager
     @left_alone_by_dynamo
-    def frame(self, module: nn.Module) -> Iterator[None]:
-        """A forward of `module` runs; what it acquires is held until it returns, however it returns."""
+    def frame(self, module: nn.Module, again: bool = False) -> Iterator[None]:
+        """A forward of `module` runs; what it acquires is held until it returns, however it returns. `again`: it is
+        one of a pass that may have ended, and no pass begins with it."""
         transformed = in_transform()
         if transformed and not all(unit.holds or unit.resident for unit in self.parameters.units):
             raise RuntimeError(
@@ -150,7 +151,7 @@ class Engine:
         self.owner.take(FORWARD)
         frame = Frame(module)
         try:
-            if not self._frames and not in_backward():
+            if not self._frames and not in_backward() and not again:
                 self._begin_pass()
             self._frames.append(frame)
             with on_copies(module, self._may_rest) if transformed else self._opened(frame):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.run.activations import FRAME, Activations
 from outsize.run.engine import Engine
+from outsize.run.logits import Head
 
 # Note [The frame is around the call]
 # A module's frame is an attribute `_call_impl` of the instance, which `nn.Module.__call__` looks up. So the user, or a
@@ -35,11 +36,12 @@ def install(
     framed: Mapping[nn.Module, bool],
     layers: Mapping[nn.Module, str],
     activations: Activations,
+    heads: Container[nn.Module],
 ) -> None:
     """Put frames around the calls of modules, on the instances; classes and torch itself stay as they are.
 
     `framed` says of each whether it lies inside another one, which opens the same unit; `layers`, what is done with the
-    activations of some.
+    activations of some; `heads`, linear layers whose results may be computed late.
     """
     names = {id(module): name for name, module in model.named_modules()}
     moves = _checked_moves(model)
@@ -52,6 +54,8 @@ def install(
             again = partial(activations.around, module, layers[module], names[id(module)])
             if module._compiled_call_impl is None:
                 ours["forward"] = again(module.forward)
+        elif isinstance(module, nn.Linear) and module in heads:
+            ours["forward"] = Head(module, partial(engine.frame, module, again=True), partial(_unchanged, engine))
         if module in framed:
             ours |= _calls(engine, module, framed[module], again)
         if isinstance(module, nn.RNNBase):
@@ -63,6 +67,13 @@ def install(
         if ours:
             before = {name: module.__dict__.get(name, _NOTHING) for name in (*ours, "__deepcopy__")}
             _put(module, {**ours, "__deepcopy__": partial(_copied, before, module)})
+
+
+def _unchanged(engine: Engine, weight: torch.Tensor) -> Callable[[], None]:
+    """A function that raises where a parameter has changed since."""
+    with torch._C.DisableTorchFunctionSubclass():
+        reference = engine.parameters.reference(weight)
+    return (lambda: None) if reference is None else partial(engine.parameters.check, reference)
 
 
 def remove(model: nn.Module) -> None:

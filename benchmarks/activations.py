@@ -1,0 +1,235 @@
+"""What layers keep for their backward: memory and time of each way, against plain torch and its own ways.
+
+    python -m benchmarks.activations [memory] [time] [micro_batches] [tiles] [loss] --disk DIR
+
+memory         48, 24 and 12 layers, `activations="offload"` to disk: peak memory of a process of its own over that of
+               one layer's forward and backward, in inputs of a layer (8 MiB each).
+time           a step with the inputs on disk, or all computed again, in turns in one process. Beside them torch's
+               `save_on_cpu` around a plain model, which on a CPU copies.
+micro_batches  8 micro-batches in each layer against 8 that are accumulated, all on disk: bytes and time.
+tiles          an MLP of a long sequence, whole and in tiles: peak memory.
+loss           8,192 tokens and a vocabulary of 131,072 in bf16: peak memory and time of the head and its loss.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import outsize
+from benchmarks.common import PeakRss, Row, rss_bytes, run_child, run_rows
+
+MIB = 1 << 20
+WIDTH, TOKENS = 256, 8192
+VOCABULARY = 1 << 17
+ROWS = 4
+INPUT_BYTES = TOKENS * WIDTH * 4
+
+
+class Layer(nn.Module):
+    """An MLP with a norm: a transformer's layer but for the attention."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(width) for _ in range(depth)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def prepared(depth: int, directory: str, width: int = WIDTH, **fields: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Stack(depth, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    places = dict.fromkeys(("params", "grads", "states"), fields.pop("place", "host"))
+    outsize.prepare(model, optimizer, device="cpu", host_memory="2GiB", disk=directory, **places, **fields)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, parts: int = 1) -> None:
+    for part in x.chunk(parts):
+        (model(part).square().mean() / parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def batch(width: int = WIDTH) -> Tensor:
+    return torch.randn(ROWS, TOKENS // ROWS, width, generator=torch.Generator().manual_seed(0))
+
+
+def peak_of(depth: str, activations: str) -> Mapping[str, object]:
+    """Runs in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        fields = {} if activations == "keep" else {"activations_tier": "disk"}
+        model, optimizer = prepared(int(depth), directory, activations=activations, **fields)
+        step(model, optimizer, batch())  # what is allocated once
+        before = rss_bytes()
+        with PeakRss() as peak:
+            step(model, optimizer, batch())
+    return {"peak": peak.peak - before}
+
+
+def memory(directory: str) -> list[Row]:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"  # in the children what is freed goes back, so a peak is one
+    alone = int(str(run_child("benchmarks.activations", "--child", "peak", "1", "keep")["peak"]))
+    rows = []
+    for depth in (12, 24, 48):
+        taken = {
+            mode: int(str(run_child("benchmarks.activations", "--child", "peak", str(depth), mode)["peak"]))
+            for mode in ("keep", "offload")
+        }
+        over = (taken["offload"] - alone) / INPUT_BYTES
+        what = f"{depth} layers, inputs on disk: peak over that of one layer, in inputs of a layer"
+        told = f"{over:.1f} (all kept: {(taken['keep'] - alone) / INPUT_BYTES:.0f})"
+        rows.append(Row(what, told, "<= 3", over <= 3))
+    return rows
+
+
+def timed(directory: str) -> list[Row]:
+    loops: dict[str, Any] = {
+        "recompute": prepared(12, directory, activations="recompute"),
+        "offload": prepared(12, directory, activations="offload", activations_tier="disk"),
+        "keep": prepared(12, directory, activations="keep"),
+    }
+    taken: dict[str, list[float]] = {kind: [] for kind in (*loops, "save_on_cpu")}
+    torch.manual_seed(0)
+    plain = Stack(12)
+    sgd = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    x = batch()
+    for number in range(8):
+        for kind, (model, optimizer) in loops.items():
+            began = time.perf_counter()
+            step(model, optimizer, x)
+            taken[kind] += [time.perf_counter() - began] * (number > 0)
+        began = time.perf_counter()
+        with torch.autograd.graph.save_on_cpu():
+            step(plain, sgd, x)
+        taken["save_on_cpu"] += [time.perf_counter() - began] * (number > 0)
+    middle = {kind: statistics.median(times) for kind, times in taken.items()}
+    ratio = middle["offload"] / middle["recompute"]
+    told = f"{ratio:.2f} x ({', '.join(f'{kind} {seconds:.2f} s' for kind, seconds in middle.items())})"
+    return [
+        Row("12 layers: a step with inputs on disk over one with all computed again", told, "<= 1.05 x", ratio <= 1.05)
+    ]
+
+
+def micro_batches(directory: str) -> list[Row]:
+    width, depth = 1024, 12
+    x = torch.randn(8, 4, width, generator=torch.Generator().manual_seed(0))
+    seconds, moved = {}, {}
+    for kind, fields, parts in (("layer by layer", {"micro_batches": 8}, 1), ("accumulated", {}, 8)):
+        model, optimizer = prepared(depth, directory, width, place="disk", activations="recompute", **fields)
+        outsize_memory = outsize.memory
+        times = []
+        for _ in range(4):
+            before, began = outsize_memory(model), time.perf_counter()
+            step(model, optimizer, x, parts)
+            times.append(time.perf_counter() - began)
+            after = outsize_memory(model)
+        seconds[kind] = statistics.median(times[1:])
+        moved[kind] = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+        del model, optimizer
+    ratio = seconds["accumulated"] / seconds["layer by layer"]
+    told = "; ".join(f"{kind}: {r / MIB:.0f} MiB read, {w / MIB:.0f} written" for kind, (r, w) in moved.items())
+    return [Row(f"8 micro-batches, all on disk, {told}", f"{ratio:.2f} x faster", ">= 2 x", ratio >= 2)]
+
+
+def tile_peak(tiles: str) -> Mapping[str, object]:
+    """Runs in a process of its own."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
+    outsize.tiled(mlp, dim=1, tiles=int(tiles))
+    x = torch.randn(1, 16384, 256, requires_grad=True)
+    mlp(x[:, :64]).sum().backward()
+    before = rss_bytes()
+    with PeakRss() as peak:
+        mlp(x).sum().backward()
+    return {"peak": peak.peak - before}
+
+
+def tiles(directory: str) -> list[Row]:
+    peaks = {n: int(str(run_child("benchmarks.activations", "--child", "tiles", n)["peak"])) for n in ("1", "16")}
+    ratio = peaks["16"] / peaks["1"]
+    told = f"{ratio:.2f} x ({peaks['16'] / MIB:.0f} / {peaks['1'] / MIB:.0f} MiB)"
+    return [Row("an MLP of 16,384 positions in 16 tiles: peak memory over the whole", told, "<= 0.3 x", ratio <= 0.3)]
+
+
+class Head(nn.Module):
+    """The end of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def loss_of(kind: str) -> Mapping[str, object]:
+    """Runs in a process of its own."""
+    torch.manual_seed(0)
+    model = Head().bfloat16()
+    if kind == "outsize":
+        outsize.prepare(model, device="cpu", host_memory="1GiB", params="device", grads="device")
+    x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(0))
+
+    def once(tokens: int) -> float:
+        loss = torch.nn.functional.cross_entropy(model(x[:, :tokens]).float().view(-1, VOCABULARY), labels[:tokens])
+        loss.backward()
+        model.zero_grad()
+        return loss.item()
+
+    once(512)
+    before, times = rss_bytes(), []
+    for _ in range(3):
+        began = time.perf_counter()
+        with PeakRss() as peak:
+            loss = once(TOKENS)
+        times.append(time.perf_counter() - began)
+    return {"peak": peak.peak - before, "seconds": statistics.median(times), "loss": loss}
+
+
+def loss(directory: str) -> list[Row]:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
+    found = {kind: run_child("benchmarks.activations", "--child", "loss", kind) for kind in ("plain", "outsize")}
+    plain, ours = found["plain"], found["outsize"]
+    whole = TOKENS * VOCABULARY * 2
+    peaks = [int(str(each["peak"])) for each in (ours, plain)]
+    seconds = [float(str(each["seconds"])) for each in (ours, plain)]
+    apart = abs(float(str(ours["loss"])) / float(str(plain["loss"])) - 1)
+    what = f"8,192 tokens x 131,072 logits ({whole >> 30} GiB in bf16), head and loss"
+    told = f"{peaks[0] / MIB:.0f} MiB ({peaks[1] / MIB:.0f} in torch)"
+    least = VOCABULARY * WIDTH * 2 + 2 * whole // 8
+    return [
+        Row(f"{what}: peak memory", told, "the weight's gradient and 2 tiles of an eighth", peaks[0] <= least),
+        Row(
+            f"{what}: time; losses {apart:.0e} apart",
+            f"{seconds[0] / seconds[1]:.2f} x ({seconds[0]:.1f} / {seconds[1]:.1f} s)",
+            "<= 1.10 x",
+            seconds[0] <= 1.1 * seconds[1],
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    ROWS_OF = {"memory": memory, "time": timed, "micro_batches": micro_batches, "tiles": tiles, "loss": loss}
+    raise SystemExit(run_rows(__doc__, ROWS_OF, {"peak": peak_of, "tiles": tile_peak, "loss": loss_of}))

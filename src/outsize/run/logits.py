@@ -1,0 +1,380 @@
+"""Logits that are computed when they are needed, and for a loss tile by tile: they never exist as a whole.
+
+Arctic Long Sequence Training (Bekman et al. 2025) computes the loss in tiles; here the model is not touched for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from outsize.run.activations import in_backward, is_transformed
+from outsize.run.saved import of_checkpoint, top_hooks
+
+LEAST_BYTES = 64 << 20
+"""Smaller logits are computed at once."""
+
+TILE_BYTES = 32 << 20
+"""Of logits in fp32; softmax and gradient need as much again."""
+
+# Note [Logits that come late]
+# The head of a language model returns a tensor with a shape and no values. Casts, views and slices of it are noted.
+# `cross_entropy` takes rows of the head's input tile by tile. It computes their logits, their loss and at once the
+# gradients, as the sum over rows admits it: the backward only scales them. Every other operation gets the computed
+# logits. They are computed as they would have been in the head's call: with its autocast, with or without gradients,
+# and from its weights, or not at all where these have changed.
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """One call of a head, whose logits are not computed."""
+
+    module: nn.Linear
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    frame: Callable[[], AbstractContextManager[None]]
+    check: Callable[[], None]  # raises where the weights have changed since
+    grad: bool
+    autocast: torch.dtype | None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In the block the module can be called as it was. Raises `RuntimeError` where its weights have changed."""
+        try:
+            self.check()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "these logits were not computed, because nothing but a loss had asked for them, and the model has "
+                "changed since: use logits before optimizer.step(), or pass tiles=False to outsize.prepare"
+            ) from error
+        kind = self.module.weight.device.type
+        cast = torch.autocast(kind, self.autocast, enabled=self.autocast is not None)
+        with torch.set_grad_enabled(self.grad), cast, self.frame():
+            yield
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        with self.again():
+            return self.forward(rows)
+
+    def dtype(self, rows: torch.Tensor) -> torch.dtype:
+        return rows.dtype if self.autocast is None else self.autocast
+
+
+@final
+class Head:
+    """The `forward` of a linear layer whose result may be computed late. See Note [Logits that come late]."""
+
+    def __init__(
+        self,
+        module: nn.Linear,
+        frame: Callable[[], AbstractContextManager[None]],
+        reference: Callable[[torch.Tensor], Callable[[], None]],
+    ) -> None:
+        """`reference` gives a function that raises where a tensor's values have changed since."""
+        self._module, self._forward, self._frame, self._reference = module, module.forward, frame, reference
+        self.__wrapped__ = module.forward
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        module = self._module
+        nbytes = rows.numel() // max(rows.shape[-1], 1) * module.out_features * rows.itemsize
+        if nbytes < LEAST_BYTES or type(rows) is not torch.Tensor or not _is_usual():
+            return self._forward(rows)
+        kind = rows.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        check = self._reference(module.weight)
+        call = Call(module, self._forward, self._frame, check, torch.is_grad_enabled(), autocast)
+        return LateLogits.of(call, rows, call.dtype(rows))
+
+
+def _is_usual() -> bool:
+    """Whether nothing looks on that would have to see the operations themselves."""
+    usual = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    return usual and not in_backward() and not is_transformed() and not of_checkpoint(top_hooks())
+
+
+@final
+class LateLogits(torch.Tensor):
+    """Logits of a call that are not computed yet: [..., features] of the `rows` [..., inputs] of the head."""
+
+    call: Call
+    rows: torch.Tensor
+    value: torch.Tensor | None
+
+    @staticmethod
+    def of(call: Call, rows: torch.Tensor, dtype: torch.dtype) -> LateLogits:
+        shape = (*rows.shape[:-1], call.module.out_features)
+        trained = rows.requires_grad or call.module.weight.requires_grad
+        made: LateLogits = torch.Tensor._make_wrapper_subclass(
+            LateLogits, shape, dtype=dtype, device=rows.device, requires_grad=call.grad and trained
+        )
+        made.call, made.rows, made.value = call, rows, None
+        return made
+
+    def computed(self) -> torch.Tensor:
+        """The values, computed once."""
+        if self.value is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                dtype = self.dtype
+            self.value = self.call.logits(self.rows).to(dtype)
+        return self.value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        late = _LATE.get(func)
+        if late is not None and isinstance(args[0] if args else kwargs.get("input"), LateLogits):
+            found = late(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = tree_map_only(LateLogits, LateLogits.computed, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LateLogits, LateLogits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.computed().__deepcopy__(memo)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.computed().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LateLogits(size={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _like(logits: LateLogits, rows: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> LateLogits:
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype = logits.dtype if dtype is None else dtype
+    return LateLogits.of(logits.call, logits.rows if rows is None else rows, dtype)
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(logits: LateLogits) -> Any:
+        return _like(logits, dtype=dtype)
+
+    return cast
+
+
+def _to(logits: LateLogits, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1:
+        return NotImplemented
+    if isinstance(args[0], torch.dtype):
+        return _like(logits, dtype=args[0]) if args[0].is_floating_point else NotImplemented
+    try:
+        same = torch.device(args[0]) == logits.rows.device
+    except (TypeError, RuntimeError):
+        return NotImplemented
+    return logits if same else NotImplemented
+
+
+def _contiguous(logits: LateLogits) -> Any:
+    return logits
+
+
+def _view(logits: LateLogits, *shape: Any) -> Any:
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+    features = logits.call.module.out_features
+    if not all(isinstance(size, int) for size in sizes) or sizes.count(-1) > 1 or not sizes:
+        return NotImplemented
+    if sizes[-1] == -1:
+        known = 1
+        for size in sizes[:-1]:
+            known *= size
+        if known <= 0 or logits.numel() // known != features:
+            return NotImplemented
+    elif sizes[-1] != features:
+        return NotImplemented
+    return _like(logits, logits.rows.reshape(*sizes[:-1], logits.rows.shape[-1]))
+
+
+def _item(logits: LateLogits, index: Any) -> Any:
+    """Slices and numbers for all dimensions but the last one."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(each is Ellipsis or isinstance(each, (slice, int)) for each in parts) or parts.count(Ellipsis) > 1:
+        return NotImplemented
+    missing = logits.rows.ndim - (len(parts) - parts.count(Ellipsis))
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    parts[at : at + 1] = [slice(None)] * missing
+    if missing < 0 or parts[-1] != slice(None):
+        return NotImplemented
+    return _like(logits, logits.rows[tuple(parts)])
+
+
+def _cross_entropy(
+    input: LateLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    rows, call = input.rows, input.call
+    indices = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.ndim == 1
+    if rows.ndim != 2 or not indices or len(target) != len(rows) or size_average is not None or reduce is not None:
+        return NotImplemented
+    if reduction not in ("mean", "sum", "none") or input.value is not None:
+        return NotImplemented
+    loss = _Loss(call, input.dtype, weight, ignore_index, label_smoothing)
+    if reduction == "none":
+        parts = [
+            checkpoint(loss.of_each, *part, use_reentrant=False) if call.grad else loss.of_each(*part)
+            for part in loss.tiles(rows, target)
+        ]
+        return torch.cat(parts)
+    with call.again():
+        module = call.module
+        total: torch.Tensor = _SumOfLosses.apply(rows, module.weight, module.bias, target, loss)
+    return total if reduction == "sum" else total / loss.divisor(target)
+
+
+@final
+@dataclass(frozen=True)
+class _Loss:
+    """The cross entropy of logits of a call."""
+
+    call: Call
+    dtype: torch.dtype
+    weight: torch.Tensor | None
+    ignore_index: int
+    label_smoothing: float
+
+    def of(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        return functional.cross_entropy(
+            logits.to(self.dtype),
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def of_each(self, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.of(self.call.logits(rows), target, "none")
+
+    def divisor(self, target: torch.Tensor) -> torch.Tensor:
+        """The mean is the sum over this."""
+        kept = target[target != self.ignore_index]
+        if self.weight is None:
+            return torch.tensor(kept.numel(), dtype=self.dtype, device=target.device)
+        return self.weight[kept].sum()
+
+    def tiles(self, *columns: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """The rows of each, so many that their logits take `TILE_BYTES`."""
+        most = max(TILE_BYTES // (4 * self.call.module.out_features), 1)
+        return list(zip(*(each.split(most) for each in columns), strict=True))
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """The sum of the losses of all rows; its gradients are computed with it, and scaled in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        loss: _Loss,
+    ) -> torch.Tensor:
+        wanted = ctx.needs_input_grad if loss.call.grad else (False,) * 3
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        wide = torch.float32 if loss.dtype.itemsize < 4 else loss.dtype
+        total, dtype = torch.zeros((), dtype=wide, device=rows.device), loss.dtype
+        of_rows = torch.empty_like(rows) if wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=weight.dtype) if wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        start = 0
+        for some_rows, some_target in loss.tiles(rows.detach(), target):
+            raw = functional.linear(some_rows, weight, bias).requires_grad_(any(wanted[:3]))
+            with torch.enable_grad():
+                part = loss.of(raw, some_target, "sum")
+            total += part.detach()
+            dtype = part.dtype  # autocast computes losses in fp32
+            if any(wanted[:3]):
+                (grad,) = torch.autograd.grad(part, raw)
+                with torch.autocast(rows.device.type, enabled=False):
+                    _add_gradients(grad, some_rows, weight, start, of_rows, of_weight, of_bias)
+            start += len(some_rows)
+        ctx.save_for_backward(of_rows, of_weight, of_bias)
+        ctx.like = None if bias is None else bias.dtype
+        return total.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_rows, of_weight, of_bias = ctx.saved_tensors
+        scaled = [None if each is None else each * scale.to(each.dtype) for each in (of_rows, of_weight)]
+        return *scaled, None if of_bias is None else (of_bias * scale).to(ctx.like), None, None
+
+
+def _add_gradients(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    start: int,
+    of_rows: torch.Tensor | None,
+    of_weight: torch.Tensor | None,
+    of_bias: torch.Tensor | None,
+) -> None:
+    """Those of some rows, from the gradient of their logits."""
+    if of_rows is not None:
+        of_rows[start : start + len(rows)] = grad @ weight.to(grad.dtype)
+    if of_weight is not None and of_weight.dtype == grad.dtype:
+        of_weight.addmm_(grad.t(), rows.to(grad.dtype))
+    elif of_weight is not None:
+        of_weight += grad.t() @ rows.to(grad.dtype)
+    if of_bias is not None:
+        of_bias += grad.sum(0, dtype=torch.float32)
+
+
+_METADATA = {
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "requires_grad",
+            "ndim",
+            "itemsize",
+            "nbytes",
+            "is_cpu",
+            "is_cuda",
+        )
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("size", "dim", "numel", "nelement", "is_floating_point", "__len__", "ndimension", "get_device")
+    ),
+    torch.is_floating_point,
+    torch.numel,
+}
+
+_LATE: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.float: _cast(torch.float32),
+    torch.Tensor.double: _cast(torch.float64),
+    torch.Tensor.to: _to,
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.view: _view,
+    torch.Tensor.reshape: _view,
+    torch.reshape: _view,
+    torch.Tensor.__getitem__: _item,
+    functional.cross_entropy: _cross_entropy,
+}

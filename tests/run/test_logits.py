@@ -1,0 +1,170 @@
+"""Logits that are computed late, and for a loss tile by tile, are those of torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import outsize
+from outsize.run import logits as of_logits
+from tests.conftest import TIERS, Workshop
+
+FEATURES, WIDTH, ROWS = 40, 16, 24
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of five rows, for logits of any size."""
+    monkeypatch.setattr(of_logits, "LEAST_BYTES", 1)
+    monkeypatch.setattr(of_logits, "TILE_BYTES", 5 * 4 * FEATURES)
+
+
+class Language(nn.Module):
+    """An embedding, a layer and a head."""
+
+    def __init__(self, tied: bool = False, bias: bool = True, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(FEATURES, WIDTH)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, FEATURES, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            self.head.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tokens(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator("cpu").manual_seed(count)
+    device = torch.get_default_device()
+    return [torch.randint(FEATURES, (2, ROWS // 2), generator=generator, device="cpu").to(device) for _ in range(count)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+
+
+def targets(batch: Tensor) -> Tensor:
+    """The next token; two of them do not count."""
+    found = batch.roll(-1, 1).clone()
+    found[0, :2] = -100
+    return found.view(-1)
+
+
+def weight_of_classes() -> Tensor:
+    return torch.linspace(0.5, 1.5, FEATURES)
+
+
+LOSSES: dict[str, Any] = {
+    "mean": lambda out, y: functional.cross_entropy(out.view(-1, FEATURES), y),
+    "float": lambda out, y: functional.cross_entropy(out.float().reshape(-1, out.size(-1)), y),
+    "sum": lambda out, y: nn.CrossEntropyLoss(reduction="sum")(out.flatten(0, 1), y) / ROWS,
+    "each": lambda out, y: functional.cross_entropy(out.view(-1, FEATURES), y, reduction="none").square().mean(),
+    "smooth": lambda out, y: functional.cross_entropy(out.view(-1, FEATURES), y, label_smoothing=0.1),
+    "weighted": lambda out, y: functional.cross_entropy(out.view(-1, FEATURES), y, weight_of_classes()),
+    "smooth and weighted": lambda out, y: nn.CrossEntropyLoss(weight_of_classes(), label_smoothing=0.2)(
+        out.view(ROWS, -1), y
+    ),
+    "shifted": lambda out, y: functional.cross_entropy(
+        out[..., :-1, :].contiguous().view(-1, FEATURES), y.view(2, -1)[:, :-1].reshape(-1)
+    ),
+    "another index": lambda out, y: functional.cross_entropy(
+        out.view(-1, FEATURES), y.abs() % FEATURES, ignore_index=3
+    ),
+    "z-loss": lambda out, y: (
+        functional.cross_entropy(out.view(-1, FEATURES), y) + 1e-2 * out.logsumexp(-1).square().mean()
+    ),
+    "classes first": lambda out, y: functional.cross_entropy(out.transpose(1, 2), y.view(2, -1)),
+    "shares": lambda out, y: functional.cross_entropy(out.view(-1, FEATURES), out.detach().softmax(-1).view(ROWS, -1)),
+    "no loss of torch": lambda out, y: out.square().mean() + out[0].mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_that_of_torch(workshop: Workshop, loss: str) -> None:
+    pair = workshop.pair(Language, sgd, "disk")
+    pair.train(tokens(), loss_of=lambda model, batch: LOSSES[loss](model(batch), targets(batch)))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("build", [{"tied": True, "bias": False}, {"frozen": True}, {"bias": False}])
+def test_on_every_tier(workshop: Workshop, tier: str, build: dict[str, bool]) -> None:
+    pair = workshop.pair(lambda: Language(**build), sgd, tier, activations="offload", micro_batches=2)
+    pair.train(tokens(), loss_of=lambda model, batch: LOSSES["float"](model(batch), targets(batch)))
+
+
+@pytest.mark.parametrize("loss", ["mean", "each", "no loss of torch"])
+def test_under_autocast_and_in_bf16(workshop: Workshop, loss: str) -> None:
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast(workshop.device, torch.bfloat16):
+            logits = model(batch)
+            found = LOSSES[loss](logits, targets(batch))
+        assert logits.dtype == torch.bfloat16
+        return found  # type: ignore[no-any-return]
+
+    workshop.pair(Language, sgd, "host").train(tokens(), rel=1e-2, atol=2e-2, loss_of=loss_of)
+    pair = workshop.pair(lambda: Language().bfloat16(), sgd, "host")
+    for model, _ in pair.both:
+        found = LOSSES[loss](model(tokens()[0]), targets(tokens()[0]))
+        found.backward()
+        assert found.dtype == torch.bfloat16
+
+
+def test_logits_have_a_shape_and_come_when_they_are_used(workshop: Workshop) -> None:
+    pair = workshop.pair(Language, sgd, "disk")
+    batch = tokens()[0]
+    ours, theirs = pair.model(batch), pair.plain(batch)
+    assert type(ours) is of_logits.LateLogits
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.requires_grad
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    torch.testing.assert_close(ours + 0, theirs)
+    with torch.no_grad():
+        late = pair.model(batch)
+    assert not (late * 1).requires_grad
+    before = pair.model(batch)
+    loss = functional.cross_entropy(before.view(-1, FEATURES), targets(batch))
+    loss.backward()
+    pair.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"use logits before optimizer.step\(\), or pass tiles=False"):
+        before.sum()
+
+
+def test_tiles_false_computes_at_once(workshop: Workshop) -> None:
+    pair = workshop.pair(Language, sgd, "disk", tiles=False)
+    assert type(pair.model(tokens()[0])) is Tensor
+
+
+def test_models_of_transformers(workshop: Workshop) -> None:
+    """A causal model with tied weights, and a masked one."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    llama = transformers.LlamaConfig(**small, vocab_size=FEATURES, num_key_value_heads=2, tie_word_embeddings=True)
+    bert = transformers.BertConfig(
+        **small, vocab_size=FEATURES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    built: list[Any] = [
+        lambda: transformers.LlamaForCausalLM(llama),
+        lambda: transformers.BertForMaskedLM(bert),
+    ]
+    for build in built:
+        pair = workshop.pair(build, sgd, "disk")
+        seen = []
+
+        def loss_of(model: Any, batch: Tensor, seen: list[Any] = seen) -> Tensor:
+            labels = batch.clone()
+            labels[0, 0] = -100
+            out = model(input_ids=batch, labels=labels)
+            seen.append(type(out.logits))
+            return out.loss  # type: ignore[no-any-return]
+
+        pair.train(tokens(), loss_of=loss_of)
+        assert of_logits.LateLogits in seen
+        with outsize.gathered(pair.model):
+            pass
