@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +29,8 @@ from outsize.optim.update import ChunkUpdater
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, stack, values
 from tests.conftest import Stack, adamw, batches, prepared, squared_error, squeeze, train
+from tests.ranks.launching import context
 
-ROOT = Path(__file__).parents[2]
 Weights = dict[str, Tensor]
 Run = Callable[[Path], Weights]
 
@@ -324,6 +322,8 @@ def find(fault: str, right: dict[str, Weights], folder: Path) -> str | None:
 def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each run gives without a fault, in a file."""
     simulator.load()
+    gc.collect()
+    gc.freeze()
     results: dict[str, Weights] = {}
     folder = tmp_path_factory.mktemp("right")
     for name, run in RUNS.items():
@@ -334,12 +334,28 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "results"
 
 
+FOUND, NOT_FOUND = 10, 11
+
+
+def say(fault: str, right: Path, folder: Path) -> None:
+    """Ends the process with what was found."""
+    torch.set_num_threads(1)
+    simulator.load()
+    expected = torch.load(right)
+    gc.collect()
+    gc.freeze()  # each run collects: what was imported needs no look
+    code = NOT_FOUND if find(fault, expected, folder) is None else FOUND
+    os._exit(code)  # what the fault has left behind need not end in order
+
+
 def found_in_a_process(fault: str, right: Path, folder: Path) -> bool:
     """A process of its own: a copy from memory that is gone may end it, which is a finding, too."""
-    command = [sys.executable, "-m", "tests.accelerator.test_faults", fault, str(right), str(folder)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode <= 0, ended.stderr
-    return ended.returncode < 0 or "found: " in ended.stdout
+    process = context.Process(target=say, args=(fault, right, folder), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "the run stands still"
+    assert process.exitcode < 0 or process.exitcode in (FOUND, NOT_FOUND), "an error that is no finding"
+    return process.exitcode != NOT_FOUND
 
 
 @pytest.mark.slow
@@ -351,12 +367,3 @@ def test_the_fault_is_found(fault: str, right: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_a_fault_nothing_is_found(right: Path, tmp_path: Path) -> None:
     assert not found_in_a_process("none", right, tmp_path)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # as in the tests
-    simulator.load()
-    shown = find(sys.argv[1], torch.load(sys.argv[2]), Path(sys.argv[3]))
-    sys.stdout.write("nothing shows it" if shown is None else f"found: {shown}")
-    sys.stdout.flush()
-    os._exit(0)  # what the fault has left behind need not end in order

@@ -5,7 +5,7 @@ import pytest
 from tests.programs.programs import program_of
 from tests.programs.ranks import first_failure
 
-GROUPS, EACH = 4, 5
+GROUPS, EACH = 2, 5
 
 
 @pytest.mark.slow

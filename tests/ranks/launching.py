@@ -21,8 +21,9 @@ LIMIT_SECONDS = 60.0
 QUICK = True
 """Whether ranks look after each other more often than they do elsewhere."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks.warm"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.ranks.warm"])
+"""Starts processes that have imported torch and outsize already."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def ends_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: f
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it: here
     started = []
     for rank in range(ranks):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
             target=_run, args=(theirs, (store.port, rank, ranks, QUICK), function, args), daemon=True
         )
         process.start()

@@ -32,7 +32,7 @@ NARROW = {torch.bool, torch.int8, torch.uint8, torch.int16, torch.bfloat16, torc
 
 _STEPS = 5
 _SMALL = (8, 12)
-_LARGE = (256, 272)
+_LARGE = (136, 144)
 """Not square, so that an array for each row or column is not taken for one for each element."""
 _VECTOR = (4096,)
 _SCALES = (1.0, 1e-3, 30.0)
