@@ -14,11 +14,15 @@ COLLECTIVES = "is about data parallelism of torch's own, which has no collective
 
 CONJUGATES = "torch lets no conjugate view on such a device take the memory of a plain tensor"
 ACCELERATE = "accelerate does not know the device, and its Trainer moves the model to the CPU"
+BESIDE = "starts processes of its own, which compute on the CPU"
 HOST_MEMORY = "is about arrays in host memory"
 
 RUN, API = "tests/run/test_", "tests/api/test_"
 
 LEFT_OUT = {
+    RUN + "kept_gradients.py::test_on_two_ranks": BESIDE,
+    RUN + "optimizers.py::test_the_table_in_the_documentation_is_true": BESIDE,
+    RUN + "streaming.py::test_a_process_that_ends_leaves_nothing_behind": BESIDE,
     RUN + "beside_the_gate.py::test_a_default_device_is_of_no_concern": DEFAULT_DEVICE,
     RUN + "delayed_update.py::test_a_checkpoint_holds_the_gradients_that_are_held_back[device]": DEVICE_BITS,
     RUN + "errors.py::test_a_forked_child_that_ends_normally_removes_nothing": FORKS,
