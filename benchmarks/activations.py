@@ -8,7 +8,8 @@ time           a step with the inputs on disk, or all computed again, in turns i
                `save_on_cpu` around a plain model, which on a CPU copies.
 micro_batches  8 micro-batches in each layer against 8 that are accumulated, all on disk: bytes and time.
 tiles          an MLP of a long sequence, whole and in tiles: peak memory.
-loss           8,192 tokens and a vocabulary of 131,072 in bf16: peak memory and time of the head and its loss.
+loss           4,096 tokens and a vocabulary of 131,072 in fp32: peak memory and time of the head and its loss. (bf16 is
+               emulated on many CPUs.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.common import PeakRss, Row, rss_bytes, run_child, run_rows
 
 MIB = 1 << 20
 WIDTH, TOKENS = 256, 8192
-VOCABULARY = 1 << 17
+VOCABULARY, LOSS_TOKENS = 1 << 17, 4096
 ROWS = 4
 INPUT_BYTES = TOKENS * WIDTH * 4
 
@@ -186,11 +187,11 @@ class Head(nn.Module):
 def loss_of(kind: str) -> Mapping[str, object]:
     """Runs in a process of its own."""
     torch.manual_seed(0)
-    model = Head().bfloat16()
+    model = Head()
     if kind == "outsize":
         outsize.prepare(model, device="cpu", host_memory="1GiB", params="device", grads="device")
-    x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-    labels = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, LOSS_TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(VOCABULARY, (LOSS_TOKENS,), generator=torch.Generator().manual_seed(0))
 
     def once(tokens: int) -> float:
         loss = torch.nn.functional.cross_entropy(model(x[:, :tokens]).float().view(-1, VOCABULARY), labels[:tokens])
@@ -203,7 +204,7 @@ def loss_of(kind: str) -> Mapping[str, object]:
     for _ in range(3):
         began = time.perf_counter()
         with PeakRss() as peak:
-            loss = once(TOKENS)
+            loss = once(LOSS_TOKENS)
         times.append(time.perf_counter() - began)
     return {"peak": peak.peak - before, "seconds": statistics.median(times), "loss": loss}
 
@@ -212,15 +213,15 @@ def loss(directory: str) -> list[Row]:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
     found = {kind: run_child("benchmarks.activations", "--child", "loss", kind) for kind in ("plain", "outsize")}
     plain, ours = found["plain"], found["outsize"]
-    whole = TOKENS * VOCABULARY * 2
+    whole = LOSS_TOKENS * VOCABULARY * 4
     peaks = [int(str(each["peak"])) for each in (ours, plain)]
     seconds = [float(str(each["seconds"])) for each in (ours, plain)]
     apart = abs(float(str(ours["loss"])) / float(str(plain["loss"])) - 1)
-    what = f"8,192 tokens x 131,072 logits ({whole >> 30} GiB in bf16), head and loss"
+    what = f"4,096 tokens x 131,072 logits ({whole >> 30} GiB in fp32), head and loss"
     told = f"{peaks[0] / MIB:.0f} MiB ({peaks[1] / MIB:.0f} in torch)"
-    least = VOCABULARY * WIDTH * 2 + 2 * whole // 8
+    least = 2 * VOCABULARY * WIDTH * 4 + 2 * whole // 16
     return [
-        Row(f"{what}: peak memory", told, "the weight's gradient and 2 tiles of an eighth", peaks[0] <= least),
+        Row(f"{what}: peak memory", told, "the weight's gradient twice and 2 tiles of a sixteenth", peaks[0] <= least),
         Row(
             f"{what}: time; losses {apart:.0e} apart",
             f"{seconds[0] / seconds[1]:.2f} x ({seconds[0]:.1f} / {seconds[1]:.1f} s)",

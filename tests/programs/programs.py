@@ -122,7 +122,7 @@ def _spec(draw: random.Random, seed: int, ranks: int) -> Spec:
 
 def _fields(draw: random.Random, ranks: int) -> dict[str, Any]:
     fields: dict[str, Any] = {kind: draw.choice(TIERS) for kind in KINDS}
-    fields["activations"] = draw.choice(("keep", "recompute", "auto"))
+    fields["activations"] = draw.choice(("keep", "recompute", "offload", "selective", "auto"))
     if ranks > 1:
         fields["stage"] = draw.choice((0, 1, 2, 3, 3, 3))
         if draw.random() < 0.2:
