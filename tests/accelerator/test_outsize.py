@@ -128,6 +128,29 @@ def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> Non
         assert all(torch.equal(value, found[0][1][name]) for name, value in shown.items())
 
 
+def moved_out(workshop: Workshop, **fields: Any) -> tuple[list[float], dict[str, int]]:
+    """The losses with inputs of 1 MiB a layer, and the peaks of memory."""
+    torch.manual_seed(0)
+    model = Stack(depth=12)
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "device", device="sim", **fields)
+    trace = train(model, optimizer, on_sim(batches(2, rows=1 << 14)))
+    return trace.losses, dict(outsize.memory(model).peak)
+
+
+def test_inputs_that_the_host_has_no_room_for_go_to_disk(sim: Any, workshop: Workshop) -> None:
+    expected, _ = moved_out(workshop, activations="keep")
+    losses, all_on_host = moved_out(workshop, activations="offload", disk=workshop.disk)
+    assert losses == expected
+    assert all_on_host["host/activations"] == 11 << 20 and "disk/activations" not in all_on_host
+    little = {"activations": "offload", "host_memory": "5MiB"}
+    losses, peak = moved_out(workshop, disk=workshop.disk, **little)
+    assert losses == expected
+    assert 0 < peak["host/activations"] < 5 << 20 and peak["disk/activations"] > 6 << 20
+    with pytest.raises(OSError, match="raise host_memory, name a disk"):
+        moved_out(workshop, **little)
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 

@@ -136,6 +136,17 @@ def test_logits_have_a_shape_and_come_when_they_are_used(workshop: Workshop) -> 
         before.sum()
 
 
+def test_the_gradient_of_logits_is_whole(workshop: Workshop) -> None:
+    pair = workshop.pair(Language, sgd, "host")
+    grads = []
+    for model, _ in pair.both:
+        logits = model(tokens()[0])
+        logits.retain_grad()
+        functional.cross_entropy(logits.view(-1, FEATURES), targets(tokens()[0])).backward()
+        grads.append(logits.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_tiles_false_computes_at_once(workshop: Workshop) -> None:
     pair = workshop.pair(Language, sgd, "disk", tiles=False)
     assert type(pair.model(tokens()[0])) is Tensor

@@ -147,7 +147,9 @@ def _moves_to_disk(config: Config) -> bool:
     return config.activations == "offload" and config.activations_tier != "host" and bool(config.directories)
 
 
-def _open_activations(plan: PlacedModel, config: Config, resources: Resources) -> ActivationStore | None:
+def _open_activations(
+    plan: PlacedModel, config: Config, resources: Resources, ranks: Ranks | None
+) -> ActivationStore | None:
     """Where the inputs of layers go; None where they stay, for computation on the CPU has them in host memory."""
     lanes, ledger = resources.lanes, resources.ledger
     if config.activations != "offload":
@@ -158,7 +160,7 @@ def _open_activations(plan: PlacedModel, config: Config, resources: Resources) -
 
     host = disk = None
     if lanes is not None and config.activations_tier != "disk":
-        host = HostPlace(lanes, ledger, lambda: room("host", plan.budgets.host))
+        host = HostPlace(lanes, ledger, lambda: room("host", plan.budgets.host), ranks and ranks.await_device)
     if _moves_to_disk(config):
         file = resources.open_scratch("activations", max(min(room("disk", plan.budgets.disk or 0), LARGEST_FILE), 0))
         disk = DiskPlace(file, resources.conveyor, lanes, ledger)
@@ -264,7 +266,7 @@ def _build(
         Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
     ]
     _refuse_unseen(model, units)
-    resources.activations = _open_activations(plan, config, resources)
+    resources.activations = _open_activations(plan, config, resources, ranks)
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]

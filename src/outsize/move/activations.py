@@ -55,9 +55,13 @@ class Place(ABC):
 class HostPlace(Place):
     """Pinned memory beside an accelerator. Each block is used again for as many bytes."""
 
-    def __init__(self, lanes: Lanes, ledger: Ledger, most: Callable[[], int]) -> None:
-        """`most`: how many bytes more there may be now."""
+    def __init__(
+        self, lanes: Lanes, ledger: Ledger, most: Callable[[], int], before_pinning: Callable[[], None] | None = None
+    ) -> None:
+        """`most`: how many bytes more there may be now. `before_pinning` waits for collectives: pinning waits for the
+        whole device, and a collective for other ranks, which may be pinning."""
         self._lanes, self._ledger, self._most = lanes, ledger, most
+        self._before_pinning = before_pinning
         self._free: deque[tuple[HostBuffer, Transfer]] = deque()  # each with the last copy out of it
 
     def has_room(self, nbytes: int) -> bool:
@@ -90,6 +94,15 @@ class HostPlace(Place):
             self._free.append((block, reading))
         while self._free and nbytes > self._most():
             self._close_one()
+        if nbytes > self._most():
+            used = self._ledger.now.get("host/activations", 0)
+            raise OSError(
+                errno.ENOMEM,
+                f"activations of {format_bytes(nbytes)} more do not fit in host_memory, where {format_bytes(used)} of "
+                f'them lie already; raise host_memory, name a disk, or pass activations="recompute"',
+            )
+        if self._before_pinning is not None:
+            self._before_pinning()
         self._ledger.add("host/activations", nbytes)
         return HostBuffer(nbytes, pinned=True)
 

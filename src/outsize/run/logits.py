@@ -133,8 +133,8 @@ class LateLogits(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        late = _LATE.get(func)
-        if late is not None and isinstance(args[0] if args else kwargs.get("input"), LateLogits):
+        late, first = _LATE.get(func), args[0] if args else kwargs.get("input")
+        if late is not None and isinstance(first, LateLogits) and first.value is None:
             found = late(*args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -228,7 +228,7 @@ def _cross_entropy(
     indices = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.ndim == 1
     if rows.ndim != 2 or not indices or len(target) != len(rows) or size_average is not None or reduce is not None:
         return NotImplemented
-    if reduction not in ("mean", "sum", "none") or input.value is not None:
+    if reduction not in ("mean", "sum", "none"):
         return NotImplemented
     loss = _Loss(call, input.dtype, weight, ignore_index, label_smoothing)
     if reduction == "none":
