@@ -191,11 +191,11 @@ def train_parallel(ways: list[Way], disk: str) -> list[tuple[Curve, dict[str, Te
 
 WAYS = [
     Way(stage=0, tier="device"),
-    Way(activations="recompute", tier="disk"),
+    Way(activations="recompute", tier="disk", tied=True),
     Way(accumulate=2, no_sync=True),
     Way(clip=0.0, tier="disk", fields_more=(("update", "backward"),)),
     Way(optimizer="SGD", clip=1e9, stage=2, tier="disk"),
-    Way(sequence_parallel, tied=True),
+    Way(sequence_parallel, stage=0, tier="device"),
     Way(sequence_parallel, activations="recompute", tier="disk"),
     Way(sequence_parallel, accumulate=2, stage=2),
 ]
