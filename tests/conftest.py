@@ -32,7 +32,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 OF_PROCESSES = tuple(f"tests/{each}" for each in ("test_examples", "cli", "ranks", "durability", "programs"))
-"""The slow tests, most of which wait for processes of theirs: they come first, so that no worker is alone with them."""
+"""The slow tests, most of which wait for processes of theirs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,11 +44,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("--device") == "sim"
     if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
         simulator.load()  # torch must know the device before the first backward of the process
-    items.sort(key=lambda item: not item.nodeid.startswith(OF_PROCESSES))
+    _share_out(items)
     for item in items if wanted else ():
         reason = next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _share_out(items: list[pytest.Item]) -> None:
+    """Each worker of pytest-xdist begins with as many tests as any other: let its share of the slow ones come first."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.nodeid.startswith(OF_PROCESSES)]
+    rest = [item for item in items if not item.nodeid.startswith(OF_PROCESSES)]
+    items[:] = []
+    for worker in range(workers):  # in blocks: tests of one file share fixtures
+        for group in (slow, rest):
+            items += group[len(group) * worker // workers : len(group) * (worker + 1) // workers]
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, train, weights
+from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, squared_error, train, weights
 
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
@@ -108,6 +109,40 @@ def test_the_inputs_of_layers_lie_on_disk(workshop: Workshop) -> None:
     assert outsize.memory(model).peak["disk/activations"] == 5 * pages, "space is used again"
 
 
+class ByName(nn.Module):
+    """Layers get their input by name, inside a tuple, and beside a list that they fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Named() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            x = block(inputs=(x, {"scale": 0.5}), seen=seen)
+        assert len(seen) == 4
+        return (x + seen[0].detach())[..., :4]
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, *, inputs: Any, seen: list[Tensor]) -> Tensor:
+        x, options = inputs
+        seen.append(x.detach())
+        return x + options["scale"] * self.inner(x)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_inputs_by_name_and_in_tuples_move_too(workshop: Workshop, mode: str) -> None:
+    pair = workshop.pair(ByName, sgd, "host", disk=workshop.disk, activations_tier="disk", activations=mode)
+    pair.train(sequences(2))
+    moved = outsize.memory(pair.model).peak.get("disk/activations", 0)
+    assert moved == (3 * 4096 if mode == "offload" else 0)
+
+
 def test_weights_move_once_a_step_whatever_the_number_of_micro_batches(workshop: Workshop) -> None:
     moved = {}
     for parts, accumulated in ((1, 1), (3, 1), (1, 3)):
@@ -182,8 +217,9 @@ def test_a_disk_without_room_ends_the_step_and_loses_nothing(workshop: Workshop)
     pair.train(sequences(2))
 
 
-def test_a_graph_that_is_used_twice_or_dropped(workshop: Workshop) -> None:
-    pair = workshop.pair(lambda: Layers(4), sgd, "disk", **TO_DISK)
+@pytest.mark.parametrize("fields", [TO_DISK, {"activations": "selective"}], ids=["offload", "selective"])
+def test_a_graph_that_is_used_twice_or_dropped(workshop: Workshop, fields: dict[str, Any]) -> None:
+    pair = workshop.pair(lambda: Layers(4), sgd, "disk", **fields)
     x, _ = sequences(1)[0]
     for model, optimizer in pair.both:
         model(x).sum()  # dropped
@@ -195,8 +231,56 @@ def test_a_graph_that_is_used_twice_or_dropped(workshop: Workshop) -> None:
         del loss
         with torch.no_grad():
             model(x)
-    assert outsize.memory(pair.model).now["disk/activations"] == 0
+    assert not outsize.memory(pair.model).now.get("disk/activations")
     pair.check()
+
+
+class InPlace(nn.Module):
+    """The result of a matrix product is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.middle(torch.relu_(self.up(x)))))
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_write_to_results_unseen(workshop: Workshop, kind: type[nn.RNNBase]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = kind(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu_(self.out(self.inner(x)[0]))
+
+    pair = workshop.pair(lambda: nn.Sequential(Recurrent()), sgd, "host", units=[Recurrent], activations="selective")
+    pair.train(sequences(2))
+
+
+def test_selective_keeps_products_and_computes_again_what_was_written_to(workshop: Workshop) -> None:
+    """A layer's backward computes no product of its forward again, but the one that an operation in place changed."""
+    seen: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket is torch.ops.aten.addmm)
+            return func(*args, **(kwargs or {}))
+
+    def count(build: Any, **fields: Any) -> int:
+        pair = workshop.pair(lambda: nn.Sequential(build()), sgd, "host", units=[build], **fields)
+        pair.train(batches(2))
+        loss = squared_error(pair.model, batches(1)[0])
+        seen.clear()
+        with Counting():
+            loss.backward()
+        return sum(seen)
+
+    assert count(InPlace, activations="recompute") == 2
+    assert count(InPlace, activations="selective") == 1
+    assert count(InPlace, activations="keep") == 0
 
 
 @pytest.mark.parametrize("mode", ["offload", "selective", "offload in 2 parts"])

@@ -6,8 +6,7 @@ Chen et al. 2016 (recomputation); ZeRO-Infinity, section 5.1.2 (inputs moved out
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -18,19 +17,14 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.jit._fuser import optimized_execution
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from outsize.move.activations import ActivationStore
 from outsize.run.layer_state import LayerState, version_of
-from outsize.run.parts import Parts
+from outsize.run.parts import Call, Parts
 from outsize.run.saved import Hooks, is_foreign, of_checkpoint, top_hooks
-
-logger = logging.getLogger("outsize")
 
 # Note [Caches of keys and values]
 # Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
@@ -96,8 +90,8 @@ class Layer:
 
     @_outside_of_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        once = self._parts.strict or not (in_backward() or of_checkpoint(top_hooks()))
-        if not once or is_transformed():
+        again = in_backward() or of_checkpoint(top_hooks())
+        if (again and not self._parts.strict) or is_transformed():
             return self._forward(*args, **kwargs)
         mode = self._mode if torch.is_grad_enabled() else "keep"
         if mode != "keep" or self._parts.count > 1:
@@ -138,14 +132,23 @@ class Layer:
         inputs = _tensors((*args, *kwargs.values()))
         versions = [version_of(each) for each in inputs]
         state = LayerState(self._modules, self._name, self._copies_large)
-        distinct = {id(each): each for each in args}  # attention asks whether its inputs are one tensor
-        places = [list(distinct).index(id(each)) for each in args]
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = {id(each): each for each in leaves if isinstance(each, torch.Tensor)}
+        places = {at: list(tensors).index(id(each)) for at, each in enumerate(leaves) if id(each) in tensors}
+        others = [None if at in places else each for at, each in enumerate(leaves)]
+
+        def given(*saved: torch.Tensor) -> tuple[Any, Any]:
+            """The arguments, made of their tensors. Attention asks whether two of its inputs are one tensor."""
+            values = [saved[places[at]] if at in places else each for at, each in enumerate(others)]
+            return tree_unflatten(values, spec)  # type: ignore[no-any-return]
+
         contexts = nullcontext(), state
-        forward = partial(self._run, places, _selection(mode), **kwargs)
+        forward = partial(self._run, [(args, kwargs)], given, _selection(mode))
+        del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
         with self._saving_inputs(mode):
-            result = checkpoint(forward, here, *distinct.values(), use_reentrant=False, context_fn=lambda: contexts)
+            result = checkpoint(forward, here, *tensors.values(), use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
                 f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
@@ -163,9 +166,12 @@ class Layer:
         call = store.call()
         return torch.autograd.graph.saved_tensors_hooks(*by_reference((call.pack, call.unpack)))
 
-    def _run(self, places: Sequence[int], selection: _Selection, _: torch.Tensor, *distinct: Any, **kwargs: Any) -> Any:
-        args = [distinct[place] for place in places]
+    def _run(
+        self, first: list[Call], given: Callable[..., Call], selection: _Selection, _: torch.Tensor, *tensors: Any
+    ) -> Any:
+        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists."""
         keeping, using = selection
+        args, kwargs = first.pop() if first else given(*tensors)
         with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
             if not in_backward():
                 with self._explaining(), keeping:
@@ -246,20 +252,101 @@ _KEPT_OPERATIONS = frozenset(
 """What "selective" keeps: products of matrices, convolutions and attention, which take the time of a layer."""
 
 
-def _policy(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    packet = getattr(operation, "overloadpacket", operation)
-    return CheckpointPolicy.MUST_SAVE if packet in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+_UNTRACKED = frozenset(
+    getattr(torch.ops.aten, name) for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
+)
+"""Their results share memory with what they view, but count the writes to it for themselves."""
+
+
+@final
+class _Result:
+    """What an operation gave, and whether it is that still."""
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._spec = tree_flatten(value)
+        self._leaves = [_alias(each) if isinstance(each, torch.Tensor) else each for each in leaves]
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self.watch(self._leaves)
+
+    def watch(self, values: Iterable[Any]) -> None:
+        """Whoever writes to these writes to the result."""
+        self._watched += [(_alias(each), version_of(each)) for each in values if isinstance(each, torch.Tensor)]
+
+    @property
+    def storages(self) -> list[int]:
+        return [each.untyped_storage()._cdata for each in self._leaves if isinstance(each, torch.Tensor)]
+
+    @property
+    def changed(self) -> bool:
+        return any(version_of(each) != version for each, version in self._watched)
+
+    def value(self) -> Any:
+        return tree_unflatten(
+            [_alias(each) if isinstance(each, torch.Tensor) else each for each in self._leaves], self._spec
+        )
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a graph. It counts writes with the tensor, which it would not by itself in here."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+Kept = dict[Any, list[_Result]]
+"""By operation, in order."""
+
+
+class _Keeping(TorchDispatchMode):
+    """The first forward: it keeps some results."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+        self._by_storage: dict[int, _Result] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _KEPT_OPERATIONS:
+            result = _Result(value)
+            self._kept.setdefault(func, []).append(result)
+            self._by_storage |= dict.fromkeys(result.storages, result)
+        elif func.overloadpacket in _UNTRACKED:
+            viewed = self._by_storage.get(args[0].untyped_storage()._cdata)
+            if viewed is not None:
+                viewed.watch(tree_flatten(value)[0])
+        return value
+
+
+class _Using(TorchDispatchMode):
+    """A later forward: it takes what the first one kept. What was written to in place since is computed again."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __enter__(self) -> Any:
+        self._used: dict[Any, int] = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = self._used.get(func, 0)
+        if func.overloadpacket in _KEPT_OPERATIONS and number < len(self._kept.get(func, ())):
+            self._used[func] = number + 1
+            result = self._kept[func][number]
+            if not result.changed:
+                return result.value()
+        return func(*args, **(kwargs or {}))
 
 
 _Selection = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def _selection(mode: str) -> _Selection:
-    """For the first forward of a checkpoint and for the second: what the first keeps, the second uses."""
+    """For the first forward of a checkpoint and for later ones: what the first keeps, these use."""
     if mode != "selective":
         return nullcontext(), nullcontext()
-    keeping, using = create_selective_checkpoint_contexts(_policy)
-    return keeping, using
+    kept: Kept = {}
+    return _Keeping(kept), _Using(kept)
 
 
 def _is_batch_second(module: nn.Module) -> bool:

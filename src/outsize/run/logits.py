@@ -36,7 +36,7 @@ TILE_BYTES = 32 << 20
 
 @final
 @dataclass(frozen=True)
-class Call:
+class HeadCall:
     """One call of a head, whose logits are not computed."""
 
     module: nn.Linear
@@ -91,7 +91,7 @@ class Head:
         kind = rows.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         check = self._reference(module.weight)
-        call = Call(module, self._forward, self._frame, check, torch.is_grad_enabled(), autocast)
+        call = HeadCall(module, self._forward, self._frame, check, torch.is_grad_enabled(), autocast)
         return LateLogits.of(call, rows, call.dtype(rows))
 
 
@@ -105,12 +105,12 @@ def _is_usual() -> bool:
 class LateLogits(torch.Tensor):
     """Logits of a call that are not computed yet: [..., features] of the `rows` [..., inputs] of the head."""
 
-    call: Call
+    call: HeadCall
     rows: torch.Tensor
     value: torch.Tensor | None
 
     @staticmethod
-    def of(call: Call, rows: torch.Tensor, dtype: torch.dtype) -> LateLogits:
+    def of(call: HeadCall, rows: torch.Tensor, dtype: torch.dtype) -> LateLogits:
         shape = (*rows.shape[:-1], call.module.out_features)
         trained = rows.requires_grad or call.module.weight.requires_grad
         made: LateLogits = torch.Tensor._make_wrapper_subclass(
@@ -248,7 +248,7 @@ def _cross_entropy(
 class _Loss:
     """The cross entropy of logits of a call."""
 
-    call: Call
+    call: HeadCall
     dtype: torch.dtype
     weight: torch.Tensor | None
     ignore_index: int
