@@ -74,7 +74,7 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/accelerator  # in processes of its own: torch allows one device of ours a process
 	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim $(ON_SIMULATOR)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
 
 train: $(STAMP)
 	$(BIN)/outsize train

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.api.assemble import Prepared, prepared_of
 from tests.accelerator import sim as simulator
-from tests.accelerator.left_out import LEFT_OUT
+from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
 
 TIERS = ("device", "host", "disk", "squeezed")
 AT_REST_TIERS = TIERS[1:]
@@ -47,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _share_out(items)
     for item in items if wanted else ():
         reason = next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
+        if item.nodeid.startswith(DEVICE_ALONE) and any(f"[{tier}" in item.nodeid for tier in AT_REST_TIERS):
+            reason = "computes its updates on the CPU, as without the device"
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -19,6 +19,9 @@ HOST_MEMORY = "is about arrays in host memory"
 
 RUN, API = "tests/run/test_", "tests/api/test_"
 
+DEVICE_ALONE = (RUN + "optimizers.py",)
+"""Files whose tests at rest on host or disk are left out too."""
+
 LEFT_OUT = {
     RUN + "kept_gradients.py::test_on_two_ranks": BESIDE,
     RUN + "optimizers.py::test_the_table_in_the_documentation_is_true": BESIDE,
