@@ -23,7 +23,7 @@ from outsize.run.saved import of_checkpoint, top_hooks
 LEAST_BYTES = 64 << 20
 """Smaller logits are computed at once."""
 
-TILE_BYTES = 32 << 20
+TILE_BYTES = 64 << 20
 """Of logits in fp32; softmax and gradient need as much again."""
 
 # Note [Logits that come late]
