@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,11 @@ from outsize.move.disk import allow_open_files
 from outsize.move.generations import crc32c
 from outsize.move.memory import return_freed_memory
 from outsize.move.shard import UnitShard
-from outsize.move.store import MASTER, MASTER_DTYPE
+from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
+from outsize.plan.layout import PAGE_ELEMENTS, Slot, round_up
 from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import Activations, can_recompute
@@ -48,6 +49,7 @@ from outsize.run.saved import by_reference
 from outsize.run.state_entry import store_entry
 from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
+from outsize.run.tiles import Tiles
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 
@@ -55,6 +57,9 @@ logger = logging.getLogger("outsize")
 
 LARGEST_FILE = 8 << 40
 """Bytes; file systems have limits. A file of activations is a hole where none lies."""
+
+ADOPTED_NUMEL = 4 << 20
+"""Elements of a parameter in tiles that are moved at once."""
 
 UNBOUNDED = 1 << 62
 """The room of a model of which nothing ever moves."""
@@ -320,8 +325,13 @@ def _build(
     attached = None
     if optimizer is not None and stepper is not None:
         attached = Attached(optimizer, stepper, parameters, backward, owner)
+    for unit, each in zip(units, gradients, strict=True):
+        if unit.shard.tile_rows:
+            tiles = Tiles(unit, each, streamer, conveyor, resources.ledger)
+            tiles.hear(engine)
+            engine.tiles[id(tiles.param)] = tiles
     activations = Activations(config.micro_batches, resources.activations, partial(by_reference, engine))
-    hooks.install(engine, model, framed, layers, activations, _heads(model) if config.tiles else ())
+    hooks.install(engine, model, framed, layers, activations, _heads(model, engine.tiles) if config.tiles else ())
     prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock)
     engine.classes.prepared = prepared
     for name, grad in existing.items():
@@ -348,9 +358,15 @@ def _capacity(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
             resting += size.params
         resting += size.most("grads") if tiers.grads in memory else 0
         resting += size.states if tiers.states in memory else 0
-    in_flight = max((info.nbytes for info in plan.infos.values() if info.trainable), default=0)
+    in_flight = max((_largest_gradient(unit, plan) for unit in units), default=0)
     in_flight += leaving
     return plan.budgets.computing[1] - resting - in_flight
+
+
+def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:
+    """Bytes that autograd takes for one gradient of the unit."""
+    trained = [info.nbytes for name, info in plan.infos.items() if name in unit.parameters and info.trainable]
+    return min(max(trained, default=0), plan.unit_bytes[unit.index].leaving)
 
 
 def _modules(
@@ -377,7 +393,8 @@ def _modules(
                 continue
         if own:
             framed[module] = own == {parent_unit}
-            owned[id(module)] = [units[index] for index in sorted(own) if not units[index].resident]
+            opened = [units[index] for index in sorted(own)]
+            owned[id(module)] = [unit for unit in opened if not unit.resident and not unit.shard.tile_rows]
     moving = {unit.index for unit in units if not unit.resident}
     needed = {
         module: nested
@@ -415,13 +432,15 @@ def _mode(module: nn.Module, unit: Unit, config: Config, in_list: bool) -> str:
     return "recompute" if in_list and unit.shard.tiers.params != "device" else "keep"
 
 
-def _heads(model: nn.Module) -> list[nn.Linear]:
+def _heads(model: nn.Module, in_tiles: Container[int]) -> list[nn.Linear]:
     """The layer that makes the logits of a language model: where the model does not say, its last linear one."""
     of_model = getattr(model, "get_output_embeddings", None)
     head = of_model() if callable(of_model) else None
     if head is None:
         head = next((each for each in reversed(list(model.modules())) if isinstance(each, nn.Linear)), None)
-    return [head] if type(head) is nn.Linear and not is_distributed(head.weight) else []
+    if type(head) is not nn.Linear or is_distributed(head.weight) or id(head.weight) in in_tiles:
+        return []
+    return [head]
 
 
 def _adopt(
@@ -432,9 +451,10 @@ def _adopt(
 ) -> None:
     """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
-    shard.buffer.materialize()
-    shard.buffer.use()
-    if shard.device.type != "cpu":  # what lies between parameters is stored and saved with them
+    if not shard.tile_rows:
+        shard.buffer.materialize()
+        shard.buffer.use()
+    if shard.device.type != "cpu" and not shard.tile_rows:  # what lies between parameters is stored and saved with them
         shard.buffer.flat.zero_()
     for name, param in unit.parameters.items():
         state = states.pop(param, None)
@@ -449,14 +469,21 @@ def _adopt(
             store_entry(shard, name, state)
         del value
     unit.adopt()
-    if shard.params is not None:
+    if shard.tile_rows:
+        unit.release()
+    elif shard.params is not None:
         shard.write_params()
         unit.release()
 
 
 def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
-    target = shard.param(name)
     slot = shard.slots[name]
+    if shard.tile_rows:
+        step = round_up(ADOPTED_NUMEL, PAGE_ELEMENTS)
+        for first in range(0, slot.numel, step):
+            _adopt_part(shard, slot, first, value.reshape(-1)[first : first + step])
+        return
+    target = shard.param(name)
     master = shard.array(MASTER, slot)
     if master is None or not target.numel():
         target.copy_(value)
@@ -468,6 +495,20 @@ def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
     if not on_cpu:
         target.copy_(weight.view(target.shape))
     shard.write_array(master, slot.offset, slot.end, shard.own(name, rest))
+
+
+def _adopt_part(shard: UnitShard, slot: Slot, first: int, value: torch.Tensor) -> None:
+    """Elements of a parameter from `first` on, to where they rest."""
+    assert shard.params is not None
+    weight, master = torch.empty(value.numel(), dtype=DTYPES[slot.dtype], device="cpu"), shard.array(MASTER, slot)
+    start, end = slot.offset + first, slot.offset + first + value.numel()
+    if master is None:
+        weight.copy_(value)
+    else:
+        rest = torch.empty(value.numel(), dtype=MASTER_DTYPE[slot.dtype], device="cpu")
+        split_master(value.cpu().float(), weight, rest)
+        shard.write_array(master, start, end, rest)
+    shard.params.put(shard.param_layout.span(start, end)[0], weight.view(torch.uint8))
 
 
 def _cast_buffers(model: nn.Module, config: Config) -> None:

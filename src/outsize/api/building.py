@@ -34,7 +34,8 @@ class init:
 
     Takes the fields of `outsize.Config`; parameters stay within `host_memory`, the rest is on `disk`. While a parameter
     is made that is larger than all before it, what it is larger by comes on top; where `host_memory` does not hold two
-    of the largest, at most one of them. The model is built on the CPU whatever `device` says. Leave the block, then
+    of the largest, at most one of them. One that is larger than `host_memory` is in memory alone. The model is built on
+    the CPU whatever `device` says. Leave the block, then
     call `outsize.prepare`. Parameters that fit in `host_memory` are plain ones after the block; of the others only the
     metadata can be read until `prepare`. Raises `ValueError` with the numbers if the parameters do not fit,
     `RuntimeError` if nested or used again.

@@ -26,6 +26,7 @@ from outsize.plan.layout import (
     cut_units,
     lay_out,
     slice_of,
+    tile_rows,
 )
 from outsize.plan.placement import (
     Budgets,
@@ -38,6 +39,7 @@ from outsize.plan.placement import (
 )
 from outsize.run.buffers import collecting_sizes
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
+from outsize.run.tiles import can_use_tiles
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7
@@ -50,6 +52,11 @@ CONTROL_GROUPS = (
 )
 """Where the kernel tells of this container's memory: (folder, limit, use, and the field of memory.stat with what is in
 the use but free for the taking: cached files that nobody has read again)."""
+
+TILES_A_UNIT = 4
+GRADIENT_TILES = 3
+"""Of a parameter that is used in tiles: how many a unit of the usual size would hold; how many of the gradient are in
+memory at once, the one that autograd has made, the same in fp32, and one on its way."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -86,6 +93,8 @@ class PlacedModel:
     split: tuple[int, int] = (0, 1)
     """(this rank, the ranks over which each unit is split)."""
     together: UsedTogether = field(default_factory=dict)
+    tile_rows: Mapping[int, int] = field(default_factory=dict)
+    """By the index of a unit that is used in tiles: how many rows of its parameter a tile has."""
 
     @property
     def state_bytes(self) -> int:
@@ -145,9 +154,35 @@ def place_model(
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
     together = _used_together(model, names, layouts)
+    rows: dict[int, int] = {}
+    elsewhere = budgets.disk is not None or budgets.device is not None
+    if config.tiles and elsewhere and not (kept.whole or shared or "device" in (config.params, config.grads)):
+        in_tiles = _bear_tiles(model)
+        for index, layout in enumerate(layouts):
+            if sizes[index].working > budgets.computing[1] and {slot.name for slot in layout.slots} <= in_tiles:
+                slot, wide = layout.slots[0], STATE_BYTES[layout.slots[0].dtype]
+                rows[index] = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT)
+                tile = rows[index] * (slot.numel // slot.shape[0])
+                working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * GRADIENT_TILES * wide)
+                sizes = (*sizes[:index], replace(sizes[index], tiles=working), *sizes[index + 1 :])
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
-    return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together)
+    return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together, rows)
+
+
+def _bear_tiles(model: nn.Module) -> set[str]:
+    """The parameters that only modules use which may take some of their rows at a time. Each is a unit of its own where
+    it is large."""
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users.setdefault(id(param), []).append(module)
+    return {
+        name
+        for name, param in model.named_parameters()
+        if all(can_use_tiles(module, param) for module in users[id(param)])
+    }
 
 
 def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:

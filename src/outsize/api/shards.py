@@ -60,16 +60,18 @@ class Shards:
         file = UnitFile(resources, name, nbytes + (_bytes_of(layouts) if tiers.states == "disk" else 0), config.verify)
         gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
         params = None if gathered else file.open("params", tiers.params, layout.param_bytes)
-        grads = []
+        grads, rows = [], self._plan.tile_rows.get(layout.index, 0)
         wide, copies = array_layout(layout, STATE_BYTES).nbytes, 2 if config.delayed_update else 1
         if tiers.grads != "device":
             on_disk = tiers.grads == "disk"
             scratch = UnitFile(resources, f"{name}-grads", on_disk * copies * wide, config.verify, lasting=False)
             stores = [scratch.open_on_disk("grads", wide) if on_disk else None for _ in range(copies)]
-            grads = [GradShard(layout, store, ledger, resources.outbox) for store in stores]
+            grads = [GradShard(layout, store, ledger, resources.outbox, rows > 0) for store in stores]
         buffer, device = Buffer(whole.param_bytes, ledger, lanes), config.compute_device
         late = self.add_late_arrays
-        shard = UnitShard(layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late)
+        shard = UnitShard(
+            layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late, rows
+        )
         shard.arrays = self._arrays(shard, layouts, file)
         self._preallocate(shard)
         return shard

@@ -16,7 +16,7 @@ from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.outbox import Outbox
 from outsize.move.store import DTYPES, OWN_BYTES, STATE_BYTES, DiskStore, Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import ArrayLayout, Slot, UnitLayout, array_layout
+from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
 
 
 @final
@@ -27,8 +27,16 @@ class GradShard:
     unit's backward is over, and dropped.
     """
 
-    def __init__(self, layout: UnitLayout, store: Store | None, ledger: Ledger, outbox: Outbox | None = None) -> None:
-        """`outbox`: through which gradients come from an accelerator. See Note [Gradients leave]."""
+    def __init__(
+        self,
+        layout: UnitLayout,
+        store: Store | None,
+        ledger: Ledger,
+        outbox: Outbox | None = None,
+        in_tiles: bool = False,
+    ) -> None:
+        """`outbox`: through which gradients come from an accelerator. See Note [Gradients leave]. Those that come
+        `in_tiles` rest in fp32 or wider from the first contribution on."""
         self.layout = layout
         self._outbox = outbox
         self._landing: Job | None = None  # what brings the last gradient that is on its way
@@ -37,7 +45,8 @@ class GradShard:
         self.in_memory = False
         self.at_rest: set[str] = set()
         self._used = {index for index, segment in enumerate(layout.segments) if segment.trainable}
-        self._own = array_layout(layout, OWN_BYTES)
+        self._own = array_layout(layout, STATE_BYTES if in_tiles else OWN_BYTES)
+        self._in_tiles = in_tiles
         self._wide = array_layout(layout, STATE_BYTES)
         self._ledger = ledger
         self._flat = HostBuffer(self._wide.nbytes)
@@ -68,7 +77,7 @@ class GradShard:
 
     def dtype(self, slot: Slot) -> torch.dtype:
         own = DTYPES[slot.dtype]
-        return wide_dtype(own) if self.wide else own
+        return wide_dtype(own) if self.wide or self._in_tiles else own
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """(first byte, bytes) of the elements [start, end) in the contents as they are now."""
@@ -185,6 +194,30 @@ class GradShard:
             target.copy_(source)
         else:
             accumulate_(target, previous, source.to(target.device))
+
+    def place_of_tile(self, slot: Slot, first: int, numel: int) -> torch.Tensor:
+        """Where some elements of a gradient rest in host memory, 1-D."""
+        assert self.store is None
+        if not self.in_memory:
+            self.open(())
+        self.at_rest.add(slot.name)
+        return self._place(slot)[first : first + numel]
+
+    def copy_of_tile(self, slot: Slot, first: int, numel: int, read: bool) -> torch.Tensor:
+        """Memory for some elements of a gradient on disk, in whole pages, 1-D; with what rests there if `read`."""
+        assert self.store is not None
+        self.at_rest.add(slot.name)
+        start, nbytes = self.span(slot.offset + first, slot.offset + first + round_up(numel, PAGE_ELEMENTS))
+        content = HostBuffer(nbytes).bytes
+        if read:
+            self.store.read(start, content).wait()
+        return content.view(self.dtype(slot))
+
+    def write_tile(self, slot: Slot, first: int, content: torch.Tensor) -> Sequence[Transfer]:
+        """Start to write what `copy_of_tile` gave."""
+        assert self.store is not None
+        start = self.span(slot.offset + first, slot.offset + first + content.numel())[0]
+        return [self.store.write(start, content.view(torch.uint8))]
 
     def write(self) -> Sequence[Transfer]:
         """Start to write the contents to disk."""

@@ -169,6 +169,7 @@ class UnitShard:
     shared: bool  # whether other ranks have the unit too, split or whole
     lanes: Lanes | None  # of an accelerator
     late: Callable[[UnitShard], None]  # replaces the arrays by longer ones with the same values
+    tile_rows: int = 0  # rows of its parameter in a tile, where the unit is used in tiles
     arrays: dict[str, StateArray] = field(default_factory=dict)
     has_late_room: bool = False  # whether there is room for the state of frozen parameters too
     slot_states: dict[str, SlotState] = field(default_factory=dict)
@@ -185,6 +186,11 @@ class UnitShard:
     def grads(self) -> GradShard | None:
         """Where the gradients of the next backward come to rest; None where they stay on the device."""
         return self.grad_shards[0] if self.grad_shards else None
+
+    @property
+    def updates_in_buffer(self) -> bool:
+        """Whether parameters are updated where they are gathered, or will be."""
+        return self.updates_on_device or (self.device.type == "cpu" and not self.tile_rows)
 
     @property
     def has_state(self) -> bool:
@@ -364,11 +370,16 @@ def _bytes_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to("cpu", dtype).reshape(-1).contiguous().view(torch.uint8)
 
 
-def read_step(shard: UnitShard, start: int, end: int) -> Step:
-    """Parameters on their way from their store into the gathered buffer."""
+def read_step(shard: UnitShard, start: int, end: int, tile: tuple[Buffer, int] | None = None) -> Step:
+    """Parameters on their way from their store into the gathered buffer, or into that of a `tile`, with the element
+    that it begins with."""
     params, buffer = shard.params, shard.buffer
     assert params is not None
-    (first, nbytes), (into, _) = shard.param_layout.span(start, end), shard.buffer_span(start, end)
+    first, nbytes = shard.param_layout.span(start, end)
+    if tile is None:
+        into = shard.buffer_span(start, end)[0]
+    else:
+        buffer, into = tile[0], first - shard.param_layout.span(tile[1], end)[0]
     if shard.device.type == "cpu":  # straight into place
         return Step(lambda _: [params.read(first, buffer.flat[into : into + nbytes])])
     source = params.in_place(first, nbytes)
@@ -424,6 +435,13 @@ def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:
     for segment in shard.layout.segments:
         for start, end in chunk_ranges(segment, read_numel(shard, segment.itemsize, slab_bytes)):
             yield read_step(shard, start, end)
+
+
+def read_tile(shard: UnitShard, start: int, end: int, buffer: Buffer, slab_bytes: int) -> Iterator[Step]:
+    """The fetch of the elements [start, end), whole pages, into a buffer of their own."""
+    numel = read_numel(shard, shard.segment_at(start).itemsize, slab_bytes)
+    for low in range(start, end, numel):
+        yield read_step(shard, low, min(low + numel, end), (buffer, start))
 
 
 def read_numel(shard: UnitShard, itemsize: int, slab_bytes: int) -> int:

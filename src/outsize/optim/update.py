@@ -234,7 +234,7 @@ def staged_bytes(shard: UnitShard, start: int, end: int) -> int:
 
 def _stages_params(shard: UnitShard) -> bool:
     """Whether parameters are updated in staging: where they rest in host memory they are updated in place."""
-    if shard.device.type == "cpu" or shard.updates_on_device:
+    if shard.updates_in_buffer:
         return False
     return shard.params is None or shard.params.view(0, 0) is None
 
@@ -339,7 +339,7 @@ class ChunkUpdate:
     def _begin_params(self) -> Sequence[Transfer]:
         shard, start, end = self._shard, self._chunk.start, self._chunk.end
         first, nbytes = shard.param_layout.span(start, end)
-        if shard.device.type == "cpu" or shard.updates_on_device:
+        if shard.updates_in_buffer:
             self._bytes["params"] = shard.param_bytes(start, end)
             if not self._fetch:
                 return ()
@@ -350,7 +350,7 @@ class ChunkUpdate:
             self._bytes["params"] = view
             return ()
         self._bytes["params"] = slab = self._take(nbytes)
-        if shard.params is None or not self._fetch:
+        if shard.params is None or not (self._fetch or shard.tile_rows):
             return [shard.buffer.read(shard.buffer_span(start, end)[0], slab)]
         return [shard.params.read(first, slab)]
 
@@ -432,10 +432,10 @@ class ChunkUpdate:
     def _write_back(self) -> list[Transfer]:
         shard, params = self._shard, self._bytes["params"]
         writes = [store.write(first, self._bytes[name]) for name, store, first, _ in self._chunk.moving]
-        staged, on_cpu = _stages_params(shard), shard.device.type == "cpu"
-        if shard.params is not None and (staged or on_cpu):
+        staged, in_buffer = _stages_params(shard), shard.updates_in_buffer
+        if shard.params is not None and (staged or (in_buffer and not shard.updates_on_device)):
             writes.append(shard.params.write(shard.param_layout.span(self._chunk.start, self._chunk.end)[0], params))
-        if not on_cpu and not shard.updates_on_device:
+        if not in_buffer and not shard.tile_rows:
             filling = shard.buffer.write(shard.buffer_span(self._chunk.start, self._chunk.end)[0], params)
             writes += [filling] if staged else []  # memory at rest is waited for before it changes
         return writes

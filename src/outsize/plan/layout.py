@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 ALIGN_ELEMENTS = 64
 """Parameters start on multiples of 64 elements: 64 bytes or more for every dtype. See Note [Alignment]."""
@@ -244,6 +244,13 @@ def slice_of(layout: UnitLayout, rank: int, ranks: int) -> UnitLayout:
         position += share
         byte_position += share * segment.itemsize
     return UnitLayout(layout.index, layout.name, tuple(slots[slot.name] for slot in layout.slots), tuple(segments))
+
+
+def tile_rows(shape: Sequence[int], itemsize: int, nbytes: int) -> int:
+    """Rows of a parameter in a tile of at most `nbytes`, or a few more: every tile begins at a whole page."""
+    row = prod(shape[1:])
+    step = PAGE_ELEMENTS // gcd(row, PAGE_ELEMENTS)
+    return max(nbytes // (row * itemsize * step), 1) * step
 
 
 def chunk_ranges(segment: Segment, chunk_numel: int) -> Iterator[tuple[int, int]]:

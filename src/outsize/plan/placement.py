@@ -42,6 +42,8 @@ class UnitBytes:
     """The latter alone."""
     sums: int = 0
     """What its gradients take beside `grads` once they are sums of several: those of 16 bits are added in fp32."""
+    tiles: int = 0
+    """Where the unit is used in tiles: what those at work take."""
 
     @property
     def total(self) -> int:
@@ -55,12 +57,22 @@ class UnitBytes:
     @property
     def working(self) -> int:
         """What must be in the computing memory at once when the unit is on no memory tier: weights and gradients."""
-        return self.params + self.grads + self.shared
+        return self.tiles or self.params + self.grads + self.shared
 
     @property
     def gathered(self) -> int:
         """What the weights take while the unit is in use."""
-        return max(self.params, self.shared - self.collected)
+        return self.tiles or max(self.params, self.shared - self.collected)
+
+    @property
+    def ahead(self) -> int:
+        """What it takes to be fetched before its use."""
+        return self.tiles or max(self.params, self.shared)
+
+    @property
+    def leaving(self) -> int:
+        """What its gradients take on their way to where they rest."""
+        return self.tiles or self.most("grads")
 
 
 UsedTogether = Mapping[str, tuple[int, ...]]
@@ -89,12 +101,12 @@ class Budgets:
     def outbox_bytes(self, units: Sequence[UnitBytes]) -> int:
         """Pinned memory through which gradients leave an accelerator: those of one unit, so that the host may be one
         unit ahead of the device; an eighth of the host budget at most."""
-        largest = max((unit.grads for unit in units), default=0)
+        largest = max((min(unit.grads, unit.leaving) for unit in units), default=0)
         return 0 if self.device is None else min(largest, max(self.host // 8, MIN_OUTBOX_BYTES))
 
     def passing_bytes(self, units: Sequence[UnitBytes]) -> int:
         """Host memory for gradients of an accelerator on their way to disk, of two units."""
-        largest = max((unit.most("grads") for unit in units), default=0)
+        largest = max((unit.leaving for unit in units), default=0)
         return 0 if self.device is None else 2 * largest
 
     def with_staging_for(self, working: int) -> Budgets:
@@ -238,7 +250,9 @@ def place(
     chosen: list[dict[str, str]] = [{} for _ in units]
     for kind in sorted(KINDS, key=lambda kind: wanted[kind] == "auto"):
         for unit, tiers in zip(units, chosen, strict=True):
-            tier = _take(left, unit.most(kind), wanted[kind], budgets.device is None)
+            tier = _take(
+                left, unit.most(kind), wanted[kind], budgets.device is None, bool(unit.tiles) and kind != "states"
+            )
             if tier is None:
                 raise ValueError(_shortage(units, unit, kind, wanted[kind], budgets))
             tiers[kind] = tier
@@ -256,7 +270,7 @@ def _room_at_rest(
 ) -> dict[str, int]:
     """The bytes of each tier that can be handed out, beside what is at work. With computation on the CPU, device and
     host are one memory under one budget: "device"."""
-    ahead = max(max(unit.params, unit.shared) for unit in units)  # one fetched ahead
+    ahead = max(unit.ahead for unit in units)
     largest = max(unit.working for unit in units)
     working = max(largest + ahead, most_at_once(units, together)[0])
     left = {"device": max(budgets.computing[1] - working, 0), "disk": budgets.disk or 0}
@@ -267,9 +281,11 @@ def _room_at_rest(
     return left
 
 
-def _take(left: dict[str, int], nbytes: int, wanted: str, on_cpu: bool) -> str | None:
-    """Take so many bytes of the tier that is wanted, or of the first that has them; None where there is none."""
-    automatic = ("device", "disk") if on_cpu else ("device", "host", "disk")
+def _take(left: dict[str, int], nbytes: int, wanted: str, on_cpu: bool, in_tiles: bool) -> str | None:
+    """Take so many bytes of the tier that is wanted, or of the first that has them; None where there is none. What is
+    used `in_tiles` never rests where it is computed with."""
+    memory_tier = "host" if in_tiles else "device"
+    automatic = (memory_tier, "disk") if on_cpu or in_tiles else ("device", "host", "disk")
     for tier in automatic if wanted == "auto" else (wanted,):
         memory = "device" if on_cpu and tier == "host" else tier
         if nbytes <= left[memory]:

@@ -20,6 +20,7 @@ from outsize.run.parameters import Parameters, Reference
 from outsize.run.reduction import Reduction
 from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
 from outsize.run.streamer import Streamer
+from outsize.run.tiles import Tiles
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 
@@ -66,6 +67,7 @@ class Engine:
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._owned = owned  # by the id of a module: the units that its calls open
         self._frames: list[Frame] = []
+        self.tiles: dict[int, Tiles] = {}  # by the parameter's id: those that are used in tiles
 
     # -- the gate ----------------------------------------------------------------------------------------------------
 
@@ -89,6 +91,14 @@ class Engine:
         else:
             refusals.read_at_rest(self.parameters.name_of(tensor), unit.shard.tiers.params, operation)
         unit.shard.buffer.use()
+
+    def check_use(self, param: torch.Tensor, operation: str) -> None:
+        """Raise where a parameter that is used in tiles may not be used."""
+        if self.owner.is_other:
+            refusals.use_by_other_thread(self.parameters.name_of(param), operation)
+        if not (self._frames or in_backward()):
+            tier = self.parameters.unit_of(param)[0].shard.tiers.params
+            refusals.read_at_rest(self.parameters.name_of(param), tier, operation)
 
     def is_in_place(self, key: int) -> bool:
         """Whether the unit's values can be read now."""

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from outsize.run import refusals
 from outsize.run.local import is_distributed
 from outsize.run.saved import run_saving
+from outsize.run.tiles import run_in_tiles
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
@@ -416,6 +417,10 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
                 return None
         if func in _SET_DATA and isinstance(args[0], _Guarded):
             refusals.set_data(args[0].gate.parameters.name_of(args[0]))  # type: ignore[arg-type]
+    if gate.tiles:
+        result = run_in_tiles(gate, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     writes = _written(func, args, kwargs)
     name = _name_of(func)
     with torch._C.DisableTorchFunctionSubclass():

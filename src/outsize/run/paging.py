@@ -48,7 +48,8 @@ FILE_BYTES = 8 << 40
 # The pager is told of a parameter when its memory is there already. So it keeps room for one more of the largest size
 # seen so far, where there is a disk: memory exceeds the budget only while a parameter is made that is larger than all
 # before it, by what it is larger, or where the budget does not hold two of them. A model that fits the budget without
-# that room, and so was paged for nothing, is read back at the end.
+# that room, and so was paged for nothing, is read back at the end. A parameter that is larger than the budget comes on
+# top while it is in use, for torch makes it whole.
 
 
 @final
@@ -269,7 +270,8 @@ class Pager:
 
     def _make_room(self, nbytes: int) -> None:
         """Write pages until `nbytes` more fit, and a quarter of the budget ahead of the need."""
-        most = self._budget - nbytes
+        beyond = max((page.nbytes for page in self._pages.values() if page.holds), default=0)
+        most = self._budget - nbytes + (beyond if beyond > self._budget else 0)  # such a one is in memory alone
         spare = self._largest if self._disk is not None else 0  # see Note [Room for the next parameter]
         ahead = self._budget // 4
         if self._used > most - spare:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 
 from outsize.move.conveyor import Conveyor, Job, Step
-from outsize.move.grad_ops import GradOps, add_contribution, vector_norm, vector_norms
+from outsize.move.grad_ops import AS_IT_IS, GradOps, accumulate_, add_contribution, vector_norm, vector_norms
 from outsize.move.gradients import GradShard
 from outsize.move.shard import SlotUpdate
 from outsize.plan.layout import Slot
@@ -50,6 +51,8 @@ class RestingPlace:
         self._writing: Job | None = None
         self._dirty = False
         self._unknown: dict[str, RestingGrad] = {}  # whose norms are still to be found
+        self._tiles: dict[int, torch.Tensor] = {}  # by first element: the norms of the tiles laid down
+        self._tile_going: Job | None = None
         shard = self.shard
         on_disk = shard is not None and shard.store is not None
         # Memory that the gradients take on their way to disk, and that sums of them take: alike on every rank.
@@ -97,6 +100,53 @@ class RestingPlace:
             laid.append(self._laid(shard, slot, grad, ops))
         _copy(copies)
         return laid
+
+    # -- tiles -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether some tiles of a gradient were laid down in this backward."""
+        return bool(self._tiles)
+
+    def lay_tile_down(
+        self, name: str, first: int, grad: torch.Tensor, previous: GradOps | None, make_room: Callable[[int], None]
+    ) -> None:
+        """Store a contribution to the elements from `first` on; `previous` holds the operations on what rests there of
+        earlier backwards, None for nothing."""
+        shard, slot = self.shard, self._unit.shard.slots[name]
+        assert shard is not None
+        if first in self._tiles:  # the weight was used twice
+            previous = AS_IT_IS
+        source = grad.reshape(-1).cpu()
+        if shard.store is None:
+            target = content = shard.place_of_tile(slot, first, source.numel())
+        else:
+            self.flush_and_drop()
+            self._await_tile()
+            if previous is not None:
+                self._unit.await_written()
+            make_room(source.numel() * shard.dtype(slot).itemsize)
+            content = shard.copy_of_tile(slot, first, source.numel(), previous is not None)
+            target = content[: source.numel()]
+        if previous is None:
+            target.copy_(source)
+        else:
+            accumulate_(target, previous, source)
+        self._tiles[first] = vector_norm(target, 2.0)
+        if shard.store is not None:
+            step = Step(finish=partial(shard.write_tile, slot, first, content))
+            self._tile_going = self._unit.submit(self._conveyor, iter([step]))
+
+    def tiles_laid(self) -> Laid:
+        """All tiles of the gradient are laid down."""
+        norms, self._tiles = list(self._tiles.values()), {}
+        self._await_tile()
+        return Laid(torch.stack(norms).norm(), None)
+
+    def _await_tile(self) -> None:
+        if self._tile_going is not None:
+            self._tile_going.written.wait()
+            self._tile_going = None
 
     def _laid(self, shard: GradShard, slot: Slot, grad: torch.Tensor, ops: GradOps | None) -> Laid:
         """With its norm, where that is found at once."""

@@ -94,7 +94,7 @@ class Room:
         self._drop_written_grads()
         self._note_arrivals()
         when = self.schedule.next_use(unit.index)
-        needed = unit.nbytes + self._still_to_pass()
+        needed = unit.fetch_bytes + self._still_to_pass()
         while self.in_use + needed > self._capacity:
             if self._give_way():
                 continue

@@ -68,6 +68,15 @@ class Streamer:
             self._bring(unit)
             self.prefetch()
 
+    def use_tiles(self, unit: Unit, nbytes: int) -> None:
+        """Tiles of so many bytes are about to be used: block until the unit owes no update; then look ahead."""
+        with self._lock:
+            self.live.check()
+            self.schedule.use(unit.index)
+            self.settle(unit)
+            self.room.make_for(None, nbytes)
+            self.prefetch()
+
     def bring(self, unit: Unit) -> None:
         """As `acquire`, for uses outside the model's own order (`gathered`, save, export): nothing is learnt."""
         with self._lock:
@@ -97,7 +106,7 @@ class Streamer:
                 return
             for index in self.schedule.upcoming(PREFETCH_UNITS):
                 unit = self._units[index]
-                if unit.state is Residency.FETCHING or unit.current:
+                if unit.state is Residency.FETCHING or unit.current or (unit.shard.tile_rows and not unit.pending):
                     continue
                 if unit.state is Residency.AT_REST and not self.room.fits(unit):
                     return
@@ -124,13 +133,13 @@ class Streamer:
 
     def _bring(self, unit: Unit) -> None:
         self.room.arrive(unit)
-        if not unit.current:
+        while not unit.current:
             self._fetch(unit)
             self.room.arrive(unit)
 
     def _fetch(self, unit: Unit) -> None:
         if unit.state is Residency.AT_REST:
-            self.room.make_for(unit, unit.nbytes)
+            self.room.make_for(unit, unit.fetch_bytes)
         while True:
             try:
                 return self._start(unit)
@@ -204,9 +213,9 @@ class Streamer:
         """Run the update that the unit still owes."""
         with self._lock:
             self.live.check()
+            self.room.arrive(unit)
             if unit.pending:
-                self._bring(unit)
-            else:
+                self._fetch(unit)
                 self.room.arrive(unit)
 
     def settle_viewed(self) -> None:
@@ -224,7 +233,7 @@ class Streamer:
             for position, unit in enumerate(owing):
                 for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
                     if ahead.pending and ahead.state is not Residency.FETCHING:
-                        if ahead.state is Residency.AT_REST and not self.room.fits_settling(ahead.nbytes):
+                        if ahead.state is Residency.AT_REST and not self.room.fits_settling(ahead.fetch_bytes):
                             break
                         self._start(ahead)
                 self.settle(unit)

@@ -65,6 +65,11 @@ class Unit:
         return self.shard.buffer.nbytes
 
     @property
+    def fetch_bytes(self) -> int:
+        """What the next fetch takes."""
+        return 0 if self.shard.tile_rows and self.pending else self.nbytes
+
+    @property
     def resident(self) -> bool:
         """Whether the unit never leaves the device and autograd keeps its gradients: nothing ever moves."""
         return self.shard.on_device and all(slot.dtype in ("float32", "float64") for slot in self.shard.layout.slots)
@@ -101,8 +106,13 @@ class Unit:
         self.state = Residency.RESIDENT
 
     def fetch(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
-        """Start to bring the unit in, and to run the update that it owes; AT_REST or RESIDENT -> FETCHING."""
+        """Start to bring the unit in, and to run the update that it owes; AT_REST or RESIDENT -> FETCHING.
+
+        A unit that is used in tiles only pays what it owes, if it owes an update.
+        """
         assert self.state is not Residency.FETCHING and not self.current, "nothing to fetch"
+        if self.shard.tile_rows and self.pending:
+            return self._pay(conveyor, updater, slab_bytes)
         fetch = self.state is Residency.AT_REST
         self.shard.buffer.materialize()
         self.shard.buffer.leave()
@@ -124,6 +134,14 @@ class Unit:
             steps = chain(steps, [Step(finish=self._gather.start)])
         light = self._ranks is None and updater is not None and updater.is_light(self.shard)
         self._job = conveyor.submit(Job(steps, after=self._unwritten()), light)
+        self.state = Residency.FETCHING
+
+    def _pay(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
+        assert updater is not None
+        pending, self.pending = self.pending, {}
+        self._job = conveyor.submit(Job(updater.steps(self.shard, pending, fetch=False), after=self._unwritten()))
+        if self.state is Residency.RESIDENT:  # somebody has gathered it
+            self._job = conveyor.submit(Job(read_steps(self.shard, slab_bytes), after=self._unwritten()))
         self.state = Residency.FETCHING
 
     def _fill_from_memory(self) -> bool:
@@ -151,7 +169,7 @@ class Unit:
         if self._gather is not None:
             self._gather.arrive()
             self._gather = None
-        self.state = Residency.RESIDENT
+        self.state = Residency.RESIDENT if self.shard.buffer.resident else Residency.AT_REST
 
     @property
     def fetched(self) -> bool:

@@ -78,7 +78,11 @@ class UnitGradients:
         """Lay the gradient that autograd has just left in `param.grad` to rest, at the latest when all are there."""
         param = self._unit.parameters[name]
         grad = param.grad
-        if isinstance(grad, RestingGrad):
+        if self.place.has_tiles:
+            param.grad = self._at_rest(name, self.place.tiles_laid())
+            if grad is not None and not isinstance(grad, RestingGrad):  # the parameter was also used whole
+                self.add(param.grad, grad)
+        elif isinstance(grad, RestingGrad):
             if grad.requires_grad:
                 grad.detach_()  # a gradient at rest has no graph, which would keep the parameter
         elif grad is not None and self.collector is not None:
@@ -89,6 +93,22 @@ class UnitGradients:
             self._waiting_bytes += grad.nbytes
         if complete or self._waiting_bytes >= WAITING_BYTES:
             self._lay_waiting_down()
+
+    def take_tile(self, name: str, first: int, grad: torch.Tensor) -> None:
+        """Lay some elements of a gradient to rest, those from `first` on; `take` follows when all are there."""
+        previous = self._unit.parameters[name].grad
+        if previous is not None and not isinstance(previous, RestingGrad):
+            self._lay_waiting_down()
+            self.adopt(name, previous)
+            previous = self._unit.parameters[name].grad
+        ops = None
+        if isinstance(previous, RestingGrad) and not previous.ops.zero:
+            if not self.place.has_tiles:
+                self.resting.check_current(previous)
+                previous.expect_unspent("added to")
+                self._bring_here(previous)
+            ops = previous.ops
+        self.place.lay_tile_down(name, first, grad, ops, self._streamer.room.make)
 
     def _lay_waiting_down(self) -> None:
         names, self._waiting, self._waiting_bytes = self._waiting, [], 0
@@ -140,6 +160,11 @@ class UnitGradients:
     def finish(self) -> None:
         """What came together goes to where it rests."""
         self._arrived.clear()
+        if self.place.has_tiles:  # of a backward that was interrupted: what they were added to is of no use
+            self.place.tiles_laid()
+            for name, param in self._unit.parameters.items():
+                if isinstance(param.grad, RestingGrad):
+                    self.resting.next(name)
         self.place.finish()
 
     # -- further contributions ---------------------------------------------------------------------------------------
