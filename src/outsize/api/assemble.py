@@ -451,7 +451,7 @@ def _adopt(
 ) -> None:
     """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
     shard = unit.shard
-    if not shard.tile_rows:
+    if not shard.tile_rows or shard.lanes is not None:  # an accelerator's memory is only viewed while it is there
         shard.buffer.materialize()
         shard.buffer.use()
     if shard.device.type != "cpu" and not shard.tile_rows:  # what lies between parameters is stored and saved with them

@@ -250,7 +250,7 @@ def tile_rows(shape: Sequence[int], itemsize: int, nbytes: int) -> int:
     """Rows of a parameter in a tile of at most `nbytes`, or a few more: every tile begins at a whole page."""
     row = prod(shape[1:])
     step = PAGE_ELEMENTS // gcd(row, PAGE_ELEMENTS)
-    return max(nbytes // (row * itemsize * step), 1) * step
+    return min(max(nbytes // (row * itemsize * step), 1) * step, shape[0])
 
 
 def chunk_ranges(segment: Segment, chunk_numel: int) -> Iterator[tuple[int, int]]:

@@ -51,6 +51,11 @@ class RestingGrads:
 
     def check_current(self, grad: RestingGrad) -> None:
         """Raise if the bytes behind a gradient at rest are another backward's by now."""
+        if self._place.has_tiles:
+            raise RuntimeError(
+                f"a backward that did not end has changed a part of the gradient of {grad.label!r}: call zero_grad(), "
+                f"and run the forward and the backward again"
+            )
         pair = self._pairs.get(grad.label)
         if pair is not None and grad is not pair[0]:
             raise RuntimeError(

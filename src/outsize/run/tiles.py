@@ -37,7 +37,7 @@ _CONVOLUTIONS: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}  # by fu
 
 def can_use_tiles(module: nn.Module, param: torch.Tensor) -> bool:
     """Whether the module's operation on this parameter runs in tiles."""
-    if param is not module._parameters.get("weight") or param.dim() < 2:
+    if param.dim() < 2 or param is not getattr(module, "weight", None):
         return False
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
