@@ -10,8 +10,8 @@ micro_batches  8 micro-batches in each layer against 8 that are accumulated, all
 tiles          an MLP of a long sequence, whole and in tiles: peak memory.
 loss           4,096 tokens and a vocabulary of 131,072 in fp32: peak memory and time of the head and its loss. (bf16 is
                emulated on many CPUs.)
-weight         one weight of 65,536 x 16,384 (4 GiB) under 768 MiB, used in tiles: memory of the process, time of a step.
-               Takes 20 GiB of the disk.
+weight         one weight of 65,536 x 16,384 (4 GiB) under 768 MiB, used in tiles: memory of the process and time of a
+               step. Takes 20 GiB of the disk.
 """
 
 from __future__ import annotations
