@@ -139,8 +139,9 @@ def state_of(width: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [whole, columns, grid])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cut", "dtype"), [(whole, torch.float32), (columns, torch.float32), (grid, torch.float32), (grid, torch.bfloat16)]
+)
 def test_memory_of_a_load_is_slabs_however_large_a_tensor_is(
     cut: Callable[[Tensor], list[Chunk]], dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def assert_same_bits(one: Result, other: Result) -> None:
         assert torch.equal(value, other.weights[name]), name
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (0, 4), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)])
 def test_ranks_train_what_torch_trains_on_the_whole_batch_on_every_tier(stage: int, ranks: int, tmp_path: Path) -> None:
     manners = MANNERS if ranks == 2 else {name: MANNERS[name] for name in WITH_FOUR}
     tiers = tiers_of(stage) if ranks == 2 else ["device", tiers_of(stage)[-1]]
@@ -72,7 +72,7 @@ def test_ranks_train_what_torch_trains_on_the_whole_batch_on_every_tier(stage: i
         assert_as_plain(found, expected[name])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_train_in_bf16_to_the_same_bits_on_every_tier(stage: int, tmp_path: Path) -> None:
     base = Setting(stage, clip=0.5, dtype=BF16)
     manners = {

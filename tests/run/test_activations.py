@@ -372,3 +372,31 @@ def test_accumulated_gradients_of_parts(workshop: Workshop) -> None:
         optimizer.step()
         optimizer.zero_grad()
     pair.check()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload", "keep in 2 parts"])
+def test_a_layer_of_several_units_is_a_layer(workshop: Workshop, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attention and each linear layer is a unit of its own."""
+    monkeypatch.setattr(Counted, "calls", 0)
+
+    def build() -> nn.Module:
+        model = Layers(3)
+        for block in model.blocks:
+            block.activation = Counted()
+        return model
+
+    units = [nn.MultiheadAttention, nn.Linear, nn.LayerNorm]
+    pair = workshop.pair(build, sgd, units=units, **MODES[mode])
+    pair.train(sequences(2))
+    of_torch = 2 * 3
+    assert Counted.calls - of_torch >= 2 * of_torch  # in two parts it was tried before
+
+
+class Counted(nn.Module):
+    """Counts how often it runs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.calls += 1
+        return torch.relu(x)

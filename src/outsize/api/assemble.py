@@ -379,16 +379,20 @@ def _modules(
     owned: dict[int, list[Unit]] = {}
     framed = {model: False}
     layers: dict[nn.Module, str] = {}
+    within: set[nn.Module] = set()  # layers of several units
     for _, module, parent_unit, in_list in _walk(model, home):
         inside = {home[id(param)] for param in module.parameters()}
         own = {home[id(param)] for param in module.parameters(recurse=False)}
+        if inside and module is not model and module not in within and parent_unit not in inside:
+            mode = _mode(module, [units[index] for index in inside], config, in_list)
+            wanted = mode != "keep" or (in_list and config.micro_batches > 1)
+            if wanted and (len(inside) == 1 or (in_list and not _lists_blocks(module))):
+                layers[module] = mode
+                within.update(module.modules())
         if len(inside) == 1 and module is not model:
             unit = units[next(iter(inside))]
             scopes[unit.index].add(id(module))
             own = inside
-            mode = _mode(module, unit, config, in_list) if parent_unit != unit.index else "keep"
-            if mode != "keep" or (parent_unit != unit.index and in_list and config.micro_batches > 1):
-                layers[module] = mode
             if parent_unit == unit.index and not module._parameters:
                 continue
         if own:
@@ -402,6 +406,12 @@ def _modules(
         if any(home[id(param)] in moving for param in module.parameters())
     }
     return [frozenset(scope) for scope in scopes], owned, needed, layers
+
+
+def _lists_blocks(module: nn.Module) -> bool:
+    """Whether a list of modules of several parts lies in the module: these are layers, and it is none."""
+    lists = (each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential)))
+    return any(sum(any(True for _ in part.children()) for part in each) > 1 for each in lists)
 
 
 def _walk(model: nn.Module, home: dict[int, int]) -> Any:
@@ -421,15 +431,15 @@ def _walk(model: nn.Module, home: dict[int, int]) -> Any:
         stack.extend(reversed(children))
 
 
-def _mode(module: nn.Module, unit: Unit, config: Config, in_list: bool) -> str:
-    """What is done with the activations of a module that lies in one unit."""
+def _mode(module: nn.Module, units: Sequence[Unit], config: Config, in_list: bool) -> str:
+    """What is done with the activations of a module that lies in these units."""
     if not any(True for _ in module.children()) or not can_recompute(module):
         return "keep"
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return "keep"
     if config.activations != "auto":
         return config.activations
-    return "recompute" if in_list and unit.shard.tiers.params != "device" else "keep"
+    return "recompute" if in_list and any(unit.shard.tiers.params != "device" for unit in units) else "keep"
 
 
 def _heads(model: nn.Module, in_tiles: Container[int]) -> list[nn.Linear]:

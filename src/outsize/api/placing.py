@@ -159,14 +159,17 @@ def place_model(
     if config.tiles and elsewhere and not (kept.whole or shared or "device" in (config.params, config.grads)):
         in_tiles = _bear_tiles(model)
         for index, layout in enumerate(layouts):
-            if sizes[index].working > budgets.computing[1] and {slot.name for slot in layout.slots} <= in_tiles:
-                slot, wide = layout.slots[0], STATE_BYTES[layout.slots[0].dtype]
-                rows[index] = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT)
-                tile = rows[index] * (slot.numel // slot.shape[0])
+            slot, wide = layout.slots[0], STATE_BYTES[layout.slots[0].dtype]
+            if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
+                count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT)
+                tile = count * (slot.numel // slot.shape[0])
                 working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * GRADIENT_TILES * wide)
-                sizes = (*sizes[:index], replace(sizes[index], tiles=working), *sizes[index + 1 :])
+                if working < sizes[index].working:
+                    rows[index] = count
+                    sizes = (*sizes[:index], replace(sizes[index], tiles=working), *sizes[index + 1 :])
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
+    rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
     return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together, rows)
 
 
