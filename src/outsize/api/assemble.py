@@ -439,7 +439,8 @@ def _mode(module: nn.Module, units: Sequence[Unit], config: Config, in_list: boo
         return "keep"
     if config.activations != "auto":
         return config.activations
-    return "recompute" if in_list and any(unit.shard.tiers.params != "device" for unit in units) else "keep"
+    alone = len(units) == 1  # what runs again holds all of its units
+    return "recompute" if in_list and alone and units[0].shard.tiers.params != "device" else "keep"
 
 
 def _heads(model: nn.Module, in_tiles: Container[int]) -> list[nn.Linear]:
