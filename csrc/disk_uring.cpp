@@ -279,16 +279,34 @@ class UringQueue final : public PieceQueue {
     std::thread thread_;
 };
 
+// Note [A bounded probe]
+// Once in some hundred processes a kernel was seen to never complete a transfer of the probe. So nobody waits in the
+// kernel for it: who asks looks for a second, and what has not come by then does not work. `value` may be written
+// later.
+
+constexpr auto kProbeTime = std::chrono::seconds(1);
+
 int transfer_once(Ring& ring, unsigned char opcode, int fd, std::uint64_t& value) {
     io_uring_sqe& entry = ring.prepare();
     entry.opcode = opcode;
     entry.fd = fd;
     entry.addr = reinterpret_cast<std::uintptr_t>(&value);
     entry.len = sizeof value;
-    int error = ring.enter(1);
-    while (error == EINTR) error = ring.enter(1);
-    std::int32_t result = -error;
-    if (error == 0) ring.reap([&](std::uint64_t, std::int32_t value) { result = value; });
+    int error = ring.enter(0);
+    while (error == EINTR) error = ring.enter(0);
+    if (error != 0) return error;
+    bool completed = false;
+    std::int32_t result = 0;
+    const auto until = std::chrono::steady_clock::now() + kProbeTime;
+    while (true) {
+        ring.reap([&](std::uint64_t, std::int32_t value) {
+            completed = true;
+            result = value;
+        });
+        if (completed) break;
+        if (std::chrono::steady_clock::now() > until) return ETIME;
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
     if (result < 0) return -result;
     return result == sizeof value ? 0 : EIO;
 }
@@ -304,7 +322,8 @@ int probe_uring() try {
     Ring ring(2);
     const FileDescriptor counter(::eventfd(0, EFD_CLOEXEC));
     if (counter.get() < 0) return errno;
-    std::uint64_t value = 1;
+    static std::uint64_t value;  // see Note [A bounded probe]
+    value = 1;
     if (const int error = transfer_once(ring, IORING_OP_WRITE, counter.get(), value)) return error;
     return transfer_once(ring, IORING_OP_READ, counter.get(), value);
 } catch (const std::system_error& error) {
