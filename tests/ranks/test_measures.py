@@ -43,6 +43,8 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
         optimizer.step()
         if settled:
             inside.engine.streamer.settle_all()
+        for unit in inside.engine.parameters.units:  # gathers that run ahead belong to the step that began them
+            inside.engine.streamer.room.arrive(unit)
         after = {} if reduction is None else dict(reduction.ranks.model.counts)
         counts.append({kind: after[kind] - before.get(kind, 0) for kind in after})
         held = dict(outsize.memory(model).now)
