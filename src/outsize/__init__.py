@@ -1,5 +1,7 @@
 """outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM."""
 
+from importlib.metadata import version
+
 from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered, no_sync
@@ -10,8 +12,11 @@ from outsize.api.saving import save
 from outsize.config import Config, presets
 from outsize.run.activations import tiled
 
+__version__ = version("outsize")
+
 __all__ = [
     "Config",
+    "__version__",
     "export",
     "gathered",
     "init",

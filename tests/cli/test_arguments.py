@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import outsize
 from outsize.cli import build_parser, main, options, probe
 from outsize.cli.options import config_fields, find_run
 
@@ -87,7 +88,8 @@ def test_options_that_no_run_has_written_are_named(content: str, tmp_path: Path)
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert capsys.readouterr().out == f"outsize {version('outsize')}\n"
+    assert outsize.__version__ == version("outsize")
+    assert capsys.readouterr().out == f"outsize {outsize.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import io
 import logging
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import NoReturn
 
+from outsize import __version__
 from outsize.cli import checkpoints, options, planning, probe
 from outsize.cli.wording import in_options
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="outsize", description="Train PyTorch models whose training state is larger than memory.")
-    parser.add_argument("--version", action="version", version=f"outsize {version('outsize')}")
+    parser.add_argument("--version", action="version", version=f"outsize {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, room in _ROOMS.items():
         command = commands.add_parser(
