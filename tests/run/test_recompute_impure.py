@@ -519,3 +519,52 @@ def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: 
             optimizer.zero_grad()
     torch._dynamo.reset()
     assert [float(loss) for loss in losses[:3]] == pytest.approx([float(loss) for loss in losses[3:]], rel=1e-6)
+
+
+class WritesToSaved(nn.Module):
+    """Writes to what an operation of its own saved for the backward, or what its input was made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.inner
+        hidden = first(x).exp()
+        hidden.add_(1)
+        return second(hidden)
+
+
+class WritesToCopy(WritesToSaved):
+    """As it has to be: nothing that is saved is written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.inner
+        hidden = first(x).exp().clone()
+        hidden.add_(1)
+        return second(hidden)
+
+
+MODES = ("keep", "recompute", "offload", "selective", "auto")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_saved_and_written_to_is_an_error_as_in_torch(workshop: Workshop, tier: str, mode: str) -> None:
+    data = batches(2)
+    fields = {"activations": mode, "activations_tier": "disk", "disk": workshop.disk}
+    workshop.pair(lambda: Passes(WritesToCopy), tier=tier, **fields).train(data)
+    pair = workshop.pair(lambda: Passes(WritesToSaved), tier=tier, **fields)
+    for model in (pair.plain, pair.model):
+        loss = squared_error(model, data[0])
+        with pytest.raises(RuntimeError, match=r"needed for gradient computation.* modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_is_written_to_between_forward_and_backward(workshop: Workshop, tier: str) -> None:
+    """The output of the model, which its last operation saved."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), nn.Sigmoid())
+    workshop.prepare(model, tier=tier)
+    output = model(batches(1)[0][0])
+    output.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

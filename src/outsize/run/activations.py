@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from outsize.move.activations import ActivationStore
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.parts import Call, Parts
-from outsize.run.saved import Hooks, is_foreign, of_checkpoint, top_hooks
+from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
 
 # Note [Caches of keys and values]
 # Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
@@ -143,7 +143,7 @@ class Layer:
             return tree_unflatten(values, spec)  # type: ignore[no-any-return]
 
         contexts = nullcontext(), state
-        forward = partial(self._run, [(args, kwargs)], given, _selection(mode))
+        forward = partial(self._run, [(args, kwargs)], given, _selection(mode), [])
         del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
@@ -167,17 +167,27 @@ class Layer:
         return torch.autograd.graph.saved_tensors_hooks(*by_reference((call.pack, call.unpack)))
 
     def _run(
-        self, first: list[Call], given: Callable[..., Call], selection: _Selection, _: torch.Tensor, *tensors: Any
+        self,
+        first: list[Call],
+        given: Callable[..., Call],
+        selection: _Selection,
+        versions: list[int],
+        _: torch.Tensor,
+        *tensors: Any,
     ) -> Any:
-        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists."""
+        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists.
+
+        `versions`: of the tensors that the last forward saved, in order, when it saved them.
+        """
         keeping, using = selection
+        versions.clear()
         args, kwargs = first.pop() if first else given(*tensors)
         with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
             if not in_backward():
-                with self._explaining(), keeping:
+                with self._explaining(versions), keeping:
                     return self._forward(*args, **kwargs)
             # A selection counts operations: those of a fetch are not among them.
-            with self._frame(), using, _own_errors():
+            with self._frame(), using, _own_errors(versions):
                 return self._forward(*args, **kwargs)
 
     def _frame(self) -> AbstractContextManager[None]:
@@ -185,16 +195,27 @@ class Layer:
         frame = self._modules[0].__dict__.get(FRAME)
         return nullcontext() if frame is None else frame()
 
-    def _explaining(self) -> AbstractContextManager[Any]:
-        """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name."""
+    def _explaining(self, versions: list[int]) -> AbstractContextManager[Any]:
+        """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name.
+
+        So does one that the forward that ran again saved, and then wrote to.
+        """
         hooks = top_hooks()
         if hooks is None:
             return nullcontext()
         pack, unpack = hooks
 
-        def explained(packed: Any) -> torch.Tensor:
+        @wraps(pack)
+        def numbered(tensor: torch.Tensor) -> tuple[int, Any]:
+            versions.append(tensor._version)
+            return len(versions) - 1, pack(tensor)
+
+        def explained(packed: tuple[int, Any]) -> torch.Tensor:
+            number, placeholder = packed
             try:
-                return unpack(packed)
+                tensor = unpack(placeholder)
+                refuse_written(tensor, versions[number])
+                return tensor
             except CheckpointError as error:
                 raise CheckpointError(
                     f"layer {self._name} did other operations when it ran again in the backward than in its forward, "
@@ -202,14 +223,14 @@ class Layer:
                     f'chooses for such layers: pass activations="keep" to outsize.prepare. What torch says: {error}'
                 ) from error
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, explained)
+        return torch.autograd.graph.saved_tensors_hooks(numbered, explained)
 
     def _has_backward(self, inputs: list[torch.Tensor]) -> bool:
         return any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _own_errors(versions: list[int]) -> Iterator[None]:
     """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
     hooks = top_hooks()
     if hooks is None:
@@ -220,6 +241,7 @@ def _own_errors() -> Iterator[None]:
 
     @wraps(pack)
     def noting(tensor: torch.Tensor) -> Any:
+        versions.append(tensor._version)
         try:
             return pack(tensor)
         except BaseException as error:

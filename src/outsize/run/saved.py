@@ -37,6 +37,19 @@ def left_alone_by_dynamo(function: Function) -> Function:
 
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+Packed = tuple[bool, Any, int]
+"""Whether it is a reference; the reference or the tensor; the writes that the tensor had seen when it was saved."""
+
+
+def refuse_written(tensor: torch.Tensor, version: int) -> None:
+    """With hooks autograd does not look at this itself."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            f"instead. An operation saved this tensor for the backward, and a later one wrote to it: make the later "
+            f"one not in-place"
+        )
 
 
 def top_hooks() -> Hooks | None:
@@ -97,25 +110,27 @@ class Saving:
         self._gate = gate
         self.outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
-    def pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         return _untraced(self._pack, tensor) if torch.compiler.is_compiling() else self._pack(tensor)
 
-    def unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
         return _untraced(self._unpack, packed) if torch.compiler.is_compiling() else self._unpack(packed)
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[bool, Any]:
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         reference = self._gate.parameters.reference(tensor)
         if reference is not None:
-            return True, reference
+            return True, reference, 0
         if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
             tensor = tensor.detach()
-        return False, tensor if self.outer is None else self.outer[0](tensor)
+        return False, tensor if self.outer is None else self.outer[0](tensor), tensor._version
 
-    def _unpack(self, packed: tuple[bool, Any]) -> torch.Tensor:
-        ours, content = packed
-        if not ours:
-            restored: torch.Tensor = content if self.outer is None else self.outer[1](content)
-            return restored
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        is_reference, content, version = packed
+        if not is_reference:
+            if self.outer is not None:
+                return self.outer[1](content)  # type: ignore[no-any-return]
+            refuse_written(content, version)
+            return content  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._watch_node()
         return self._gate.bring_back(content)
