@@ -29,12 +29,15 @@ from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
+from outsize.plan.choice import Chosen
 from outsize.plan.layout import PAGE_ELEMENTS, Slot, round_up
 from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import Activations, can_recompute
 from outsize.run.attached import Attached, refuse_own_step
 from outsize.run.backward import Backward
+from outsize.run.buffers import PASSING_UNITS
+from outsize.run.choice import Choice
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.live_state import LiveState
@@ -45,7 +48,7 @@ from outsize.run.parameters import Parameters
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
 from outsize.run.room import Room
-from outsize.run.saved import by_reference
+from outsize.run.saved import by_reference, saving_with
 from outsize.run.state_entry import store_entry
 from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
@@ -78,6 +81,12 @@ class Prepared:
     stepper: Stepper | None
     attached: Attached | None
     clock: UpdateClock
+    choice: Choice
+
+    @property
+    def chosen(self) -> Chosen | None:
+        """What `activations="auto"` has chosen; None where nothing is left to choose."""
+        return self.choice.chosen if self.choice.spare else None
 
     @property
     def model(self) -> nn.Module:
@@ -285,8 +294,11 @@ def _build(
     places = [RestingPlace(unit, conveyor) for unit in units]
     leaving = 0 if resources.outbox is None else resources.outbox.nbytes
     flight_room = None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes)
+    scopes, owned, framed, layers = _modules(model, units, plan, config, "recompute" if ranks else "auto")
     capacity = _capacity(plan, units, leaving)
-    room = Room(units, places, live, capacity, resources.ledger, plan.budgets, reduction, flight_room)
+    spare = _spare(units, plan, capacity) if "auto" in layers.values() else 0
+    choice = Choice(spare, resources.ledger, config.compute_device)
+    room = Room(units, places, live, capacity - spare, resources.ledger, plan.budgets, reduction, flight_room)
     streamer = Streamer(units, room, live, conveyor, updater, rounds)
     in_backward = optimizer is not None and config.update == "backward"
     gradients = [
@@ -295,7 +307,6 @@ def _build(
     ]
     if reduction is not None:
         reduction.collectors += [each.collector for each in gradients if each.collector is not None]
-    scopes, owned, framed, layers = _modules(model, units, plan, config)
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}
     absent: dict[str, Any] = dict.fromkeys(sorted(rule.optional)) if rule is not None else {}
@@ -330,9 +341,17 @@ def _build(
             tiles = Tiles(unit, each, streamer, conveyor, resources.ledger)
             tiles.hear(engine)
             engine.tiles[id(tiles.param)] = tiles
-    activations = Activations(config.micro_batches, resources.activations, partial(by_reference, engine))
+    activations = Activations(
+        config.micro_batches,
+        resources.activations,
+        partial(by_reference, engine),
+        partial(saving_with, engine),
+        choice,
+    )
     hooks.install(engine, model, framed, layers, activations, _heads(model, engine.tiles) if config.tiles else ())
-    prepared = Prepared(weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock)
+    prepared = Prepared(
+        weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock, choice
+    )
     engine.classes.prepared = prepared
     for name, grad in existing.items():
         engine.adopt_gradient(name, grad)
@@ -363,6 +382,14 @@ def _capacity(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
     return plan.budgets.computing[1] - resting - in_flight
 
 
+def _spare(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:
+    """Bytes that units which come and go never take: all of them fit at once, and their gradients on their way."""
+    moving = [(unit, size) for unit, size in zip(units, plan.unit_bytes, strict=True) if not unit.always_resident]
+    passing = sum(size.leaving for unit, size in moving if unit.shard.tiers.grads == "disk")
+    least = PASSING_UNITS * max((size.leaving for _, size in moving), default=0)
+    return max(capacity - sum(unit.nbytes for unit, _ in moving) - max(passing, least), 0)
+
+
 def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:
     """Bytes that autograd takes for one gradient of the unit."""
     trained = [info.nbytes for name, info in plan.infos.items() if name in unit.parameters and info.trainable]
@@ -370,10 +397,14 @@ def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:
 
 
 def _modules(
-    model: nn.Module, units: Sequence[Unit], plan: PlacedModel, config: Config
+    model: nn.Module, units: Sequence[Unit], plan: PlacedModel, config: Config, auto: str
 ) -> tuple[list[frozenset[int]], dict[int, list[Unit]], dict[nn.Module, bool], dict[nn.Module, str]]:
     """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame and
-    whether they lie inside one that opens the same unit, the layers and what is done with their activations)."""
+    whether they lie inside one that opens the same unit, the layers and what is done with their activations).
+
+    `auto`: what is done with those of layers that come and go, where the user leaves it to outsize. Ranks would have to
+    choose alike.
+    """
     home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]
     owned: dict[int, list[Unit]] = {}
@@ -384,7 +415,7 @@ def _modules(
         inside = {home[id(param)] for param in module.parameters()}
         own = {home[id(param)] for param in module.parameters(recurse=False)}
         if inside and module is not model and module not in within and parent_unit not in inside:
-            mode = _mode(module, [units[index] for index in inside], config, in_list)
+            mode = _mode(module, [units[index] for index in inside], config, auto if in_list else "keep")
             wanted = mode != "keep" or (in_list and config.micro_batches > 1)
             if wanted and (len(inside) == 1 or (in_list and not _lists_blocks(module))):
                 layers[module] = mode
@@ -431,7 +462,7 @@ def _walk(model: nn.Module, home: dict[int, int]) -> Any:
         stack.extend(reversed(children))
 
 
-def _mode(module: nn.Module, units: Sequence[Unit], config: Config, in_list: bool) -> str:
+def _mode(module: nn.Module, units: Sequence[Unit], config: Config, auto: str) -> str:
     """What is done with the activations of a module that lies in these units."""
     if not any(True for _ in module.children()) or not can_recompute(module):
         return "keep"
@@ -440,7 +471,7 @@ def _mode(module: nn.Module, units: Sequence[Unit], config: Config, in_list: boo
     if config.activations != "auto":
         return config.activations
     alone = len(units) == 1  # what runs again holds all of its units
-    return "recompute" if in_list and alone and units[0].shard.tiers.params != "device" else "keep"
+    return auto if alone and units[0].shard.tiers.params != "device" else "keep"
 
 
 def _heads(model: nn.Module, in_tiles: Container[int]) -> list[nn.Linear]:

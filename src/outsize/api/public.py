@@ -99,7 +99,7 @@ def plan(
                 raise ValueError(
                     "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
                 )
-            return _plan_of(prepared.placed, prepared.config)
+            return replace(_plan_of(prepared.placed, prepared.config), activations=prepared.chosen)
     kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
     if optimizer is not None:
         kept = kept_by(rule_for(optimizer, made.state_format), made)
@@ -158,6 +158,7 @@ class MemoryReport:
 def memory(model: nn.Module) -> MemoryReport:
     """Bytes per tier and kind, now and at their peak; waits, update time and disk traffic since `prepare`."""
     prepared = require(model)
+    prepared.choice.settle()
     ledger, schedule = prepared.resources.ledger, prepared.engine.streamer.schedule
     return MemoryReport(
         now=MappingProxyType(dict(ledger.now)),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from outsize.plan.choice import Chosen
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole, most_at_once
 from outsize.plan.sizes import format_bytes
 
@@ -108,6 +109,8 @@ class Plan:
     update_bytes: int
     link_bytes: int
     together: UsedTogether = field(default_factory=dict)
+    activations: Chosen | None = None
+    """Of a prepared model, where `activations="auto"` has a choice."""
 
     @property
     def state_bytes(self) -> int:
@@ -180,7 +183,8 @@ class Plan:
         return busiest if seconds[busiest] > 0 else "computation"
 
     def __str__(self) -> str:
-        return "\n".join([*_table(_rows(self.units)), "", *self._totals(), *self._movement()])
+        activations = [] if self.activations is None else [str(self.activations)]
+        return "\n".join([*_table(_rows(self.units)), "", *self._totals(), *self._movement(), *activations])
 
     def _totals(self) -> list[str]:
         budgets = self.budgets

@@ -6,7 +6,7 @@ Chen et al. 2016 (recomputation); ZeRO-Infinity, section 5.1.2 (inputs moved out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from outsize.move.activations import ActivationStore
+from outsize.run.choice import Choice, Cost, Lease, Measurement
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.parts import Call, Parts
 from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
@@ -49,9 +50,11 @@ class Activations:
     micro_batches: int = 1
     store: ActivationStore | None = None  # where "offload" moves inputs; None where they stay where they are
     by_reference: Callable[[Hooks], Hooks] | None = None  # of hooks: the same, but views of units go by reference
+    holding: Callable[[object], AbstractContextManager[Any]] | None = None  # in the block, what is saved holds this
+    choice: Choice | None = None  # of "auto"
 
     def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
-        """The `forward` of a module, run in the `mode`: "keep", "recompute", "selective" or "offload".
+        """The `forward` of a module, run in the `mode`: "keep", "recompute", "selective", "offload" or "auto".
 
         Under non-reentrant checkpointing, the random state is kept, so dropout repeats, and so is what the layer was:
         see `LayerState`. Inside a region that the user already checkpoints, and while such a region is recomputed, the
@@ -85,6 +88,8 @@ class Layer:
         self._parts = parts
         self._activations = activations
         self._copies_large = True
+        self._kind = type(module), tuple(param.shape for param in module.parameters())
+        self._costs: list[Cost] = []  # of its calls, under "auto"
         self._alone: dict[object, bool] = {}  # by what a call looks like: whether its parts may be computed alone
         self.__wrapped__ = forward  # whoever asks for the signature finds that of the forward
 
@@ -102,7 +107,9 @@ class Layer:
                 _refuse_reading(cache, self._short)
             args = tuple(None if _is_cache(value) else value for value in args)
             kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
-        one = self._forward if mode == "keep" else partial(self._checkpointed, mode)
+        one = self._forward if mode == "keep" else partial(self._checkpointed, mode, None)
+        if mode == "auto":
+            one = self._chosen
         calls = self._parts.of(args, kwargs)
         if len(calls) == 1 or not self._in_parts(args, kwargs):
             return one(*args, **kwargs)
@@ -128,7 +135,24 @@ class Layer:
                 self._parts.refuse(self._name, fault)
         return self._alone[key]
 
-    def _checkpointed(self, mode: str, *args: Any, **kwargs: Any) -> Any:
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        choice, holding = self._activations.choice, self._activations.holding
+        assert choice is not None and holding is not None
+        inputs = _tensors((*args, *kwargs.values()))
+        lease = choice.lease(self._costs, self._short.strip("'"), self._form(inputs), inputs)
+        if lease.mode != "keep":
+            return self._checkpointed(lease.mode, lease, *args, **kwargs)
+        with holding(lease):
+            return self._forward(*args, **kwargs)
+
+    def _form(self, inputs: Sequence[torch.Tensor]) -> object:
+        """What a call saves for the backward hangs on this, and on the sizes of its inputs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = tuple(param.requires_grad for param in self._modules[0].parameters())
+        kinds = tuple((each.dtype, each.requires_grad) for each in inputs)
+        return self._kind, kinds, trained, self._modules[0].training, torch._C._is_any_autocast_enabled()
+
+    def _checkpointed(self, mode: str, lease: Lease | None, *args: Any, **kwargs: Any) -> Any:
         inputs = _tensors((*args, *kwargs.values()))
         versions = [version_of(each) for each in inputs]
         state = LayerState(self._modules, self._name, self._copies_large)
@@ -143,7 +167,8 @@ class Layer:
             return tree_unflatten(values, spec)  # type: ignore[no-any-return]
 
         contexts = nullcontext(), state
-        forward = partial(self._run, [(args, kwargs)], given, _selection(mode), [])
+        record = _Record(lease, self._measurement(lease, inputs))
+        forward = partial(self._run, [(args, kwargs)], given, _selection(mode), record)
         del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
@@ -158,6 +183,13 @@ class Layer:
         self._copies_large = state.settle()
         return result
 
+    def _measurement(self, lease: Lease | None, inputs: list[torch.Tensor]) -> Measurement | None:
+        if lease is None or not lease.measures:
+            return None
+        assert self._activations.choice is not None
+        module = self._modules[0]
+        return Measurement(self._activations.choice, lease, [*inputs, *module.parameters(), *module.buffers()])
+
     def _saving_inputs(self, mode: str) -> AbstractContextManager[Any]:
         """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
         store, by_reference = self._activations.store, self._activations.by_reference
@@ -171,31 +203,27 @@ class Layer:
         first: list[Call],
         given: Callable[..., Call],
         selection: _Selection,
-        versions: list[int],
+        record: _Record,
         _: torch.Tensor,
         *tensors: Any,
     ) -> Any:
-        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists.
-
-        `versions`: of the tensors that the last forward saved, in order, when it saved them.
-        """
+        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists."""
         keeping, using = selection
-        versions.clear()
         args, kwargs = first.pop() if first else given(*tensors)
         with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
             if not in_backward():
-                with self._explaining(versions), keeping:
-                    return self._forward(*args, **kwargs)
+                with self._explaining(record), keeping:
+                    return record.forward(partial(self._forward, *args, **kwargs))
             # A selection counts operations: those of a fetch are not among them.
-            with self._frame(), using, _own_errors(versions):
-                return self._forward(*args, **kwargs)
+            with self._frame(), using, _own_errors(record):
+                return record.again(partial(self._forward, *args, **kwargs))
 
     def _frame(self) -> AbstractContextManager[None]:
         """The second forward runs inside a frame, as the first does."""
         frame = self._modules[0].__dict__.get(FRAME)
         return nullcontext() if frame is None else frame()
 
-    def _explaining(self, versions: list[int]) -> AbstractContextManager[Any]:
+    def _explaining(self, record: _Record) -> AbstractContextManager[Any]:
         """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name.
 
         So does one that the forward that ran again saved, and then wrote to.
@@ -207,14 +235,13 @@ class Layer:
 
         @wraps(pack)
         def numbered(tensor: torch.Tensor) -> tuple[int, Any]:
-            versions.append(tensor._version)
-            return len(versions) - 1, pack(tensor)
+            return record.note(tensor), pack(tensor)
 
         def explained(packed: tuple[int, Any]) -> torch.Tensor:
             number, placeholder = packed
             try:
                 tensor = unpack(placeholder)
-                refuse_written(tensor, versions[number])
+                refuse_written(tensor, record.versions[number])
                 return tensor
             except CheckpointError as error:
                 raise CheckpointError(
@@ -229,8 +256,36 @@ class Layer:
         return any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
 
 
+@final
+class _Record:
+    """What the last forward of a checkpointed call saved. It lives as long as anything that the call saves."""
+
+    def __init__(self, lease: Lease | None, measurement: Measurement | None) -> None:
+        self.versions: list[int] = []  # of the tensors that it saved, in order, when it saved them
+        self._lease = lease
+        self._measurement = measurement
+
+    def note(self, tensor: torch.Tensor) -> int:
+        """An operation saves this; its number."""
+        if self._measurement is not None:
+            self._measurement.saved.add(tensor)
+        self.versions.append(tensor._version)
+        return len(self.versions) - 1
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        if self._measurement is None:
+            return run()
+        counting = _Counting(self._measurement) if self._measurement.counts_products else nullcontext()
+        with counting:
+            return self._measurement.forward(run)
+
+    def again(self, run: Callable[[], Any]) -> Any:
+        self.versions.clear()
+        return run() if self._measurement is None else self._measurement.again(run)
+
+
 @contextmanager
-def _own_errors(versions: list[int]) -> Iterator[None]:
+def _own_errors(record: _Record) -> Iterator[None]:
     """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
     hooks = top_hooks()
     if hooks is None:
@@ -241,7 +296,7 @@ def _own_errors(versions: list[int]) -> Iterator[None]:
 
     @wraps(pack)
     def noting(tensor: torch.Tensor) -> Any:
-        versions.append(tensor._version)
+        record.note(tensor)
         try:
             return pack(tensor)
         except BaseException as error:
@@ -272,6 +327,11 @@ _KEPT_OPERATIONS = frozenset(
     if hasattr(torch.ops.aten, name)
 )
 """What "selective" keeps: products of matrices, convolutions and attention, which take the time of a layer."""
+
+
+def _packet(func: Any) -> Any:
+    """The operation with all of its overloads; of one that takes functions, nothing."""
+    return getattr(func, "overloadpacket", None)
 
 
 _UNTRACKED = frozenset(
@@ -321,6 +381,8 @@ Kept = dict[Any, list[_Result]]
 class _Keeping(TorchDispatchMode):
     """The first forward: it keeps some results."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self._kept = kept
@@ -328,19 +390,35 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _KEPT_OPERATIONS:
+        if _packet(func) in _KEPT_OPERATIONS:
             result = _Result(value)
             self._kept.setdefault(func, []).append(result)
             self._by_storage |= dict.fromkeys(result.storages, result)
-        elif func.overloadpacket in _UNTRACKED:
+        elif _packet(func) in _UNTRACKED:
             viewed = self._by_storage.get(args[0].untyped_storage()._cdata)
             if viewed is not None:
                 viewed.watch(tree_flatten(value)[0])
         return value
 
 
+class _Counting(TorchDispatchMode):
+    """What "selective" would keep: its bytes, and the seconds that it takes."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, measurement: Measurement) -> None:
+        super().__init__()
+        self._measurement = measurement
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = partial(func, *args, **(kwargs or {}))
+        return self._measurement.operation(run, _packet(func) in _KEPT_OPERATIONS)
+
+
 class _Using(TorchDispatchMode):
     """A later forward: it takes what the first one kept. What was written to in place since is computed again."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
@@ -352,7 +430,7 @@ class _Using(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self._used.get(func, 0)
-        if func.overloadpacket in _KEPT_OPERATIONS and number < len(self._kept.get(func, ())):
+        if _packet(func) in _KEPT_OPERATIONS and number < len(self._kept.get(func, ())):
             self._used[func] = number + 1
             result = self._kept[func][number]
             if not result.changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -104,10 +104,12 @@ def _run_on_copies(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kw
 class Saving:
     """What is saved for the backward: views of gathered buffers as references that bring the unit back."""
 
-    __slots__ = ("_gate", "outer")
+    __slots__ = ("_gate", "_held", "outer")
 
-    def __init__(self, gate: Engine, outer: Any) -> None:
+    def __init__(self, gate: Engine, outer: Any, held: object = None) -> None:
+        """`held` lives as long as anything that is saved."""
         self._gate = gate
+        self._held = held
         self.outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -158,6 +160,15 @@ def by_reference(gate: Engine, outer: Hooks) -> Hooks:
     """These hooks, but what views a buffer of the gate is saved by reference."""
     saving = Saving(gate, outer)
     return saving.pack, saving.unpack
+
+
+def saving_with(gate: Engine, held: object) -> AbstractContextManager[Any]:
+    """In the block, what is saved is saved by reference where it views a buffer of the gate, and holds `held`."""
+    outer = top_hooks()
+    while outer is not None and is_ours(outer, gate):
+        outer = outer[0].__self__.outer  # type: ignore[attr-defined]
+    saving = Saving(gate, outer, held)
+    return torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
 
 
 def is_foreign(hooks: Hooks | None) -> bool:

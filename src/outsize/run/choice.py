@@ -1,0 +1,261 @@
+"""`activations="auto"`: which calls of layers keep what they save for the backward, and which compute it again.
+
+An exact choice over layers by measured bytes and seconds, under the bytes that the budget has spare. The problem is
+that of Checkmate (Jain et al. 2020), with a layer's call as the thing that is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten
+
+from outsize.move.memory import Ledger
+from outsize.plan.choice import Chosen, cheapest
+
+# Note [Measured, then chosen]
+# A call of which nothing is known computes everything again, and counts what it would have kept. If the calls of all
+# layers fit, all are kept from the next pass on. If not, the next pass also counts and times what "selective" would
+# keep, and then those modes are chosen that cost the fewest seconds. What was measured holds for calls alike: the same
+# things are trained, and no input is larger in any dimension. Whatever was chosen, a call keeps nothing where the
+# bytes that are held leave no room for it: two graphs may be alive at once.
+
+ACCOUNT = "device/activations"
+DISPATCH_SECONDS = 5e-6
+"""What "selective" takes for each operation of the first forward, which it sees one by one."""
+
+MOST_FORMS = 8
+"""Of one layer's calls, which are remembered."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@final
+@dataclass(eq=False)
+class Cost:
+    """What calls of one form keep, in bytes, and take, in seconds; the bytes are -1 as long as they are unknown."""
+
+    layer: str
+    form: object
+    shapes: Shapes  # of the inputs: none is larger
+    mode: str = "recompute"
+    kept: int = -1  # by "keep", beside inputs and parameters
+    products: int = -1  # by "selective"
+    again: float = math.inf  # of "recompute": its second forward
+    cheap: float = math.inf  # of "selective": what both of its forwards take beside one plain one
+    counts_products: bool = False  # in the next call
+    alive: int = 0  # calls whose graph is there
+    most_alive: int = 0
+
+    def covers(self, form: object, shapes: Shapes) -> bool:
+        """Whether a call takes no more than these."""
+        return self.form == form and len(shapes) == len(self.shapes) and all(map(_is_within, shapes, self.shapes))
+
+    def bytes_of(self, mode: str) -> int:
+        return max({"keep": self.kept, "selective": self.products}.get(mode, 0), 0)
+
+    def options(self) -> dict[str, tuple[int, float]]:
+        """(bytes, seconds) of each mode, for all of its calls that are alive at once."""
+        seconds = {"keep": 0.0, "recompute": self.again}
+        if self.products >= 0:
+            seconds["selective"] = self.cheap
+        return {mode: (self.most_alive * self.bytes_of(mode), self.most_alive * each) for mode, each in seconds.items()}
+
+
+def _is_within(shape: tuple[int, ...], most: tuple[int, ...]) -> bool:
+    return len(shape) == len(most) and all(one <= other for one, other in zip(shape, most, strict=True))
+
+
+@final
+class Lease:
+    """What one call may keep. Whatever it saves holds the lease, and the bytes are free again when that is gone."""
+
+    def __init__(self, cost: Cost, mode: str, given_back: deque[tuple[Cost, int]]) -> None:
+        self.cost, self.mode = cost, mode
+        self.nbytes = cost.bytes_of(mode)
+        self.counts_saved = cost.kept < 0
+        self.counts_products = cost.counts_products
+        self._given_back = given_back
+
+    def __del__(self) -> None:
+        self._given_back.append((self.cost, self.nbytes))  # the collector may run inside of anything: no locks here
+
+    @property
+    def measures(self) -> bool:
+        return self.counts_saved or self.counts_products
+
+
+@final
+class Storages:
+    """Counts the bytes of memory that tensors lie in, each once."""
+
+    def __init__(self, there_anyway: Iterable[torch.Tensor] = ()) -> None:
+        self._seen: dict[int, StorageWeakRef] = {}  # as long as it is there, no other memory gets its number
+        self.nbytes = 0
+        for tensor in there_anyway:
+            self.add(tensor)
+        self.nbytes = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            self.nbytes += tensor.numel() * tensor.element_size()
+            return
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if self._seen.setdefault(reference.cdata, reference) is reference:
+            self.nbytes += storage.nbytes()
+
+
+@final
+class Measurement:
+    """Of the forward of one call, and of what "selective" would keep of it where that is asked for."""
+
+    def __init__(self, choice: Choice, lease: Lease, there_anyway: Iterable[torch.Tensor]) -> None:
+        self.saved = Storages(there_anyway)
+        self._choice, self._lease = choice, lease
+        self._products, self._product_seconds, self._operations = Storages(), 0.0, 0
+
+    @property
+    def counts_products(self) -> bool:
+        return self._lease.counts_products
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        result, seconds = self._timed(run)
+        cost = self._lease.cost
+        if self._lease.counts_saved:
+            cost.kept, cost.again = self.saved.nbytes, seconds
+        if self.counts_products:
+            cost.products = self._products.nbytes
+            cost.cheap = max(seconds - self._product_seconds, 0.0) + self._operations * DISPATCH_SECONDS
+            cost.counts_products = False
+        self._choice.outdated = True
+        return result
+
+    def operation(self, run: Callable[[], Any], is_product: bool) -> Any:
+        """`is_product`: "selective" keeps the result."""
+        self._operations += 1
+        if not is_product:
+            return run()
+        result, seconds = self._timed(run)
+        self._product_seconds += seconds
+        for each in tree_flatten(result)[0]:
+            if isinstance(each, torch.Tensor):
+                self._products.add(each)
+        return result
+
+    def again(self, run: Callable[[], Any]) -> Any:
+        """The second forward. It may end by an exception: all that the backward needs is there."""
+        began = self._now()
+        try:
+            return run()
+        finally:
+            self._lease.cost.again = min(self._lease.cost.again, self._now() - began)
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        began = self._now()
+        result = run()
+        return result, self._now() - began
+
+    def _now(self) -> float:
+        if self._choice.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+@final
+class Choice:
+    """Chooses for each call of a layer; what the calls keep stays within `spare` bytes."""
+
+    def __init__(self, spare: int, ledger: Ledger, device: torch.device) -> None:
+        self.spare = spare
+        self.device = device
+        self.chosen = Chosen(spare=spare)
+        self._ledger = ledger
+        self._held = 0
+        self._alive = 0
+        self._given_back: deque[tuple[Cost, int]] = deque()
+        self._pass: dict[Cost, None] = {}  # calls since no graph was alive
+        self.outdated = False
+
+    def lease(self, known: list[Cost], layer: str, form: object, inputs: Sequence[torch.Tensor]) -> Lease:
+        """How this call of a layer is run. `known`: what its calls cost; the list is kept up to date."""
+        self.settle()
+        if not self._alive:
+            if self.outdated:
+                self._choose()
+            self._pass.clear()
+        cost = self._cost(known, layer, form, tuple(tuple(each.shape) for each in inputs))
+        fits = self._held + cost.bytes_of(cost.mode) <= self.spare
+        lease = Lease(cost, cost.mode if fits else "recompute", self._given_back)
+        self._held += lease.nbytes
+        self._alive += 1
+        cost.alive += 1
+        if cost.alive > cost.most_alive:
+            cost.most_alive, self.outdated = cost.alive, True
+        self._pass[cost] = None
+        if lease.nbytes:
+            self._ledger.add(ACCOUNT, lease.nbytes)
+        return lease
+
+    def settle(self) -> None:
+        """Take note of what was given back."""
+        while self._given_back:
+            cost, nbytes = self._given_back.popleft()
+            self._held -= nbytes
+            self._alive -= 1
+            cost.alive -= 1
+            if nbytes:
+                self._ledger.remove(ACCOUNT, nbytes)
+
+    @staticmethod
+    def _cost(known: list[Cost], layer: str, form: object, shapes: Shapes) -> Cost:
+        found = next((each for each in known if each.covers(form, shapes)), None)
+        if found is None:
+            found = Cost(layer, form, shapes)
+            known[:] = [found, *(each for each in known if not found.covers(each.form, each.shapes))][:MOST_FORMS]
+        return found
+
+    def _choose(self) -> None:
+        """For the calls of the pass that is over."""
+        self.outdated = False
+        costs = [cost for cost in self._pass if cost.kept >= 0]
+        if sum(cost.options()["keep"][0] for cost in costs) > self.spare > 0 and not _compiles():
+            for cost in costs:
+                cost.counts_products = cost.products < 0
+        _take_least(costs)
+        options = [cost.options() for cost in costs]
+        chosen = cheapest([list(each.values()) for each in options], self.spare)
+        for cost, each, index in zip(costs, options, chosen, strict=True):
+            cost.mode = "recompute" if cost.counts_products else list(each)[index]
+        taken = [each[cost.mode] for cost, each in zip(costs, options, strict=True)]
+        self.chosen = Chosen(
+            {cost.layer: cost.mode for cost in costs},
+            sum(nbytes for nbytes, _ in taken),
+            sum(seconds for _, seconds in taken),
+            self.spare,
+        )
+
+
+def _take_least(costs: Iterable[Cost]) -> None:
+    """Layers that are alike take the same time; whatever else the machine did only adds to it."""
+    alike: dict[object, list[Cost]] = {}
+    for cost in costs:
+        alike.setdefault((cost.form, cost.shapes), []).append(cost)
+    for group in alike.values():
+        again, cheap = min(cost.again for cost in group), min(cost.cheap for cost in group)
+        for cost in group:
+            cost.again, cost.cheap = again, cheap
+
+
+def _compiles() -> bool:
+    """Whether something was compiled in this process: inside "selective" it would run uncompiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0

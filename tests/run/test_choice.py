@@ -1,0 +1,344 @@
+"""`activations="auto"` keeps what the budget has room for, computes the rest again, and changes no bit."""
+
+import gc
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from tests.conftest import AT_REST_TIERS, Trace, Workshop, adamw, assert_same_gradients, train, weights
+
+HELD = "device/activations"
+DEPTH, WIDTH, ROWS = 6, 32, 64
+ON_HOST = {"params": "host", "grads": "host", "states": "host"}
+
+
+class Residual(nn.Module):
+    """A layer that counts its forwards."""
+
+    ran: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, number: int, p: float) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(p)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Residual.ran[self.number] += 1
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+class Deep(nn.Module):
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(number, p) for number in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def data(count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator("cpu").manual_seed(count)
+
+    def random(columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device="cpu").to(torch.get_default_device())
+
+    return [(random(WIDTH), random(4)) for _ in range(count)]
+
+
+def forwards(model: nn.Module, optimizer: Any, batches: Any) -> list[int]:
+    """Of each layer, how often it runs in each of the steps."""
+    counts = []
+    for batch in batches:
+        Residual.ran.clear()
+        train(model, optimizer, [batch])
+        counts.append([Residual.ran[number] for number in range(DEPTH)])
+    return counts
+
+
+def held(model: nn.Module) -> tuple[int, int]:
+    """Bytes that layers keep by choice: now, and at most so far."""
+    report = outsize.memory(model)
+    return report.now.get(HELD, 0), report.peak.get(HELD, 0)
+
+
+def prepared(workshop: Workshop, budget: int, build: Any = Deep, **fields: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = adamw(model)
+    name = "host_memory" if workshop.device == "cpu" else "device_memory"
+    workshop.prepare(model, optimizer, **{**ON_HOST, name: budget, "disk": workshop.disk, **fields})
+    torch.manual_seed(1)
+    return model, optimizer
+
+
+def chosen(model: nn.Module) -> Any:
+    found = outsize.plan(model).activations
+    assert found is not None
+    return found
+
+
+AMPLE = 64 << 20
+
+
+def spare_of(workshop: Workshop, budget: int, build: Any = Deep) -> int:
+    """Bytes that the layers of a model may keep under the budget; 0 too where it does not hold the model."""
+    try:
+        model, _ = prepared(workshop, budget, build)
+    except ValueError:
+        return 0
+    found = outsize.plan(model).activations
+    return 0 if found is None else found.spare
+
+
+def budget_for(workshop: Workshop, spare: int, build: Any = Deep, enough: int = AMPLE) -> int:
+    """The smallest budget that leaves layers so many bytes, to some KiB."""
+    too_small = 0
+    while enough - too_small > enough // 1024:
+        middle = (too_small + enough) // 2
+        if spare_of(workshop, middle, build) >= spare:
+            enough = middle
+        else:
+            too_small = middle
+    return enough
+
+
+def share_of(workshop: Workshop, share: float, build: Any = Deep) -> int:
+    """The smallest budget under which this share may be kept of all that the layers save."""
+    model, optimizer = prepared(workshop, AMPLE, build)
+    forwards(model, optimizer, data(2))
+    return budget_for(workshop, int(chosen(model).nbytes * share), build)
+
+
+def a_third(workshop: Workshop) -> int:
+    return share_of(workshop, 0.34)
+
+
+def test_what_fits_is_kept_after_the_first_step(workshop: Workshop) -> None:
+    model, optimizer = prepared(workshop, AMPLE)
+    assert "chosen when they have run" in str(outsize.plan(model))
+    assert forwards(model, optimizer, data(4)) == [[2] * DEPTH, *[[1] * DEPTH] * 3]
+    found = chosen(model)
+    assert set(found.modes) == {f"layers.{number}" for number in range(DEPTH)}
+    assert set(found.modes.values()) == {"keep"}
+    now, peak = held(model)
+    assert now == 0
+    assert 0 < peak == found.nbytes <= found.spare
+    assert f"of {DEPTH} layers {DEPTH} keep what they save" in str(outsize.plan(model))
+    assert HELD in str(outsize.memory(model))
+
+
+def test_what_a_layer_is_said_to_keep_is_what_it_keeps(workshop: Workshop) -> None:
+    """The input of the next layer is among it: the tensor that the last operation made. Dropout keeps a mask."""
+    model, optimizer = prepared(workshop, AMPLE, lambda: Deep(p=0.5))
+    forwards(model, optimizer, data(2))
+    rows = ROWS * 4
+    norm = rows * WIDTH + 2 * rows  # its result, means and deviations
+    inside = 2 * rows * 4 * WIDTH  # before and behind the activation
+    mask = rows * WIDTH
+    low, high = norm + inside + mask // 4, norm + inside + 2 * mask
+    assert DEPTH * low <= chosen(model).nbytes <= DEPTH * high
+
+
+def test_under_a_budget_some_layers_compute_again(workshop: Workshop) -> None:
+    model, optimizer = prepared(workshop, a_third(workshop))
+    counts = forwards(model, optimizer, data(5))
+    assert counts[0] == counts[1] == [2] * DEPTH
+    for count in counts[3:]:
+        kept = sum(each == 1 for each in count)
+        assert 1 <= kept < DEPTH
+    found = chosen(model)
+    assert Counter(found.modes.values())["keep"] < DEPTH
+    assert held(model)[1] <= found.spare
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_the_bits_are_those_of_keep(workshop: Workshop, tier: str) -> None:
+    """With dropout, whatever was chosen, in the steps before and after it."""
+
+    def trained(**fields: Any) -> tuple[Trace, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Deep()
+        optimizer = adamw(model)
+        workshop.prepare(model, optimizer, tier, **fields)
+        torch.manual_seed(1)
+        return train(model, optimizer, data(5), clip=1.0), weights(model)
+
+    budget = {"host_memory" if workshop.device == "cpu" else "device_memory": a_third(workshop)}
+    if tier == "squeezed":
+        budget = {}
+    trace, expected = trained(activations="keep")
+    for fields in ({}, budget):
+        found, values = trained(**fields)
+        assert found == trace
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+def test_a_tighter_budget_never_takes_more(workshop: Workshop) -> None:
+    peaks, budgets = [], [share_of(workshop, share) for share in (0.01, 0.2, 0.4, 0.6, 0.8, 1.1)]
+    for budget in budgets:
+        model, optimizer = prepared(workshop, budget)
+        forwards(model, optimizer, data(4))
+        peaks.append(held(model)[1])
+        assert peaks[-1] <= chosen(model).spare
+    assert peaks == sorted(peaks)
+    assert peaks[0] == 0
+    assert peaks[-1] == chosen(model).nbytes
+    assert set(chosen(model).modes.values()) == {"keep"}
+
+
+def test_longer_inputs_are_measured_before_they_are_kept(workshop: Workshop) -> None:
+    model, optimizer = prepared(workshop, AMPLE)
+    assert forwards(model, optimizer, data(2)) == [[2] * DEPTH, [1] * DEPTH]
+    before = chosen(model).nbytes
+    assert forwards(model, optimizer, data(3, rows=2 * ROWS)) == [[2] * DEPTH, [1] * DEPTH, [1] * DEPTH]
+    assert chosen(model).nbytes == 2 * before
+    assert forwards(model, optimizer, data(2)) == [[1] * DEPTH] * 2, "shorter ones are known to fit"
+
+
+def test_several_graphs_at_once_stay_within_the_bytes(workshop: Workshop) -> None:
+    model, optimizer = prepared(workshop, a_third(workshop))
+    forwards(model, optimizer, data(4))
+    spare = chosen(model).spare
+    losses = []
+    for x, y in data(6):
+        losses.append((model(x) - y).square().mean())
+        assert held(model)[0] <= spare
+    sum(losses).backward()
+    del losses
+    optimizer.step()
+    optimizer.zero_grad()
+    assert held(model) == (0, held(model)[1])
+    assert held(model)[1] <= spare
+
+
+def test_a_layer_that_is_called_twice_counts_twice(workshop: Workshop) -> None:
+    class Twice(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.layers[0](x))
+
+    model, optimizer = prepared(workshop, AMPLE, Twice)
+    assert forwards(model, optimizer, data(3))[2] == [2] + [1] * (DEPTH - 1)
+    once, optimizer = prepared(workshop, AMPLE)
+    forwards(once, optimizer, data(3))
+    assert chosen(model).nbytes * DEPTH == chosen(once).nbytes * (DEPTH + 1)
+    assert held(model)[1] == chosen(model).nbytes
+
+
+def test_what_is_trained_changes_what_is_kept(workshop: Workshop) -> None:
+    """Layers below the first trained one keep nothing, and are measured again when they are trained."""
+    model, optimizer = prepared(workshop, AMPLE)
+    for layer in model.layers[: DEPTH - 1]:
+        layer.requires_grad_(False)
+    forwards(model, optimizer, data(3))
+    one = held(model)[1]
+    for layer in model.layers:
+        layer.requires_grad_(True)
+    forwards(model, optimizer, data(3))
+    assert one > 0
+    assert held(model)[1] == DEPTH * one == chosen(model).nbytes
+
+
+def test_an_error_or_a_dropped_graph_gives_the_bytes_back(workshop: Workshop) -> None:
+    model, optimizer = prepared(workshop, AMPLE)
+    forwards(model, optimizer, data(2))
+    output = model(data(1)[0][0])
+    assert held(model)[0] == chosen(model).nbytes
+    del output
+    gc.collect()
+    assert held(model)[0] == 0
+
+    def fail(*_: object) -> None:
+        raise KeyError("stop")
+
+    handle = model.layers[4].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="stop"):
+        model(data(1)[0][0])
+    handle.remove()
+    gc.collect()
+    assert held(model)[0] == 0
+    assert forwards(model, optimizer, data(2)) == [[1] * DEPTH] * 2
+
+
+def test_without_gradients_nothing_is_held(workshop: Workshop) -> None:
+    model, optimizer = prepared(workshop, AMPLE)
+    forwards(model, optimizer, data(2))
+    peak = held(model)[1]
+    with torch.no_grad():
+        model(torch.cat([x for x, _ in data(8)]))
+    assert held(model) == (0, peak)
+
+
+def test_a_graph_is_used_twice(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Deep(p=0.0), sgd, **ON_HOST)
+    pair.train(data(2))
+    for model in (pair.plain, pair.model):
+        x, y = data(1)[0]
+        loss = (model(x) - y).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert held(pair.model)[0] == 0
+    assert_same_gradients(pair.model, pair.plain)
+
+
+def test_in_parts(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Deep(p=0.0), sgd, micro_batches=3, **ON_HOST)
+    pair.train(data(4))
+    assert set(chosen(pair.model).modes.values()) == {"keep"}
+
+
+def test_layers_that_rest_on_the_device_are_left_alone(workshop: Workshop) -> None:
+    model = Deep()
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "device")
+    assert forwards(model, optimizer, data(2)) == [[1] * DEPTH] * 2
+    assert outsize.plan(model).activations is None
+
+
+def test_products_are_kept_where_only_they_fit(workshop: Workshop) -> None:
+    """Layers whose cheap operations save most of the bytes, and take little time: their products alone are kept."""
+
+    class Cheap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            for _ in range(4):
+                y = torch.tanh(y)
+            return x + self.two(y)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Cheap() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(512, 1024, generator=generator, device="cpu").to(torch.get_default_device())
+    products = 3 * 2 * 4 * x.numel()
+    model, optimizer = prepared(workshop, budget_for(workshop, products, Model, 256 << 20), Model)
+    for _ in range(4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = chosen(model)
+    assert found.nbytes <= found.spare
+    assert "selective" in found.modes.values()
+    assert held(model)[1] == found.nbytes
