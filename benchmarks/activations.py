@@ -1,11 +1,13 @@
 """What layers keep for their backward: memory and time of each way, against plain torch and its own ways.
 
-    python -m benchmarks.activations [memory] [time] [micro_batches] [tiles] [loss] [weight] --disk DIR
+    python -m benchmarks.activations [memory] [time] [auto] [micro_batches] [tiles] [loss] [weight] --disk DIR
 
 memory         48, 24 and 12 layers, `activations="offload"` to disk: peak memory of a process of its own over that of
                one layer's forward and backward, in inputs of a layer (8 MiB each).
 time           a step with the inputs on disk, or all computed again, in turns in one process. Beside them torch's
                `save_on_cpu` around a plain model, which on a CPU copies.
+auto           4 models under 4 budgets each, from all that layers keep to a twentieth of it: a step of
+               `activations="auto"` over one of the best single mode that fits, in turns in one process.
 micro_batches  8 micro-batches in each layer against 8 that are accumulated, all on disk: bytes and time.
 tiles          an MLP of a long sequence, whole and in tiles: peak memory.
 loss           4,096 tokens and a vocabulary of 131,072 in fp32: peak memory and time of the head and its loss. (bf16 is
@@ -16,11 +18,13 @@ weight         one weight of 65,536 x 16,384 (4 GiB) under 768 MiB, used in tile
 
 from __future__ import annotations
 
+import operator
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 
 import outsize
 from benchmarks.common import PeakRss, Row, rss_bytes, run_child, run_rows
+from outsize.plan.choice import Chosen
 
 MIB = 1 << 20
 WIDTH, TOKENS = 256, 8192
@@ -132,6 +137,123 @@ def timed(directory: str) -> list[Row]:
     return [
         Row("12 layers: a step with inputs on disk over one with all computed again", told, "<= 1.05 x", ratio <= 1.05)
     ]
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(32, 32, 3, padding=1) for _ in range(2))
+        self.norm = nn.GroupNorm(4, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.nn.functional.silu(self.norm(self.one(x))))
+
+
+class Gated(nn.Module):
+    """A layer with more cheap operations than products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down, self.drop = nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = torch.tanh(self.gate(y)) * torch.sigmoid(self.up(y))
+        return x + self.drop(self.down(torch.nn.functional.gelu(y) * y))
+
+
+class Of(nn.Module):
+    """Layers of one kind."""
+
+    def __init__(self, layer: Callable[[], nn.Module], depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(depth)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+
+
+AUTO_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MLPs": (Layer, (4, 1024, WIDTH)),
+    "attention": (attention, (4, 256, WIDTH)),
+    "convolutions": (Convolutions, (4, 32, 48, 48)),
+    "gated": (Gated, (4, 1024, WIDTH)),
+}
+AUTO_SHARES = (1.05, 0.7, 0.4, 0.05)
+AUTO_ROUNDS = 15
+
+
+def auto(directory: str) -> list[Row]:
+    return [row for name in AUTO_MODELS for row in auto_of(name)]
+
+
+def auto_of(name: str) -> list[Row]:
+    build, shape = AUTO_MODELS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def loop(**fields: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Of(build)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        places = dict.fromkeys(("params", "grads", "states"), "host")
+        outsize.prepare(model, optimizer, device="cpu", **{"host_memory": "1GiB", **places, **fields})
+        return model, optimizer
+
+    def spare(budget: int) -> int:
+        try:
+            found = outsize.plan(loop(host_memory=budget)[0]).activations
+        except ValueError:
+            return 0
+        return 0 if found is None else found.spare
+
+    def budget_for(nbytes: int) -> int:
+        few, many = 0, 1 << 30
+        while many - few > 1 << 16:
+            middle = (few + many) // 2
+            few, many = (few, middle) if spare(middle) >= nbytes else (middle, many)
+        return many
+
+    def kept_by(budget: int) -> Chosen:
+        model, optimizer = loop(host_memory=budget)
+        for _ in range(3):
+            step(model, optimizer, x)
+        found = outsize.plan(model).activations
+        assert found is not None
+        return found
+
+    all_of_it = kept_by(1 << 30).nbytes
+    budgets = {share: budget_for(int(share * all_of_it)) for share in AUTO_SHARES}
+    bytes_of = {"keep": all_of_it, "recompute": 0, **kept_by(budgets[AUTO_SHARES[-1]]).bytes_if_all}
+    loops = {mode: loop(activations=mode) for mode in ("keep", "selective", "recompute")}
+    chosen = {share: loop(host_memory=budget) for share, budget in budgets.items()}
+    every: dict[object, tuple[nn.Module, Any]] = {**loops, **chosen}
+    taken: dict[object, list[float]] = {kind: [] for kind in every}
+    for number in range(AUTO_ROUNDS + 3):  # the choice is made in the first three
+        for kind, (model, optimizer) in every.items():
+            began = time.perf_counter()
+            step(model, optimizer, x)
+            taken[kind] += [time.perf_counter() - began] * (number >= 3)
+    rows, before = [], 1 << 62
+    for share, (model, _) in chosen.items():
+        found = outsize.plan(model).activations
+        assert found is not None
+        fitting = [mode for mode in loops if bytes_of.get(mode, 1 << 62) <= found.spare]
+        ratios = {mode: statistics.median(map(operator.truediv, taken[share], taken[mode])) for mode in fitting}
+        best = max(ratios, key=lambda mode: ratios[mode])
+        peak = outsize.memory(model).peak.get("device/activations", 0)
+        modes = ", ".join(f"{count} {mode}" for mode, count in Counter(found.modes.values()).items())
+        what = f"{name}, 8 layers: a step of auto over one of the best mode that fits {found.spare / MIB:.1f} MiB"
+        told = f"{ratios[best]:.2f} x {best}; {modes}; {peak / MIB:.1f} MiB kept"
+        rows.append(Row(what, told, "<= 1.03 x", ratios[best] <= 1.03 and peak <= min(found.spare, before)))
+        before = peak
+    return rows
 
 
 def micro_batches(directory: str) -> list[Row]:
@@ -275,6 +397,13 @@ def weight(directory: str) -> list[Row]:
 
 
 if __name__ == "__main__":
-    ROWS_OF = {"memory": memory, "time": timed, "micro_batches": micro_batches, "tiles": tiles, "loss": loss}
+    ROWS_OF = {
+        "memory": memory,
+        "time": timed,
+        "auto": auto,
+        "micro_batches": micro_batches,
+        "tiles": tiles,
+        "loss": loss,
+    }
     CHILDREN = {"peak": peak_of, "tiles": tile_peak, "loss": loss_of, "weight": weight_of}
     raise SystemExit(run_rows(__doc__, {**ROWS_OF, "weight": weight}, CHILDREN))

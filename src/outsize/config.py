@@ -25,9 +25,9 @@ ACTIVATIONS = ("auto", "keep", "recompute", "offload", "selective")
 class Config:
     """What may be used and how; see the table in `docs/configuration.md`. All budgets are bytes (`"8GiB"` or an int).
 
-    A budget bounds model states: parameters, gradients, optimizer state and their staging; activations are not in it.
-    With `device="cpu"` the host budget bounds device and host together. Raises `ValueError` or `TypeError` that names
-    the field, the value and the accepted forms.
+    A budget bounds model states: parameters, gradients, optimizer state and their staging; of activations, what
+    `activations="auto"` keeps. With `device="cpu"` the host budget bounds device and host together. Raises `ValueError`
+    or `TypeError` that names the field, the value and the accepted forms.
     """
 
     device: torch.device | str | None = None

@@ -78,7 +78,9 @@ def prepared(workshop: Workshop, budget: int, build: Any = Deep, **fields: Any) 
     model = build()
     optimizer = adamw(model)
     name = "host_memory" if workshop.device == "cpu" else "device_memory"
-    workshop.prepare(model, optimizer, **{**ON_HOST, name: budget, "disk": workshop.disk, **fields})
+    workshop.prepare(
+        model, optimizer, **{**ON_HOST, "host_memory": "1GiB", name: budget, "disk": workshop.disk, **fields}
+    )
     torch.manual_seed(1)
     return model, optimizer
 

@@ -18,13 +18,15 @@ WORDS = {"keep": "keep what they save", "selective": "keep results of products",
 
 @dataclass(frozen=True)
 class Chosen:
-    """What `activations="auto"` has chosen: for each layer its mode, the bytes that are kept of those that may be, and
-    the seconds that a step takes more than if all were kept."""
+    """What `activations="auto"` has chosen: for each layer its mode, the bytes that are kept of those that may be, the
+    seconds that a step takes more than if all were kept, and the bytes if all layers were in one mode, as far as they
+    were measured."""
 
     modes: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
     seconds: float = 0.0
     spare: int = 0
+    bytes_if_all: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter(self.modes.values())

@@ -492,7 +492,7 @@ class _LeftEmpty:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
-            f"this cache (past_key_values) comes from a forward that recorded gradients, and is empty: layer "
+            f"this cache of keys and values comes from a forward that recorded gradients, and is empty: layer "
             f"{self.layer} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
             f'pass activations="keep" to outsize.prepare; if no gradients are needed, run the forward under '
             f"torch.no_grad()"

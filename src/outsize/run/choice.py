@@ -236,11 +236,13 @@ class Choice:
         for cost, each, index in zip(costs, options, chosen, strict=True):
             cost.mode = "recompute" if cost.counts_products else list(each)[index]
         taken = [each[cost.mode] for cost, each in zip(costs, options, strict=True)]
+        known = set.intersection(*(set(each) for each in options)) if options else set()
         self.chosen = Chosen(
             {cost.layer: cost.mode for cost in costs},
             sum(nbytes for nbytes, _ in taken),
             sum(seconds for _, seconds in taken),
             self.spare,
+            {mode: sum(each[mode][0] for each in options) for mode in sorted(known)},
         )
 
 
