@@ -1,6 +1,9 @@
 """Layers that change themselves or their input are recomputed as plain torch would have kept them, or refused."""
 
+import itertools
+import random
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -569,3 +572,45 @@ def test_what_is_written_to_between_forward_and_backward(workshop: Workshop, tie
     output.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+class OwnNoise(nn.Module):
+    """Draws from a generator that nobody knows of."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.lin = nn.Linear(16, 16)
+        self.dropout = dropout
+        self.numbers = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        if self.dropout:
+            kept = [self.numbers.random() > self.dropout for _ in range(y.numel())]
+            return x + y * torch.tensor(kept, device=y.device).reshape(y.shape)
+        return x + y + self.numbers.random()
+
+
+class Shrinks(OwnNoise):
+    """Its results have other shapes from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)[: 7 - next(self.calls) % 2]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload", "selective", "auto"])
+@pytest.mark.parametrize("build", [OwnNoise, lambda: OwnNoise(0.2), Shrinks], ids=["noise", "dropout", "shapes"])
+def test_a_layer_that_gives_other_values_when_it_runs_again_is_named(
+    workshop: Workshop, mode: str, build: Callable[[], nn.Module]
+) -> None:
+    model = nn.Sequential(nn.Sequential(build()), nn.Sequential(build()))
+    workshop.prepare(model, tier="host", disk=workshop.disk, activations=mode)
+    loss = model(batches(1)[0][0]).square().mean()
+    with pytest.raises(
+        RuntimeError, match=r"layer '1' .* gave other values when it ran again.*pass activations=\"keep\""
+    ):
+        loss.backward()

@@ -19,7 +19,7 @@ from torch.jit._fuser import optimized_execution
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from outsize.move.activations import ActivationStore
 from outsize.run.choice import Choice, Cost, Lease, Measurement
@@ -90,6 +90,7 @@ class Layer:
         self._copies_large = True
         self._kind = type(module), tuple(param.shape for param in module.parameters())
         self._costs: list[Cost] = []  # of its calls, under "auto"
+        self._repeats = False  # whether a second forward has given what the first one gave
         self._alone: dict[object, bool] = {}  # by what a call looks like: whether its parts may be computed alone
         self.__wrapped__ = forward  # whoever asks for the signature finds that of the forward
 
@@ -167,12 +168,12 @@ class Layer:
             return tree_unflatten(values, spec)  # type: ignore[no-any-return]
 
         contexts = nullcontext(), state
-        record = _Record(lease, self._measurement(lease, inputs))
+        record = _Record(lease, self._measurement(lease, inputs), not self._repeats)
         forward = partial(self._run, [(args, kwargs)], given, _selection(mode), record)
         del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
-        with self._saving_inputs(mode):
+        with self._saving_inputs(mode), nullcontext() if self._repeats else set_checkpoint_early_stop(False):
             result = checkpoint(forward, here, *tensors.values(), use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
@@ -216,7 +217,9 @@ class Layer:
                     return record.forward(partial(self._forward, *args, **kwargs))
             # A selection counts operations: those of a fetch are not among them.
             with self._frame(), using, _own_errors(record):
-                return record.again(partial(self._forward, *args, **kwargs))
+                result = record.again(partial(self._forward, *args, **kwargs), self._name)
+        self._repeats = self._repeats or record.compares
+        return result
 
     def _frame(self) -> AbstractContextManager[None]:
         """The second forward runs inside a frame, as the first does."""
@@ -260,10 +263,18 @@ class Layer:
 class _Record:
     """What the last forward of a checkpointed call saved. It lives as long as anything that the call saves."""
 
-    def __init__(self, lease: Lease | None, measurement: Measurement | None) -> None:
+    def __init__(self, lease: Lease | None, measurement: Measurement | None, samples: bool) -> None:
+        """`samples`: a second forward must give what the first one gives."""
         self.versions: list[int] = []  # of the tensors that it saved, in order, when it saved them
         self._lease = lease
         self._measurement = measurement
+        self._samples = samples
+        self._given: list[Sample] | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether a second forward is compared with the first one."""
+        return self._given is not None
 
     def note(self, tensor: torch.Tensor) -> int:
         """An operation saves this; its number."""
@@ -274,14 +285,66 @@ class _Record:
 
     def forward(self, run: Callable[[], Any]) -> Any:
         if self._measurement is None:
-            return run()
-        counting = _Counting(self._measurement) if self._measurement.counts_products else nullcontext()
-        with counting:
-            return self._measurement.forward(run)
+            result = run()
+        else:
+            counting = _Counting(self._measurement) if self._measurement.counts_products else nullcontext()
+            with counting:
+                result = self._measurement.forward(run)
+        if self._samples:
+            self._given = _samples(result)
+        return result
 
-    def again(self, run: Callable[[], Any]) -> Any:
+    def again(self, run: Callable[[], Any], layer: str) -> Any:
+        """The second forward. It ends by an exception where the last tensor that it saves is all that is wanted of it.
+
+        `RuntimeError` where it gives something else than the first one.
+        """
         self.versions.clear()
-        return run() if self._measurement is None else self._measurement.again(run)
+        result = run() if self._measurement is None else self._measurement.again(run)
+        if self._given is not None and not _are_close(self._given, _samples(result)):
+            raise RuntimeError(
+                f"layer {layer} gave other values when it ran again in the backward than in its forward: it draws from "
+                f"a random generator of its own, or depends on something else that changes. So it cannot be "
+                f'recomputed, which activations="recompute" asks for and "auto", the default, chooses for such '
+                f'layers: pass activations="keep" to outsize.prepare'
+            )
+        return result
+
+
+SAMPLES = 64
+"""Elements of each result of a layer that are compared."""
+
+MOST_UNLIKE = SAMPLES // 20
+"""Kernels of accelerators may round differently the second time, and then choose differently here and there."""
+
+
+Sample = tuple[torch.Size, torch.Tensor]
+
+
+def _samples(result: Any) -> list[Sample]:
+    """The shape of each tensor of floating-point numbers, and copies of some of its elements."""
+    found = []
+    for each in tree_flatten(result)[0]:
+        if isinstance(each, torch.Tensor) and each.is_floating_point() and each.layout is torch.strided:
+            flat = each.detach().reshape(-1)
+            found.append((each.shape, flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES].clone()))
+    return found
+
+
+def _are_close(given: list[Sample], again: list[Sample]) -> bool:
+    """Up to rounding."""
+    for (shape, one), (other_shape, other) in zip(given, again, strict=False):
+        if shape != other_shape or one.dtype != other.dtype:
+            return False
+        most = 1e-4 if one.dtype in (torch.float32, torch.float64) else 3e-2
+        near = torch.isclose(one, other, rtol=most, atol=most * _mean_size(one), equal_nan=True)
+        if int((~near).sum()) > MOST_UNLIKE:
+            return False
+    return len(given) == len(again)
+
+
+def _mean_size(values: torch.Tensor) -> float:
+    return float(values.float().abs().nan_to_num(posinf=0.0).mean()) if values.numel() else 0.0
 
 
 @contextmanager
