@@ -1,6 +1,7 @@
 """What layers keep for their backward: memory and time of each way, against plain torch and its own ways.
 
-    python -m benchmarks.activations [memory] [time] [auto] [micro_batches] [tiles] [loss] [weight] --disk DIR
+    python -m benchmarks.activations [memory] [time] [auto] [micro_batches] [tiles] [loss] [loss_bf16]
+                                     [longest] [weight] --disk DIR
 
 memory         48, 24 and 12 layers, `activations="offload"` to disk: peak memory of a process of its own over that of
                one layer's forward and backward, in inputs of a layer (8 MiB each).
@@ -10,8 +11,10 @@ auto           4 models under 4 budgets each, from all that layers keep to a twe
                `activations="auto"` over one of the best single mode that fits, in turns in one process.
 micro_batches  8 micro-batches in each layer against 8 that are accumulated, all on disk: bytes and time.
 tiles          an MLP of a long sequence, whole and in tiles: peak memory.
-loss           4,096 tokens and a vocabulary of 131,072 in fp32: peak memory and time of the head and its loss. (bf16 is
-               emulated on many CPUs.)
+loss           4,096 tokens and a vocabulary of 131,072 in fp32: peak memory and time of the head and its loss.
+loss_bf16      the same of 8,192 tokens in bf16, which many CPUs emulate.
+longest        a Llama of 4 layers, width 128, vocabulary 32,000: the longest sequence that trains in 2 GiB, in plain
+               torch with recomputation, and with inputs of layers on disk and the MLP and the loss in tiles.
 weight         one weight of 65,536 x 16,384 (4 GiB) under 768 MiB, used in tiles: memory of the process and time of a
                step. Takes 20 GiB of the disk.
 """
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -317,14 +321,15 @@ class Head(nn.Module):
         return self.head(self.norm(x))
 
 
-def loss_of(kind: str) -> Mapping[str, object]:
+def loss_of(kind: str, dtype: str, tokens: str) -> Mapping[str, object]:
     """Runs in a process of its own."""
     torch.manual_seed(0)
-    model = Head()
+    count, compute = int(tokens), getattr(torch, dtype)
+    model = Head().to(compute)
     if kind == "outsize":
         outsize.prepare(model, device="cpu", host_memory="1GiB", params="device", grads="device")
-    x = torch.randn(1, LOSS_TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
-    labels = torch.randint(VOCABULARY, (LOSS_TOKENS,), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, count, WIDTH, generator=torch.Generator().manual_seed(0)).to(compute)
+    labels = torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
 
     def once(tokens: int) -> float:
         loss = torch.nn.functional.cross_entropy(model(x[:, :tokens]).float().view(-1, VOCABULARY), labels[:tokens])
@@ -337,20 +342,28 @@ def loss_of(kind: str) -> Mapping[str, object]:
     for _ in range(3):
         began = time.perf_counter()
         with PeakRss() as peak:
-            loss = once(LOSS_TOKENS)
+            loss = once(count)
         times.append(time.perf_counter() - began)
     return {"peak": peak.peak - before, "seconds": statistics.median(times), "loss": loss}
 
 
 def loss(directory: str) -> list[Row]:
+    return loss_rows("float32", LOSS_TOKENS)
+
+
+def loss_bf16(directory: str) -> list[Row]:
+    return loss_rows("bfloat16", 2 * LOSS_TOKENS)
+
+
+def loss_rows(dtype: str, tokens: int) -> list[Row]:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
-    found = {kind: run_child("benchmarks.activations", "--child", "loss", kind) for kind in ("plain", "outsize")}
-    plain, ours = found["plain"], found["outsize"]
-    whole = LOSS_TOKENS * VOCABULARY * 4
+    child = partial(run_child, "benchmarks.activations", "--child", "loss")
+    plain, ours = (child(kind, dtype, str(tokens)) for kind in ("plain", "outsize"))
+    whole = tokens * VOCABULARY * getattr(torch, dtype).itemsize
     peaks = [int(str(each["peak"])) for each in (ours, plain)]
     seconds = [float(str(each["seconds"])) for each in (ours, plain)]
     apart = abs(float(str(ours["loss"])) / float(str(plain["loss"])) - 1)
-    what = f"4,096 tokens x 131,072 logits ({whole >> 30} GiB in fp32), head and loss"
+    what = f"{tokens:,} tokens x 131,072 logits ({whole >> 30} GiB in {dtype}), head and loss"
     told = f"{peaks[0] / MIB:.0f} MiB ({peaks[1] / MIB:.0f} in torch)"
     least = 2 * VOCABULARY * WIDTH * 4 + 2 * whole // 16
     return [
@@ -362,6 +375,55 @@ def loss(directory: str) -> list[Row]:
             seconds[0] <= 1.1 * seconds[1],
         ),
     ]
+
+
+def sequence_of(kind: str, length: str) -> Mapping[str, object]:
+    """Runs in a process of its own."""
+    import transformers
+
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    before = rss_bytes()
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=32000, max_position_embeddings=1 << 20, use_cache=False, **sizes)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        if kind == "plain":
+            model.gradient_checkpointing_enable()
+        else:
+            for layer in model.model.layers:
+                outsize.tiled(layer.mlp, dim=1, tiles=8)
+            places = {**dict.fromkeys(("params", "grads", "states", "activations_tier"), "disk"), "disk": directory}
+            outsize.prepare(model, optimizer, device="cpu", host_memory="128MiB", activations="offload", **places)
+        ids = torch.randint(32000, (1, int(length)), generator=torch.Generator().manual_seed(0))
+        began = time.perf_counter()
+        with PeakRss() as peak:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+        seconds = time.perf_counter() - began
+    return {"peak": peak.peak - before, "seconds": seconds, "loss": loss.item()}
+
+
+def longest(directory: str) -> list[Row]:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
+    most = 2 << 30
+
+    def run(kind: str, length: int) -> Mapping[str, float]:
+        found = run_child("benchmarks.activations", "--child", "sequence", kind, str(length))
+        return {key: float(str(value)) for key, value in found.items()}
+
+    short, longer = run("plain", 2048), run("plain", 4096)
+    a_token = (longer["peak"] - short["peak"]) / 2048
+    plain = int(4096 + (most - longer["peak"]) / a_token) // 256 * 256
+    while run("plain", plain)["peak"] > most:
+        plain -= 256
+    ours, same = run("outsize", 8 * plain), run("outsize", 4096)
+    apart = abs(same["loss"] / longer["loss"] - 1)
+    what = f"8 times the longest sequence of plain torch with recomputation in 2 GiB ({plain:,} tokens): peak memory"
+    told = f"{ours['peak'] / MIB:.0f} MiB for {8 * plain:,} tokens, {ours['seconds']:.0f} s; losses {apart:.0e} apart"
+    return [Row(what, told, "<= 2048 MiB", ours["peak"] <= most and apart <= 1e-6)]
 
 
 def weight_of(budget: str) -> Mapping[str, object]:
@@ -404,6 +466,9 @@ if __name__ == "__main__":
         "micro_batches": micro_batches,
         "tiles": tiles,
         "loss": loss,
+        "loss_bf16": loss_bf16,
+        "longest": longest,
+        "weight": weight,
     }
-    CHILDREN = {"peak": peak_of, "tiles": tile_peak, "loss": loss_of, "weight": weight_of}
-    raise SystemExit(run_rows(__doc__, {**ROWS_OF, "weight": weight}, CHILDREN))
+    CHILDREN = {"peak": peak_of, "tiles": tile_peak, "loss": loss_of, "sequence": sequence_of, "weight": weight_of}
+    raise SystemExit(run_rows(__doc__, ROWS_OF, CHILDREN))
