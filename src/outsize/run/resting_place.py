@@ -108,6 +108,10 @@ class RestingPlace:
         """Whether some tiles of a gradient were laid down in this backward."""
         return bool(self._tiles)
 
+    def has_tile(self, first: int) -> bool:
+        """Whether the tile from this element on was."""
+        return first in self._tiles
+
     def lay_tile_down(
         self, name: str, first: int, grad: torch.Tensor, previous: GradOps | None, make_room: Callable[[int], None]
     ) -> None:

@@ -24,6 +24,7 @@ from outsize.move.memory import Ledger
 from outsize.move.shard import read_tile
 from outsize.move.store import DTYPES
 from outsize.plan.layout import page_range
+from outsize.run.stacks import Products, is_stack, part_of, reads_stack
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
@@ -37,6 +38,8 @@ _CONVOLUTIONS: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}  # by fu
 
 def can_use_tiles(module: nn.Module, param: torch.Tensor) -> bool:
     """Whether the module's operation on this parameter runs in tiles."""
+    if is_stack(module, param):
+        return True
     if param.dim() < 2 or param is not getattr(module, "weight", None):
         return False
     if isinstance(module, nn.Embedding):
@@ -70,16 +73,18 @@ class Tiles:
         slot, rows = unit.shard.slots[self.name], unit.shard.tile_rows
         self._slot, self._row = slot, slot.numel // slot.shape[0]
         self.all = [Tile(start, min(start + rows, slot.shape[0])) for start in range(0, slot.shape[0], rows)]
+        self.is_stack = len(slot.shape) == 3
         self.token = torch.zeros((), device=unit.shard.device)
 
     def hear(self, engine: Engine) -> None:
         """The engine hears when the gradients of all tiles of a backward are at rest."""
-        known, name = weakref.ref(engine), self.name
+        known, own, name = weakref.ref(engine), weakref.ref(self), self.name  # autograd hides what a hook holds
 
         def arrived(token: torch.Tensor) -> None:
             token.grad = None
-            engine = known()
-            if engine is not None:
+            engine, tiles = known(), own()
+            if engine is not None and tiles is not None:
+                tiles.take_nothing()
                 engine.backward.gradient_arrived(engine.parameters.home[name].parameters[name])
 
         self.token.requires_grad_().register_post_accumulate_grad_hook(arrived)
@@ -118,9 +123,20 @@ class Tiles:
         """The whole pages of a tile, in elements of the unit."""
         return page_range(self._slot.offset + tile.start * self._row, self._slot.offset + tile.end * self._row)
 
+    def with_row(self, row: int) -> Tile:
+        """The tile that the row lies in."""
+        return self.all[row // self.unit.shard.tile_rows]
+
     def take(self, tile: Tile, grad: torch.Tensor) -> None:
         """The gradient of a tile goes to rest."""
         self._gradients.take_tile(self.name, tile.start * self._row, grad)
+
+    def take_nothing(self) -> None:
+        """The gradient of tiles that a backward did not use is zero."""
+        for tile in self.all:
+            if not self._gradients.place.has_tile(tile.start * self._row):
+                shape = tile.end - tile.start, *self._slot.shape[1:]
+                self.take(tile, torch.zeros(shape, dtype=DTYPES[self._slot.dtype], device="cpu"))
 
 
 def _await(going: dict[int, Job]) -> None:
@@ -135,6 +151,7 @@ class _Sum(NamedTuple):
     dim: int
     dtype: torch.dtype | None
     """What autocast computes in."""
+    casts: bool = True
 
     def forward(self, tiles: Tiles, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         parts, result = tiles.all, torch.empty(0)
@@ -215,7 +232,7 @@ class _InTiles(torch.autograd.Function):
         token: torch.Tensor,
         engine: Engine,
         tiles: Tiles,
-        operation: _Sum | _Rows,
+        operation: _Sum | _Rows | Products,
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -243,23 +260,33 @@ class _InTiles(torch.autograd.Function):
 
 def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on a parameter that is used in tiles; `NotImplemented` where it needs all of it."""
+    whole = engine.tiles.get(id(args[0])) if args else None
+    if whole is not None and whole.is_stack and _is_usable(whole):
+        part = part_of(func, args, kwargs, partial(run_in_tiles, engine))
+        if part is not None:
+            return part
     reader = _READERS.get(func)
-    read = None if reader is None else reader(*args, **kwargs)
+    read = reads_stack(func, args, kwargs) or (None if reader is None else reader(*args, **kwargs))
     if read is None:
         return NotImplemented
     operation, x, weight, bias = read
     tiles = engine.tiles.get(id(weight))
-    if tiles is None or tiles.unit.current or torch._C._functorch.peek_interpreter_stack() is not None:
+    if tiles is None or not _is_usable(tiles):
         return NotImplemented
     engine.check_use(weight, func.__name__)
     if bias is not None:
         bias = bias.clone()  # it may be at rest
-    if isinstance(operation, _Sum) and torch.is_autocast_enabled(x.device.type):
+    if not isinstance(operation, _Rows) and operation.casts and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operation, x, bias = operation._replace(dtype=dtype), x.to(dtype), None if bias is None else bias.to(dtype)
     with torch._C.DisableTorchFunctionSubclass(), torch.autocast(x.device.type, enabled=False):
         token = tiles.token if tiles.param.requires_grad else tiles.token.detach()
         return _InTiles.apply(token, engine, tiles, operation, x, bias)
+
+
+def _is_usable(tiles: Tiles) -> bool:
+    """Whether the parameter is not there as a whole."""
+    return not tiles.unit.current and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:

@@ -1,0 +1,208 @@
+"""A stack of experts that is too large to be gathered is used some matrices at a time, however a model uses it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import outsize
+from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, weights
+
+EXPERTS, WIDTH, HIDDEN, ROWS = 48, 32, 128, 6
+SMALL = 640 << 10
+GROUPED = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+Use = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_bmm(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    hidden = torch.tanh(torch.bmm(x.expand(EXPERTS, *x.shape), up.transpose(1, 2)))
+    return torch.bmm(hidden, down.mT).mean(0)
+
+
+def by_einsum(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    hidden = torch.tanh(torch.einsum("eth,edh->etd", x.expand(EXPERTS, *x.shape), up))
+    return torch.einsum("ehd, etd -> teh", down, hidden).mean(1)
+
+
+def by_matmul(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    hidden = torch.tanh(x.expand(2, EXPERTS, *x.shape) @ up.mT)
+    return torch.matmul(hidden, down.transpose(-1, -2)).mean((0, 1))
+
+
+def one_by_one(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Some experts are not hit: their gradient is zero."""
+    found = torch.zeros_like(x)
+    for expert in (0, -2, 17):
+        some = torch.arange(expert % 3, len(x), 2, device=x.device)
+        hidden = torch.tanh(F.linear(x[some], up[expert]))
+        found = found.index_add(0, some, F.linear(hidden, down[torch.tensor(expert)]).to(x.dtype))
+    return found
+
+
+def in_turn(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    found = torch.zeros_like(x)
+    for one, other in zip(up, down.unbind(), strict=True):
+        found = found + torch.tanh(x @ one.t()) @ other.T
+    return found / EXPERTS
+
+
+def grouped(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    ends = [1, 1, 2, 4] + [5] * (EXPERTS - 5) + [ROWS]
+    offs = torch.tensor(ends, dtype=torch.int32, device=x.device)
+    assert GROUPED is not None
+    return GROUPED(torch.tanh(GROUPED(x, up.transpose(-2, -1), offs=offs)), down.transpose(-2, -1), offs=offs)
+
+
+def with_others(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """An operation that knows nothing of stacks gets the values of one matrix."""
+    return F.linear(torch.tanh(x @ (2.0 * up[3]).t()), down[3].square()) + up[3].mean()
+
+
+USES = [by_bmm, by_einsum, by_matmul, one_by_one, in_turn, with_others]
+
+
+class Experts(nn.Module):
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.use = use
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 6)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.up, self.down)
+
+
+class Mixture(nn.Module):
+    def __init__(self, use: Use, again: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Experts(use) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.again else layer(x))
+        return self.head(x)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def inputs(count: int) -> list[Tensor]:
+    generator = torch.Generator("cpu").manual_seed(count)
+    found = [torch.randn(ROWS, WIDTH, generator=generator, device="cpu") for _ in range(count)]
+    return [each.to(torch.get_default_device()) for each in found]
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().square().mean()
+
+
+def pair_of(workshop: Workshop, use: Use, again: bool = False, **fields: Any) -> Pair:
+    budget = {"host_memory": SMALL} if workshop.device == "cpu" else {"device_memory": SMALL, "host_memory": "64MiB"}
+    auto = dict.fromkeys(("params", "grads", "states"), "auto")
+    pair = workshop.pair(lambda: Mixture(use, again), sgd, disk=workshop.disk, **{**auto, **budget, **fields})
+    in_tiles = {tiles.name for tiles in prepared(pair.model).engine.tiles.values()}
+    assert in_tiles == {f"layers.{layer}.{name}" for layer in range(2) for name in ("up", "down")}
+    return pair
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_stacks_in_tiles_train_as_in_torch(workshop: Workshop, use: Use) -> None:
+    pair = pair_of(workshop, use)
+    ledger = prepared(pair.model).resources.ledger
+    ledger.peak = dict(ledger.now)  # `prepare` has had a whole stack on an accelerator
+    data = inputs(3)
+    for batch in data:
+        for model, optimizer in pair.both:
+            mean_square(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    computing = ("device/",) if workshop.device != "cpu" else ("device/", "host/")
+    peak = outsize.memory(pair.model).peak
+    assert sum(size for name, size in peak.items() if name.startswith(computing)) <= SMALL
+    assert pair.plain.layers[0].up.nbytes >= SMALL  # type: ignore[index, union-attr]
+    pair.check(1e-6)
+
+
+@pytest.mark.skipif(GROUPED is None, reason="torch has no grouped_mm")
+def test_groups_of_rows_train_as_in_torch(workshop: Workshop) -> None:
+    if workshop.device != "cpu":
+        pytest.skip("the simulated accelerator has no grouped_mm for the plain model")
+    pair = pair_of(workshop, grouped)
+    pair.train(inputs(3), rel=2e-5, loss_of=mean_square, clip=0.5)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "recompute", "in the backward", "bf16"])
+def test_with_other_things(workshop: Workshop, how: str) -> None:
+    fields: dict[str, Any] = {
+        "checkpoint": {"again": True},
+        "recompute": {"activations": "recompute"},
+        "in the backward": {"update": "backward"},
+        "bf16": {},
+    }[how]
+    pair = pair_of(workshop, one_by_one, **fields)
+    if how != "bf16":
+        pair.train(inputs(3), rel=2e-5, loss_of=mean_square)
+        return
+    for model, _ in pair.both:
+        with torch.autocast(workshop.device, torch.bfloat16):
+            mean_square(model, inputs(1)[0]).backward()
+    assert_same_gradients(pair.model, pair.plain, atol=1e-4, rtol=5e-2)
+
+
+def test_experts_that_are_not_hit_keep_earlier_gradients_and_have_none_of_their_own(workshop: Workshop) -> None:
+    """After a step whose gradients lie where these will."""
+    pair = pair_of(workshop, in_turn)
+    pair.train(inputs(2), rel=2e-5, loss_of=mean_square)
+    for uses in ([one_by_one], [in_turn, one_by_one]):
+        for model, optimizer in pair.both:
+            optimizer.zero_grad()
+            for use in uses:
+                for layer in model.layers:  # type: ignore[union-attr]
+                    layer.use = use
+                mean_square(model, inputs(1)[0]).backward()
+        assert_same_gradients(pair.model, pair.plain, atol=1e-6, rtol=1e-4)
+        found = gradients(pair.model)["layers.0.up"]
+        assert found is not None
+        assert bool((found[5] == 0).all()) is (uses == [one_by_one])
+
+
+def test_a_frozen_stack_and_evaluation(workshop: Workshop) -> None:
+    pair = pair_of(workshop, one_by_one)
+    with torch.no_grad():
+        torch.testing.assert_close(pair.model(inputs(1)[0]), pair.plain(inputs(1)[0]), rtol=1e-5, atol=1e-6)
+    for model, _ in pair.both:
+        model.layers[1].up.requires_grad_(False)  # type: ignore[index, union-attr]
+    before = weights(pair.model)["layers.1.up"]
+    pair.train(inputs(2), rel=2e-5, loss_of=mean_square)
+    assert torch.equal(weights(pair.model)["layers.1.up"], before)
+
+
+def test_parts_look_like_tensors(workshop: Workshop) -> None:
+    pair = pair_of(workshop, one_by_one)
+
+    def look(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        one, turned = up[1], down.transpose(1, 2)
+        assert one.shape == (HIDDEN, WIDTH)
+        assert turned.shape == (EXPERTS, HIDDEN, WIDTH)
+        assert one.t().shape == (WIDTH, HIDDEN) == turned[2].T.shape
+        assert one.dtype is torch.float32
+        assert one.device.type == x.device.type
+        assert one.requires_grad
+        assert one.numel() == HIDDEN * WIDTH
+        with pytest.raises(IndexError, match=f"index {EXPERTS} is out of bounds"):
+            up[EXPERTS]
+        torch.testing.assert_close(turned[2], down[2].t(), rtol=0, atol=0)
+        return x
+
+    for layer in pair.model.layers:  # type: ignore[union-attr]
+        layer.use = look
+    pair.model(inputs(1)[0])
