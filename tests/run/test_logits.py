@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import outsize
 from outsize.run import logits as of_logits
-from tests.conftest import TIERS, Workshop
+from tests.conftest import TIERS, Workshop, assert_same_gradients
 
 FEATURES, WIDTH, ROWS = 40, 16, 24
 
@@ -81,6 +81,10 @@ LOSSES: dict[str, Any] = {
     "z-loss": lambda out, y: (
         functional.cross_entropy(out.view(-1, FEATURES), y) + 1e-2 * out.logsumexp(-1).square().mean()
     ),
+    "z-loss, kept": lambda out, y: (
+        torch.logsumexp(out.float(), dim=2, keepdim=True).square().mean()
+        + functional.cross_entropy(out.flatten(0, 1), y)
+    ),
     "classes first": lambda out, y: functional.cross_entropy(out.transpose(1, 2), y.view(2, -1)),
     "shares": lambda out, y: functional.cross_entropy(out.view(-1, FEATURES), out.detach().softmax(-1).view(ROWS, -1)),
     "no loss of torch": lambda out, y: out.square().mean() + out[0].mean(),
@@ -134,6 +138,20 @@ def test_logits_have_a_shape_and_come_when_they_are_used(workshop: Workshop) -> 
     pair.optimizer.step()
     with pytest.raises(RuntimeError, match=r"use logits before optimizer.step\(\), or pass tiles=False"):
         before.sum()
+
+
+def test_no_whole_logits_for_a_z_loss_and_its_accuracy(workshop: Workshop) -> None:
+    pair = workshop.pair(Language, sgd, "disk")
+    found = []
+    for model, _ in pair.both:
+        out, y = model(tokens()[0]), targets(tokens()[0])
+        hits = (out.argmax(dim=-1).view(-1) == y).sum()
+        (functional.cross_entropy(out.flatten(0, 1), y) + 1e-2 * out.logsumexp(-1).square().mean()).backward()
+        found.append(int(hits))
+    assert type(out) is of_logits.LateLogits
+    assert out.value is None
+    assert found[0] == found[1]
+    assert_same_gradients(pair.model, pair.plain)
 
 
 def test_the_gradient_of_logits_is_whole(workshop: Workshop) -> None:

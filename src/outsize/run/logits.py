@@ -28,6 +28,7 @@ TILE_BYTES = 64 << 20
 
 # Note [Logits that come late]
 # The head of a language model returns a tensor with a shape and no values. Casts, views and slices of it are noted.
+# `logsumexp` and `argmax` over the vocabulary take rows of the head's input tile by tile.
 # `cross_entropy` takes rows of the head's input tile by tile. It computes their logits, their loss and at once the
 # gradients, as the sum over rows admits it: the backward only scales them. Every other operation gets the computed
 # logits. They are computed as they would have been in the head's call: with its autocast, with or without gradients,
@@ -201,6 +202,41 @@ def _view(logits: LateLogits, *shape: Any) -> Any:
     return _like(logits, logits.rows.reshape(*sizes[:-1], logits.rows.shape[-1]))
 
 
+def _flatten(logits: LateLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = logits.rows.ndim
+    if not 0 <= start_dim % dims <= end_dim % dims < dims - 1:
+        return NotImplemented
+    return _like(logits, logits.rows.flatten(start_dim, end_dim))
+
+
+def _by_rows(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A function that makes one number of each row of logits; of a tile after the other, and again in the backward."""
+
+    def reduced(logits: LateLogits, dim: Any = None, keepdim: bool = False) -> Any:
+        call, rows = logits.call, logits.rows
+        if dim not in (-1, rows.ndim - 1) or rows.ndim < 2:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = logits.dtype
+
+        def of_tile(rows: torch.Tensor) -> torch.Tensor:
+            return function(call.logits(rows).to(dtype), -1)
+
+        tiles = _tiles(call, rows.reshape(-1, rows.shape[-1]))
+        found = torch.cat(
+            [checkpoint(of_tile, *tile, use_reentrant=False) if call.grad else of_tile(*tile) for tile in tiles]
+        )
+        return found.view(*rows.shape[:-1], *([1] if keepdim else []))
+
+    return reduced
+
+
+def _tiles(call: HeadCall, *columns: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """The rows of each, so many that their logits take `TILE_BYTES`."""
+    most = max(TILE_BYTES // (4 * call.module.out_features), 1)
+    return list(zip(*(each.split(most) for each in columns), strict=True))
+
+
 def _item(logits: LateLogits, index: Any) -> Any:
     """Slices and numbers for all dimensions but the last one."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -234,7 +270,7 @@ def _cross_entropy(
     if reduction == "none":
         parts = [
             checkpoint(loss.of_each, *part, use_reentrant=False) if call.grad else loss.of_each(*part)
-            for part in loss.tiles(rows, target)
+            for part in _tiles(call, rows, target)
         ]
         return torch.cat(parts)
     with call.again():
@@ -274,11 +310,6 @@ class _Loss:
             return torch.tensor(kept.numel(), dtype=self.dtype, device=target.device)
         return self.weight[kept].sum()
 
-    def tiles(self, *columns: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """The rows of each, so many that their logits take `TILE_BYTES`."""
-        most = max(TILE_BYTES // (4 * self.call.module.out_features), 1)
-        return list(zip(*(each.split(most) for each in columns), strict=True))
-
 
 class _SumOfLosses(torch.autograd.Function):
     """The sum of the losses of all rows; its gradients are computed with it, and scaled in the backward."""
@@ -300,7 +331,7 @@ class _SumOfLosses(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=weight.dtype) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         start = 0
-        for some_rows, some_target in loss.tiles(rows.detach(), target):
+        for some_rows, some_target in _tiles(loss.call, rows.detach(), target):
             raw = functional.linear(some_rows, weight, bias).requires_grad_(any(wanted[:3]))
             with torch.enable_grad():
                 part = loss.of(raw, some_target, "sum")
@@ -376,5 +407,8 @@ _LATE: dict[Any, Callable[..., Any]] = {
     torch.Tensor.reshape: _view,
     torch.reshape: _view,
     torch.Tensor.__getitem__: _item,
+    **dict.fromkeys((torch.Tensor.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((torch.Tensor.logsumexp, torch.logsumexp), _by_rows(torch.logsumexp)),
+    **dict.fromkeys((torch.Tensor.argmax, torch.argmax), _by_rows(torch.argmax)),
     functional.cross_entropy: _cross_entropy,
 }
