@@ -261,8 +261,12 @@ def auto_of(name: str) -> list[Row]:
 
 
 def micro_batches(directory: str) -> list[Row]:
+    return [*micro_batches_of(directory, 4), *micro_batches_of(directory, 1)]
+
+
+def micro_batches_of(directory: str, rows: int) -> list[Row]:
     width, depth = 1024, 12
-    x = torch.randn(8, 4, width, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8, rows, width, generator=torch.Generator().manual_seed(0))
     seconds, moved = {}, {}
     ways: dict[str, tuple[dict[str, Any], int]] = {
         "the whole batch": ({}, 1),
@@ -283,7 +287,7 @@ def micro_batches(directory: str) -> list[Row]:
     whole, ours, theirs = (moved[kind] for kind in ways)
     told = f"{ours / MIB:.0f} MiB; {whole / MIB:.0f} the whole batch, {theirs / MIB:.0f} accumulated"
     ratio = seconds["accumulated"] / seconds["layer by layer"]
-    what = "8 micro-batches of 4 rows, 48 M parameters all on disk"
+    what = f"8 micro-batches of {rows} x 1 rows, 48 M parameters all on disk"
     return [
         Row(f"{what}: bytes moved in a step", told, "<= 1.05 x of the whole batch", ours <= 1.05 * whole),
         Row(f"{what}: a step that accumulates them over one layer by layer", f"{ratio:.2f} x", "measured", True),
