@@ -359,3 +359,56 @@ def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: 
     assert found.nbytes <= found.spare
     assert "selective" in found.modes.values()
     assert held(model)[1] == found.nbytes
+
+
+class Masks(nn.Module):
+    """A layer that saves little but masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(256, 256) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.inner
+        y = first(x)
+        for _ in range(6):
+            y = torch.where(y.detach().sin().cos().exp() > 1.5, y, 2 * y)
+        return x + 1e-2 * second(y)
+
+
+class OfMasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Masks() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undisturbed: None) -> None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(1024, 256, generator=generator, device="cpu").to(torch.get_default_device())
+    whole, packed = 3 * (4 + 6) * x.numel(), 3 * (4 + 6 // 8 + 1) * x.numel()
+
+    def trained(**fields: Any) -> tuple[nn.Module, list[float]]:
+        model, optimizer = prepared(workshop, 256 << 20, OfMasks, **fields)
+        losses = []
+        for _ in range(4):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return model, losses
+
+    name = "host_memory" if workshop.device == "cpu" else "device_memory"
+    model, losses = trained(**{name: budget_for(workshop, packed, OfMasks, 256 << 20)})
+    found = chosen(model)
+    assert set(found.modes.values()) == {"pack"}
+    assert held(model)[1] == found.nbytes <= packed < whole == found.bytes_if_all["keep"]
+    assert "3 keep it packed" in str(found)
+    kept, expected = trained(activations="keep")
+    assert losses == expected
+    assert all(torch.equal(weights(kept)[key], value) for key, value in weights(model).items())

@@ -13,7 +13,12 @@ from outsize.plan.sizes import format_bytes
 MOST_STATES = 1 << 12
 """Sums of the first items that are followed. Layers that are alike have far fewer; of more, only every so many are."""
 
-WORDS = {"keep": "keep what they save", "selective": "keep results of products", "recompute": "compute it again"}
+WORDS = {
+    "keep": "keep what they save",
+    "pack": "keep it packed",
+    "selective": "keep results of products",
+    "recompute": "compute it again",
+}
 
 
 @dataclass(frozen=True)

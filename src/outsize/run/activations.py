@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from outsize.move.activations import ActivationStore
 from outsize.run.choice import Choice, Cost, Lease, Measurement
 from outsize.run.layer_state import LayerState, version_of
+from outsize.run.packing import Packing
 from outsize.run.parts import Call, Parts
 from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
 
@@ -50,7 +51,7 @@ class Activations:
     micro_batches: int = 1
     store: ActivationStore | None = None  # where "offload" moves inputs; None where they stay where they are
     by_reference: Callable[[Hooks], Hooks] | None = None  # of hooks: the same, but views of units go by reference
-    holding: Callable[[object], AbstractContextManager[Any]] | None = None  # in the block, what is saved holds this
+    holding: Callable[[object, Hooks | None], AbstractContextManager[Any]] | None = None  # what is saved holds this
     choice: Choice | None = None  # of "auto"
 
     def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
@@ -141,9 +142,10 @@ class Layer:
         assert choice is not None and holding is not None
         inputs = _tensors((*args, *kwargs.values()))
         lease = choice.lease(self._costs, self._short.strip("'"), self._form(inputs), inputs)
-        if lease.mode != "keep":
+        if lease.mode not in ("keep", "pack"):
             return self._checkpointed(lease.mode, lease, *args, **kwargs)
-        with holding(lease):
+        packing = Packing([*inputs, *self._modules[0].buffers()]) if lease.mode == "pack" else None
+        with holding(lease, packing and packing.hooks):
             return self._forward(*args, **kwargs)
 
     def _form(self, inputs: Sequence[torch.Tensor]) -> object:
@@ -279,7 +281,7 @@ class _Record:
     def note(self, tensor: torch.Tensor) -> int:
         """An operation saves this; its number."""
         if self._measurement is not None:
-            self._measurement.saved.add(tensor)
+            self._measurement.save(tensor)
         self.versions.append(tensor._version)
         return len(self.versions) - 1
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from outsize.move.memory import Ledger
 from outsize.plan.choice import Chosen, cheapest
+from outsize.run.packing import packed
+from outsize.run.storages import Storages
 
 # Note [Measured, then chosen]
 # A call of which nothing is known computes everything again, and counts what it would have kept. If the calls of all
@@ -31,6 +32,9 @@ from outsize.plan.choice import Chosen, cheapest
 ACCOUNT = "device/activations"
 DISPATCH_SECONDS = 5e-6
 """What "selective" takes for each operation of the first forward, which it sees one by one."""
+
+PAYS = 0.95
+"""Of what is kept, what packing must leave at most."""
 
 MOST_FORMS = 8
 """Of one layer's calls, which are remembered."""
@@ -48,7 +52,9 @@ class Cost:
     shapes: Shapes  # of the inputs: none is larger
     mode: str = "recompute"
     kept: int = -1  # by "keep", beside inputs and parameters
+    packed: int = -1  # by "pack": masks and indices in fewer bytes
     products: int = -1  # by "selective"
+    packing: float = 0.0  # of "pack": there and back
     again: float = math.inf  # of "recompute": its second forward
     cheap: float = math.inf  # of "selective": what both of its forwards take beside one plain one
     counts_products: bool = False  # in the next call
@@ -60,11 +66,13 @@ class Cost:
         return self.form == form and len(shapes) == len(self.shapes) and all(map(_is_within, shapes, self.shapes))
 
     def bytes_of(self, mode: str) -> int:
-        return max({"keep": self.kept, "selective": self.products}.get(mode, 0), 0)
+        return max({"keep": self.kept, "pack": self.packed, "selective": self.products}.get(mode, 0), 0)
 
     def options(self) -> dict[str, tuple[int, float]]:
         """(bytes, seconds) of each mode, for all of its calls that are alive at once."""
         seconds = {"keep": 0.0, "recompute": self.again}
+        if self.packed < PAYS * self.kept:
+            seconds["pack"] = self.packing
         if self.products >= 0:
             seconds["selective"] = self.cheap
         return {mode: (self.most_alive * self.bytes_of(mode), self.most_alive * each) for mode, each in seconds.items()}
@@ -94,44 +102,36 @@ class Lease:
 
 
 @final
-class Storages:
-    """Counts the bytes of memory that tensors lie in, each once."""
-
-    def __init__(self, there_anyway: Iterable[torch.Tensor] = ()) -> None:
-        self._seen: dict[int, StorageWeakRef] = {}  # as long as it is there, no other memory gets its number
-        self.nbytes = 0
-        for tensor in there_anyway:
-            self.add(tensor)
-        self.nbytes = 0
-
-    def add(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            self.nbytes += tensor.numel() * tensor.element_size()
-            return
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
-        if self._seen.setdefault(reference.cdata, reference) is reference:
-            self.nbytes += storage.nbytes()
-
-
-@final
 class Measurement:
     """Of the forward of one call, and of what "selective" would keep of it where that is asked for."""
 
     def __init__(self, choice: Choice, lease: Lease, there_anyway: Iterable[torch.Tensor]) -> None:
-        self.saved = Storages(there_anyway)
+        self._saved = Storages(there_anyway)
         self._choice, self._lease = choice, lease
+        self._packed, self._packing = 0, 0.0
         self._products, self._product_seconds, self._operations = Storages(), 0.0, 0
 
     @property
     def counts_products(self) -> bool:
         return self._lease.counts_products
 
+    def save(self, tensor: torch.Tensor) -> None:
+        """An operation saves this."""
+        before = self._saved.nbytes
+        if self._saved.add(tensor) and self._lease.counts_saved:
+            small, seconds = self._timed(lambda: packed(tensor))
+            if small is None:
+                self._packed += self._saved.nbytes - before
+            else:
+                self._packed += small.values.untyped_storage().nbytes()
+                self._packing += seconds + self._timed(lambda: small.tensor)[1]
+
     def forward(self, run: Callable[[], Any]) -> Any:
         result, seconds = self._timed(run)
         cost = self._lease.cost
         if self._lease.counts_saved:
-            cost.kept, cost.again = self.saved.nbytes, seconds
+            cost.kept, cost.packed = self._saved.nbytes, self._packed
+            cost.again, cost.packing = max(seconds - self._packing, 0.0), self._packing
         if self.counts_products:
             cost.products = self._products.nbytes
             cost.cheap = max(seconds - self._product_seconds, 0.0) + self._operations * DISPATCH_SECONDS
@@ -252,9 +252,10 @@ def _take_least(costs: Iterable[Cost]) -> None:
     for cost in costs:
         alike.setdefault((cost.form, cost.shapes), []).append(cost)
     for group in alike.values():
-        again, cheap = min(cost.again for cost in group), min(cost.cheap for cost in group)
-        for cost in group:
-            cost.again, cost.cheap = again, cheap
+        for name in ("again", "cheap", "packing"):
+            least = min(getattr(cost, name) for cost in group)
+            for cost in group:
+                setattr(cost, name, least)
 
 
 def _compiles() -> bool:

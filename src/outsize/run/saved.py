@@ -162,12 +162,15 @@ def by_reference(gate: Engine, outer: Hooks) -> Hooks:
     return saving.pack, saving.unpack
 
 
-def saving_with(gate: Engine, held: object) -> AbstractContextManager[Any]:
-    """In the block, what is saved is saved by reference where it views a buffer of the gate, and holds `held`."""
+def saving_with(gate: Engine, held: object, hooks: Hooks | None) -> AbstractContextManager[Any]:
+    """In the block, what is saved is saved by reference where it views a buffer of the gate, and holds `held`.
+
+    `hooks` get all else, unless the user has some.
+    """
     outer = top_hooks()
     while outer is not None and is_ours(outer, gate):
         outer = outer[0].__self__.outer  # type: ignore[attr-defined]
-    saving = Saving(gate, outer, held)
+    saving = Saving(gate, outer or hooks, held)
     return torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
 
 
