@@ -49,6 +49,7 @@ from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
 from outsize.run.room import Room
 from outsize.run.saved import by_reference, saving_with
+from outsize.run.split_inputs import SplitInputs
 from outsize.run.state_entry import store_entry
 from outsize.run.stepping import Stepper
 from outsize.run.streamer import Streamer
@@ -347,6 +348,7 @@ def _build(
         partial(by_reference, engine),
         partial(saving_with, engine),
         choice,
+        None if ranks is None or ranks.tensor is None else SplitInputs(ranks.tensor),
     )
     hooks.install(engine, model, framed, layers, activations, _heads(model, engine.tiles) if config.tiles else ())
     prepared = Prepared(

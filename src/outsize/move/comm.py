@@ -279,9 +279,9 @@ class Ranks:
         """`members`: the global ranks, this one among them; every rank of the job must make the group. `backend`: of
         what is moved; what is agreed on goes by gloo. `copies`: the ranks that hold the same part as this one, where
         the whole model is there several times (a second dimension of a mesh). `tensor`: those that hold other parts of
-        the same parameters, by torch's tensor parallelism; outsize only agrees with them. `everyone`: all ranks that
-        have a part of the model. `sync`: ranks come to what others need at other times, by design. `model`: of the
-        group whose `copies` or `tensor` these are."""
+        the same parameters, by torch's tensor parallelism; inputs of layers are gathered from them. `everyone`: all
+        ranks that have a part of the model. `sync`: ranks come to what others need at other times, by design. `model`:
+        of the group whose `copies` or `tensor` these are."""
         self.members = list(members)
         self.size = len(members)
         self.rank = self.members.index(dist.get_rank())
@@ -290,7 +290,7 @@ class Ranks:
         store = _own_store(self.model.number, self.members)
         self._lanes = {name: self._open(name, distributed_c10d.PrefixStore(name, store), backend) for name in LANES}
         self.copies = Ranks(copies, backend, model=self.model) if copies else None
-        self.tensor = Ranks(tensor, model=self.model) if tensor else None
+        self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
 
     def _open(self, name: str, store: Any, backend: str) -> Lane:
         lane = Lane(f"{self.model.number}/{self.members[0]}-{self.members[-1]}/{name}", self.members, self.model, store)

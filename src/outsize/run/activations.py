@@ -27,6 +27,7 @@ from outsize.run.layer_state import LayerState, version_of
 from outsize.run.packing import Packing
 from outsize.run.parts import Call, Parts
 from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
+from outsize.run.split_inputs import SplitInputs
 
 # Note [Caches of keys and values]
 # Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
@@ -53,6 +54,7 @@ class Activations:
     by_reference: Callable[[Hooks], Hooks] | None = None  # of hooks: the same, but views of units go by reference
     holding: Callable[[object, Hooks | None], AbstractContextManager[Any]] | None = None  # what is saved holds this
     choice: Choice | None = None  # of "auto"
+    split: SplitInputs | None = None  # over tensor-parallel ranks
 
     def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
         """The `forward` of a module, run in the `mode`: "keep", "recompute", "selective", "offload" or "auto".
@@ -175,7 +177,7 @@ class Layer:
         del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
-        with self._saving_inputs(mode), nullcontext() if self._repeats else set_checkpoint_early_stop(False):
+        with self._saving_inputs(mode, inputs), nullcontext() if self._repeats else set_checkpoint_early_stop(False):
             result = checkpoint(forward, here, *tensors.values(), use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
@@ -193,13 +195,18 @@ class Layer:
         module = self._modules[0]
         return Measurement(self._activations.choice, lease, [*inputs, *module.parameters(), *module.buffers()])
 
-    def _saving_inputs(self, mode: str) -> AbstractContextManager[Any]:
+    def _saving_inputs(self, mode: str, inputs: list[torch.Tensor]) -> AbstractContextManager[Any]:
         """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
-        store, by_reference = self._activations.store, self._activations.by_reference
-        if mode != "offload" or store is None or by_reference is None or is_foreign(top_hooks()):
+        store, split, by_reference = self._activations.store, self._activations.split, self._activations.by_reference
+        if by_reference is None or is_foreign(top_hooks()):
             return nullcontext()
-        call = store.call()
-        return torch.autograd.graph.saved_tensors_hooks(*by_reference((call.pack, call.unpack)))
+        hooks: Hooks | None = None
+        if mode == "offload" and store is not None:
+            call = store.call()
+            hooks = call.pack, call.unpack
+        if split is not None:
+            hooks = split.of_call(self._short, inputs, hooks)
+        return nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*by_reference(hooks))
 
     def _run(
         self,

@@ -1,0 +1,99 @@
+"""Tensor-parallel ranks keep a part each of what all of them have: inputs of layers that run again (ZeRO-R's P_a)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import outsize
+from tests.ranks.launching import run_on_ranks
+
+WIDTH, ROWS, DEPTH = 32, 65, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) * mask
+
+
+class Blocks(nn.Module):
+    """`seen`: the memory of each layer's input. `noise`: ranks have other inputs, from the given step on."""
+
+    def __init__(self, noise: int) -> None:
+        super().__init__()
+        self.start = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.seen: list[StorageWeakRef] = []
+        self.noise, self.step = noise, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(ROWS, WIDTH)
+        x = self.start(x)
+        if self.step >= self.noise:
+            x = x + 0.01 * dist.get_rank()
+        self.step += 1
+        self.seen.clear()
+        for layer in self.layers:
+            self.seen.append(StorageWeakRef(x.untyped_storage()))
+            x = layer(x, mask)
+        return x
+
+
+def run(mode: str, noise: int, disk: str | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Blocks(noise)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tp"))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fields = {"disk": disk, "activations_tier": "disk"} if mode == "offload" else {}
+    places = dict.fromkeys(("params", "grads", "states"), "host")
+    outsize.prepare(model, optimizer, mesh=mesh, host_memory="16MiB", activations=mode, **places, **fields)
+    generator = torch.Generator().manual_seed(dist.get_rank() // 2)
+    losses, whole = [], 0
+    for _ in range(3):
+        loss = model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean()
+        whole = sum(not each.expired() for each in model.seen)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with outsize.gathered(model):
+        values = [getattr(each, "_local_tensor", each).detach().double().sum().item() for each in model.parameters()]
+    return {"losses": losses, "values": values, "whole": whole}
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "recompute"), (2, "offload"), (2, "selective"), (4, "auto")])
+def test_each_rank_keeps_a_part_and_the_bits_stay(ranks: int, mode: str, tmp_path: Path) -> None:
+    kept = run_on_ranks(ranks, run, "keep", 9, None)
+    found = run_on_ranks(ranks, run, mode, 9, str(tmp_path))
+    for one, other in zip(kept, found, strict=True):
+        assert other["losses"] == one["losses"]
+        assert other["values"] == one["values"]
+        assert other["whole"] == 0
+        assert one["whole"] >= DEPTH - 1
+
+
+def test_inputs_that_differ_between_ranks_are_kept_whole() -> None:
+    kept, found = (run_on_ranks(2, run, mode, 0, None) for mode in ("keep", "recompute"))
+    for one, other in zip(kept, found, strict=True):
+        assert other["losses"] == one["losses"]
+        assert other["values"] == one["values"]
+        assert other["whole"] == DEPTH
+
+
+def test_inputs_that_begin_to_differ_are_an_error() -> None:
+    with pytest.raises(Exception, match="had the same input for layer 'layers.2' at first, and others later"):
+        run_on_ranks(2, run, "recompute", 1, None)
