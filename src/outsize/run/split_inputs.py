@@ -30,10 +30,16 @@ class SplitInputs:
     def of_call(self, layer: str, inputs: Iterable[torch.Tensor], others: Hooks | None) -> Hooks:
         """The saved-tensor hooks of a call. Of its inputs those are split that the backward goes on with: what all
         layers get, a mask say, is there once. `others` get the parts, and what is not split."""
-        split = {each.untyped_storage()._cdata for each in inputs if each.requires_grad and type(each) is torch.Tensor}
+        split = {
+            each.untyped_storage()._cdata
+            for each in inputs
+            if type(each) is torch.Tensor and each.requires_grad and each.is_floating_point()
+        }
 
         def pack(tensor: torch.Tensor) -> Any:
-            is_input = type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in split
+            is_input = (
+                type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.untyped_storage()._cdata in split
+            )
             if not is_input or tensor.nbytes < LEAST_BYTES or not self._is_alike(layer, tensor):
                 return None, tensor if others is None else others[0](tensor)
             part = self._part_of(tensor)
@@ -71,8 +77,8 @@ class SplitInputs:
         whole = flat[: form.shape.numel()].view(form.shape)
         if whole.device.type == "cpu" and int(_sum(whole)) != int(form.sum):
             raise RuntimeError(
-                f"the ranks of a tensor-parallel group had the same input for layer {layer} at first, and others later, "
-                f"so that each cannot keep a part of it: draw the same random numbers outside of layers on all of "
+                f"the ranks of a tensor-parallel group had the same input for layer {layer} at first, and others "
+                f"later. So each cannot keep a part of it: draw the same random numbers outside of layers on all of "
                 f'them, or pass activations="keep"'
             )
         return whole
@@ -88,8 +94,9 @@ class _Form:
     sum: torch.Tensor
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of its bits, in any layout the same; so equal values have equal sums."""
-    flat = tensor.reshape(-1)
-    whole = flat[: flat.numel() // 4 * 4].view(torch.int32)
-    return whole.sum(dtype=torch.int64)
+    """Of its elements taken for integers: equal values have equal sums."""
+    return tensor.reshape(-1).view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
