@@ -124,6 +124,16 @@ class Layer:
         """Whether it was asked for by `outsize.tiled`."""
         return self._parts.strict
 
+    @property
+    def _remedy(self) -> str:
+        """Where a call cannot be run again."""
+        if self.strict:
+            return "as outsize.tiled does it: outsize.tiled(module, tiles=1) leaves it whole"
+        return (
+            'which activations="recompute" asks for and "auto", the default, chooses for such layers: pass '
+            'activations="keep" to outsize.prepare'
+        )
+
     def plain(self) -> _Forward:
         """The forward that it stands for."""
         return self._forward
@@ -143,14 +153,15 @@ class Layer:
         choice, holding = self._activations.choice, self._activations.holding
         assert choice is not None and holding is not None
         inputs = _tensors((*args, *kwargs.values()))
-        lease = choice.lease(self._costs, self._short.strip("'"), self._form(inputs), inputs)
+        options = tuple(each for each in (*args, *kwargs.values()) if isinstance(each, (bool, str)))
+        lease = choice.lease(self._costs, self._short.strip("'"), (options, *self._form(inputs)), inputs)
         if lease.mode not in ("keep", "pack"):
             return self._checkpointed(lease.mode, lease, *args, **kwargs)
         packing = Packing([*inputs, *self._modules[0].buffers()]) if lease.mode == "pack" else None
         with holding(lease, packing and packing.hooks):
             return self._forward(*args, **kwargs)
 
-    def _form(self, inputs: Sequence[torch.Tensor]) -> object:
+    def _form(self, inputs: Sequence[torch.Tensor]) -> tuple[object, ...]:
         """What a call saves for the backward hangs on this, and on the sizes of its inputs."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple(param.requires_grad for param in self._modules[0].parameters())
@@ -226,7 +237,13 @@ class Layer:
                     return record.forward(partial(self._forward, *args, **kwargs))
             # A selection counts operations: those of a fetch are not among them.
             with self._frame(), using, _own_errors(record):
-                result = record.again(partial(self._forward, *args, **kwargs), self._name)
+                result = record.again(partial(self._forward, *args, **kwargs))
+        if record.is_other:
+            raise RuntimeError(
+                f"layer {self._name} gave other values when it ran again in the backward than in its forward: it draws "
+                f"from a random generator of its own, or depends on something else that changes. So it cannot be "
+                f"recomputed, {self._remedy}"
+            )
         self._repeats = self._repeats or record.compares
         return result
 
@@ -258,8 +275,7 @@ class Layer:
             except CheckpointError as error:
                 raise CheckpointError(
                     f"layer {self._name} did other operations when it ran again in the backward than in its forward, "
-                    f'so it cannot be recomputed, which activations="recompute" asks for and "auto", the default, '
-                    f'chooses for such layers: pass activations="keep" to outsize.prepare. What torch says: {error}'
+                    f"so it cannot be recomputed, {self._remedy}. What torch says: {error}"
                 ) from error
 
         return torch.autograd.graph.saved_tensors_hooks(numbered, explained)
@@ -279,6 +295,7 @@ class _Record:
         self._measurement = measurement
         self._samples = samples
         self._given: list[Sample] | None = None
+        self.is_other = False  # whether the second forward has given something else than the first
 
     @property
     def compares(self) -> bool:
@@ -287,7 +304,7 @@ class _Record:
 
     def note(self, tensor: torch.Tensor) -> int:
         """An operation saves this; its number."""
-        if self._measurement is not None:
+        if self._measurement is not None and not in_backward():
             self._measurement.save(tensor)
         self.versions.append(tensor._version)
         return len(self.versions) - 1
@@ -303,20 +320,11 @@ class _Record:
             self._given = _samples(result)
         return result
 
-    def again(self, run: Callable[[], Any], layer: str) -> Any:
-        """The second forward. It ends by an exception where the last tensor that it saves is all that is wanted of it.
-
-        `RuntimeError` where it gives something else than the first one.
-        """
+    def again(self, run: Callable[[], Any]) -> Any:
+        """The second forward. It may end by an exception: the last tensor that it saves may be all that is wanted."""
         self.versions.clear()
         result = run() if self._measurement is None else self._measurement.again(run)
-        if self._given is not None and not _are_close(self._given, _samples(result)):
-            raise RuntimeError(
-                f"layer {layer} gave other values when it ran again in the backward than in its forward: it draws from "
-                f"a random generator of its own, or depends on something else that changes. So it cannot be "
-                f'recomputed, which activations="recompute" asks for and "auto", the default, chooses for such '
-                f'layers: pass activations="keep" to outsize.prepare'
-            )
+        self.is_other = self._given is not None and not _are_close(self._given, _samples(result))
         return result
 
 
@@ -334,7 +342,7 @@ def _samples(result: Any) -> list[Sample]:
     """The shape of each tensor of floating-point numbers, and copies of some of its elements."""
     found = []
     for each in tree_flatten(result)[0]:
-        if isinstance(each, torch.Tensor) and each.is_floating_point() and each.layout is torch.strided:
+        if type(each) is torch.Tensor and each.is_floating_point() and each.layout is torch.strided:
             flat = each.detach().reshape(-1)
             found.append((each.shape, flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES].clone()))
     return found

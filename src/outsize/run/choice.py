@@ -116,7 +116,7 @@ class Measurement:
         return self._lease.counts_products
 
     def save(self, tensor: torch.Tensor) -> None:
-        """An operation saves this."""
+        """An operation of the first forward saves this."""
         before = self._saved.nbytes
         if self._saved.add(tensor) and self._lease.counts_saved:
             small, seconds = self._timed(lambda: packed(tensor))
