@@ -34,7 +34,8 @@ class Wide(nn.Module):
             self.head = nn.Conv1d(WIDTH, HIDDEN, 3, padding=1)
 
     def block(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        hidden = F.linear(input=x, weight=self.up.weight, bias=self.up.bias)
+        return x + self.down(torch.tanh(hidden))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)

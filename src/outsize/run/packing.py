@@ -41,14 +41,21 @@ class Packed:
         return eight.view(torch.uint8)[: self.shape.numel()].view(torch.bool).view(self.shape)
 
 
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether it is a large mask, or indices, alone in its memory."""
+    if tensor.dtype not in (torch.bool, torch.int64) or type(tensor) is not torch.Tensor or tensor.is_nested:
+        return False
+    if tensor.dtype is torch.int64 and tensor.device.type != "cpu":  # to look at its values would wait for the device
+        return False
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes < LEAST_BYTES or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return tensor.untyped_storage().nbytes() == nbytes
+
+
 def packed(tensor: torch.Tensor) -> Packed | None:
     """The values of a mask or of indices in fewer bytes; None for a tensor that stays as it is."""
-    if tensor.dtype not in (torch.bool, torch.int64) or type(tensor) is not torch.Tensor:
-        return None
-    if tensor.dtype is torch.int64 and tensor.device.type != "cpu":  # to look at its values would wait for the device
-        return None
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes < LEAST_BYTES or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes:
+    if not _is_simple(tensor):
         return None
     if tensor.dtype is torch.bool:
         flat = torch.nn.functional.pad(tensor.view(torch.uint8).view(-1), (0, -tensor.numel() % 8))
@@ -85,7 +92,7 @@ class Packing:
         return self.pack, self.unpack
 
     def pack(self, tensor: torch.Tensor) -> Packed | tuple[torch.Tensor, int]:
-        found = None if tensor in self._there else self._packed(tensor)
+        found = self._packed(tensor) if _is_simple(tensor) and tensor not in self._there else None
         return (tensor, tensor._version) if found is None else found
 
     def _packed(self, tensor: torch.Tensor) -> Packed | None:

@@ -192,7 +192,7 @@ def reads_stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return None if reader is None else reader(*args, **kwargs)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     stack, number, transposed = _parts(weight)
     if number is None or bias is not None:
         return None
@@ -200,14 +200,17 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     def operation(x: torch.Tensor, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
         return F.linear(x, matrix.t() if transposed else matrix)
 
-    return Products(operation, number), x, stack, None
+    return Products(operation, number), input, stack, None
 
 
-def _matmul(x: torch.Tensor, weight: torch.Tensor, *others: Any, **more: Any) -> Any:
+def _matmul(*args: torch.Tensor, **more: Any) -> Any:
+    if len(args) != 2 or more:
+        return None
+    x, weight = args
     stack, number, transposed = _parts(weight)
     with torch._C.DisableTorchFunctionSubclass():
         fits = x.dim() >= 3 and x.shape[-3] == stack.shape[0] and stack.dim() == 3
-    if others or more or isinstance(x, Part) or not (fits or number is not None):
+    if isinstance(x, Part) or not (fits or number is not None):
         return None
 
     def operation(x: torch.Tensor, matrices: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -217,10 +220,10 @@ def _matmul(x: torch.Tensor, weight: torch.Tensor, *others: Any, **more: Any) ->
     return Products(operation, number, cut, cut), x, stack, None
 
 
-def _einsum(equation: Any, *operands: Any) -> Any:
+def _einsum(equation: Any, *operands: Any, **more: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "..." in equation or "->" not in equation:
+    if not isinstance(equation, str) or more or len(operands) != 2 or "..." in equation or "->" not in equation:
         return None
     inputs, result = equation.replace(" ", "").split("->")
     terms = inputs.split(",")
@@ -240,8 +243,11 @@ def _is_whole(operand: Any) -> bool:
     return isinstance(operand, Part) or (isinstance(operand, nn.Parameter) and operand.dim() == 3)
 
 
-def _grouped(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **more: Any) -> Any:
+def _grouped(*args: torch.Tensor, offs: torch.Tensor | None = None, **more: Any) -> Any:
     """Rows of `x` up to `offs[0]` with the first matrix, up to `offs[1]` with the second, and so on."""
+    if len(args) != 2:
+        return None
+    x, weight = args
     stack, number, transposed = _parts(weight)
     if number is not None or offs is None or x.dim() != 2 or any(each is not None for each in more.values()):
         return None
