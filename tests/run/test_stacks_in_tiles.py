@@ -63,7 +63,32 @@ def with_others(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(torch.tanh(x @ (2.0 * up[3]).t()), down[3].square()) + up[3].mean()
 
 
-USES = [by_bmm, by_einsum, by_matmul, one_by_one, in_turn, with_others]
+class Own(torch.autograd.Function):
+    """A product that nobody knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+def by_own_function(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return Own.apply(torch.tanh(Own.apply(x, up[3])), down.transpose(1, 2)[3].t())
+
+
+def in_a_reentrant_checkpoint(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, up)), down)
+
+    return checkpoint(block, x, up[3], down[3], use_reentrant=True)
+
+
+USES = [by_own_function, in_a_reentrant_checkpoint, by_bmm, by_einsum, by_matmul, one_by_one, in_turn, with_others]
 
 
 class Experts(nn.Module):

@@ -294,6 +294,7 @@ class _Record:
         self._lease = lease
         self._measurement = measurement
         self._samples = samples
+        self._saved = 0
         self._given: list[Sample] | None = None
         self.is_other = False  # whether the second forward has given something else than the first
 
@@ -316,6 +317,7 @@ class _Record:
             counting = _Counting(self._measurement) if self._measurement.counts_products else nullcontext()
             with counting:
                 result = self._measurement.forward(run)
+        self._saved = len(self.versions)
         if self._samples:
             self._given = _samples(result)
         return result
@@ -324,7 +326,9 @@ class _Record:
         """The second forward. It may end by an exception: the last tensor that it saves may be all that is wanted."""
         self.versions.clear()
         result = run() if self._measurement is None else self._measurement.again(run)
-        self.is_other = self._given is not None and not _are_close(self._given, _samples(result))
+        told_by_torch = len(self.versions) != self._saved  # it did other operations
+        if self._given is not None and not told_by_torch:
+            self.is_other = not _are_close(self._given, _samples(result))
         return result
 
 

@@ -26,6 +26,9 @@ def is_stack(module: nn.Module, param: torch.Tensor) -> bool:
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operation in tiles; `NotImplemented` where it needs the whole stack."""
 
+Connect = Callable[["Part"], "Part"]
+"""Puts a part into the graph, behind its stack: a custom function gives its gradient to the part itself."""
+
 
 class Part(torch.Tensor):
     """One matrix of a stack, or all of them, maybe transposed; without values."""
@@ -34,18 +37,33 @@ class Part(torch.Tensor):
     number: int | None
     transposed: bool
     run: Run
+    connect: Connect
 
     @staticmethod
-    def of(stack: torch.Tensor, number: int | None, transposed: bool, run: Run) -> Part:
+    def of(stack: torch.Tensor, number: int | None, transposed: bool, run: Run, connect: Connect) -> Part:
         with torch._C.DisableTorchFunctionSubclass():
             shape = list(stack.shape[1:] if number is not None else stack.shape)
             if transposed:
                 shape[-1], shape[-2] = shape[-2], shape[-1]
-            part: Part = torch.Tensor._make_wrapper_subclass(
-                Part, shape, dtype=stack.dtype, device=stack.device, requires_grad=stack.requires_grad
-            )
-        part.stack, part.number, part.transposed, part.run = stack, number, transposed, run
-        return part
+            part: Part = torch.Tensor._make_wrapper_subclass(Part, shape, dtype=stack.dtype, device=stack.device)
+            part.stack, part.number, part.transposed, part.run, part.connect = stack, number, transposed, run, connect
+            return connect(part) if torch.is_grad_enabled() and stack.requires_grad else part
+
+    def of_gradient(self) -> Callable[[Tile, torch.Tensor], torch.Tensor | None]:
+        """A function of a tile and the part's gradient: that of the tile's matrices, None where it has none of them."""
+        number, transposed = self.number, self.transposed  # the function holds no part: its graph would hold itself
+
+        def of_tile(tile: Tile, grad: torch.Tensor) -> torch.Tensor | None:
+            grad = grad.swapaxes(-2, -1) if transposed else grad
+            if number is None:
+                return grad[tile.start : tile.end]
+            if not tile.start <= number < tile.end:
+                return None
+            found = grad.new_zeros(tile.end - tile.start, *grad.shape)
+            found[number - tile.start] = grad
+            return found
+
+        return of_tile
 
     def values(self) -> torch.Tensor:
         """All of its values."""
@@ -61,7 +79,7 @@ class Part(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         part = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Part))
-        result = part_of(func, args, kwargs, part.run) if args and args[0] is part else None
+        result = part_of(func, args, kwargs, part.run, part.connect) if args and args[0] is part else None
         result = part.run(func, args, kwargs) if result is None else result
         if result is NotImplemented:
             args, kwargs = tree_map_only(Part, Part.values, (args, kwargs))
@@ -74,7 +92,7 @@ class Part(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def part_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+def part_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, connect: Connect) -> Any:
     """What an indexing or a transposition of a stack gives: parts without values. None where it is something else."""
     if kwargs:
         return None
@@ -83,17 +101,17 @@ def part_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) 
         count, dims = stack.shape[0], args[0].dim()
     dimensions = _TRANSPOSITIONS.get(func)
     if dimensions is not None and {each % dims for each in dimensions(*args[1:])} == {dims - 2, dims - 1}:
-        return Part.of(stack, number, not transposed, run)
+        return Part.of(stack, number, not transposed, run, connect)
     if number is not None:
         return None
     if func in (torch.Tensor.unbind, torch.unbind, torch.Tensor.__iter__) and args[1:] in ((), (0,)):
-        every = tuple(Part.of(stack, each, transposed, run) for each in range(count))
+        every = tuple(Part.of(stack, each, transposed, run, connect) for each in range(count))
         return iter(every) if func is torch.Tensor.__iter__ else every
     if func is torch.Tensor.__getitem__ and _is_index(args[1]):
         at = int(args[1])
         if not -count <= at < count:
             raise IndexError(f"index {at} is out of bounds for dimension 0 with size {count}")
-        return Part.of(stack, at % count, transposed, run)
+        return Part.of(stack, at % count, transposed, run, connect)
     return None
 
 

@@ -24,7 +24,7 @@ from outsize.move.memory import Ledger
 from outsize.move.shard import read_tile
 from outsize.move.store import DTYPES
 from outsize.plan.layout import page_range
-from outsize.run.stacks import Products, is_stack, part_of, reads_stack
+from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
@@ -258,11 +258,41 @@ class _InTiles(torch.autograd.Function):
         return grad.new_zeros(()) if for_weight else None, None, None, None, total, bias
 
 
+class _Connected(torch.autograd.Function):
+    """A part of a stack in the graph. Operations in tiles go past it; a custom function gives it a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, engine: Engine, tiles: Tiles, made: list[Part]) -> Part:
+        (part,) = made  # no argument of its own: autograd would return a view of it
+        ctx.engine, ctx.tiles = weakref.ref(engine), tiles
+        ctx.reference = engine.parameters.reference(tiles.param)
+        ctx.gradient_of = Part.of_gradient(part)
+        return part
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        engine, tiles = ctx.engine(), ctx.tiles
+        with torch._C.DisableTorchFunctionSubclass():
+            engine.parameters.check(ctx.reference)
+            engine.backward.watch()
+            engine.streamer.settle(tiles.unit)
+            for tile in tiles.all:
+                of_tile = ctx.gradient_of(tile, grad)
+                if of_tile is not None:
+                    tiles.take(tile, of_tile)
+        return grad.new_zeros(()), None, None, None
+
+
 def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on a parameter that is used in tiles; `NotImplemented` where it needs all of it."""
     whole = engine.tiles.get(id(args[0])) if args else None
     if whole is not None and whole.is_stack and _is_usable(whole):
-        part = part_of(func, args, kwargs, partial(run_in_tiles, engine))
+
+        def connect(part: Part) -> Part:
+            return _Connected.apply(whole.token, engine, whole, [part])  # type: ignore[no-any-return]
+
+        part = part_of(func, args, kwargs, partial(run_in_tiles, engine), connect)
         if part is not None:
             return part
     reader = _READERS.get(func)
