@@ -230,6 +230,36 @@ def test_longer_inputs_are_measured_before_they_are_kept(workshop: Workshop) -> 
     assert forwards(model, optimizer, data(2)) == [[1] * DEPTH] * 2, "shorter ones are known to fit"
 
 
+def test_sizes_inside_other_things_and_numbers_count_too(workshop: Workshop) -> None:
+    class Repeats(Residual):
+        def forward(self, inputs: dict[str, dict[str, Tensor]], times: int) -> Tensor:  # type: ignore[override]
+            x = inputs["of"]["it"]
+            for _ in range(times):
+                x = super().forward(x)
+            return x
+
+    class Model(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Repeats(number, 0.0) for number in range(DEPTH)])
+
+        def forward(self, x: Tensor, times: int = 1) -> Tensor:
+            for layer in self.layers:
+                x = layer({"of": {"it": x}}, times)
+            return self.head(x)
+
+    model, optimizer = prepared(workshop, AMPLE, Model)
+    forwards(model, optimizer, data(2))
+    before = chosen(model).nbytes
+    for rows, times in ((4 * ROWS, 1), (ROWS, 3)):
+        for _ in range(2):
+            model(data(1, rows)[0][0], times).sum().backward()
+            optimizer.zero_grad()
+        output = model(data(1, rows)[0][0], times)
+        assert held(model)[0] == chosen(model).nbytes >= 2.5 * before
+        del output
+
+
 def test_several_graphs_at_once_stay_within_the_bytes(workshop: Workshop) -> None:
     model, optimizer = prepared(workshop, a_third(workshop))
     forwards(model, optimizer, data(4))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import logits as of_logits
@@ -152,6 +153,47 @@ def test_no_whole_logits_for_a_z_loss_and_its_accuracy(workshop: Workshop) -> No
     assert out.value is None
     assert found[0] == found[1]
     assert_same_gradients(pair.model, pair.plain)
+
+
+class Squares(torch.autograd.Function):
+    """A loss that takes logits past every check."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return grad * 2 * logits / logits.numel()
+
+
+@pytest.mark.parametrize("build", [{}, {"tied": True, "bias": False}, {"frozen": True}])
+@pytest.mark.parametrize("how", ["own function", "cast", "view", "reentrant checkpoint"])
+def test_custom_functions_give_logits_a_gradient(workshop: Workshop, build: dict[str, bool], how: str) -> None:
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        logits = model(batch)
+        if how == "reentrant checkpoint":
+            return checkpoint(lambda each: each.square().mean(), logits, use_reentrant=True)
+        seen = {"own function": logits, "cast": logits.float(), "view": logits.flatten(0, 1)}[how]
+        return Squares.apply(seen)  # type: ignore[no-any-return]
+
+    pair = workshop.pair(lambda: Language(**build), sgd, "disk")
+    pair.train(tokens(), loss_of=loss_of)
+
+
+def test_arguments_by_other_names_give_what_torch_gives(workshop: Workshop) -> None:
+    pair = workshop.pair(Language, sgd, "disk")
+    ours, theirs = (model(tokens()[0]) for model in (pair.model, pair.plain))
+    for call in (
+        lambda out: out.argmax(axis=-1),
+        lambda out: torch.argmax(input=out, dim=-1, keepdim=True),
+        lambda out: torch.logsumexp(input=out, dim=(2,)),
+        lambda out: torch.flatten(input=out, start_dim=0),
+        lambda out: torch.reshape(input=out, shape=(-1, FEATURES)),
+    ):
+        torch.testing.assert_close(call(ours) + 0, call(theirs))
 
 
 def test_the_gradient_of_logits_is_whole(workshop: Workshop) -> None:

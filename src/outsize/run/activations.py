@@ -152,9 +152,11 @@ class Layer:
     def _chosen(self, *args: Any, **kwargs: Any) -> Any:
         choice, holding = self._activations.choice, self._activations.holding
         assert choice is not None and holding is not None
-        inputs = _tensors((*args, *kwargs.values()))
-        options = tuple(each for each in (*args, *kwargs.values()) if isinstance(each, (bool, str)))
+        leaves, _ = tree_flatten((args, kwargs))
+        inputs = [each for each in leaves if isinstance(each, torch.Tensor)]
+        options = tuple(each for each in leaves if isinstance(each, (int, str)))
         lease = choice.lease(self._costs, self._short.strip("'"), (options, *self._form(inputs)), inputs)
+        del leaves
         if lease.mode not in ("keep", "pack"):
             return self._checkpointed(lease.mode, lease, *args, **kwargs)
         packing = Packing([*inputs, *self._modules[0].buffers()]) if lease.mode == "pack" else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -113,12 +114,14 @@ class LateLogits(torch.Tensor):
     @staticmethod
     def of(call: HeadCall, rows: torch.Tensor, dtype: torch.dtype) -> LateLogits:
         shape = (*rows.shape[:-1], call.module.out_features)
-        trained = rows.requires_grad or call.module.weight.requires_grad
-        made: LateLogits = torch.Tensor._make_wrapper_subclass(
-            LateLogits, shape, dtype=dtype, device=rows.device, requires_grad=call.grad and trained
-        )
+        made: LateLogits = torch.Tensor._make_wrapper_subclass(LateLogits, shape, dtype=dtype, device=rows.device)
         made.call, made.rows, made.value = call, rows, None
-        return made
+        trained = rows.requires_grad or any(param.requires_grad for param in call.module.parameters())
+        if not (call.grad and trained):
+            return made
+        with torch.enable_grad():
+            token = torch.zeros((), device=rows.device, requires_grad=True)
+            return _InGraph.apply(rows, token, call, dtype, [made])  # type: ignore[no-any-return]
 
     def computed(self) -> torch.Tensor:
         """The values, computed once."""
@@ -135,7 +138,7 @@ class LateLogits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         late, first = _LATE.get(func), args[0] if args else kwargs.get("input")
-        if late is not None and isinstance(first, LateLogits) and first.value is None:
+        if late is not None and isinstance(first, LateLogits) and first.value is None and _takes(late, args, kwargs):
             found = late(*args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -155,6 +158,37 @@ class LateLogits(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LateLogits(size={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _takes(late: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the function knows these arguments by these names."""
+    try:
+        signature(late).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+class _InGraph(torch.autograd.Function):
+    """Late logits in the graph. What knows of them goes past this; a custom function gives them a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, token: torch.Tensor, call: HeadCall, dtype: torch.dtype, made: list[LateLogits]
+    ) -> LateLogits:
+        ctx.call, ctx.dtype = call, dtype
+        ctx.save_for_backward(rows)
+        return made[0]  # no argument of its own: autograd would return a view of it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        leaf = rows.detach().requires_grad_(ctx.needs_input_grad[0])
+        with torch.enable_grad():
+            logits = ctx.call.logits(leaf).to(ctx.dtype)
+            torch.autograd.backward(logits, grad)  # that of the weight goes where it always goes
+        return leaf.grad, None, None, None, None
 
 
 def _like(logits: LateLogits, rows: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> LateLogits:

@@ -67,7 +67,7 @@ class Part(torch.Tensor):
 
     def values(self) -> torch.Tensor:
         """All of its values."""
-        found = self.stack if self.number is None else self.run(_matrix, (self.stack, self.number), {})
+        found = self.stack if self.number is None else self.run(_select, (self.stack, self.number), {})
         if found is NotImplemented:  # the stack is there
             found = self.stack.narrow(0, self.number or 0, 1).squeeze(0)
         return found.swapaxes(-2, -1) if self.transposed else found
@@ -281,7 +281,7 @@ def _grouped(*args: torch.Tensor, offs: torch.Tensor | None = None, **more: Any)
     return Products(operation, None, cut, cut, casts=False), x, stack, None
 
 
-def _matrix(stack: torch.Tensor, number: int) -> Any:
+def _select(stack: torch.Tensor, number: int) -> Any:
     """The values of one matrix, for an operation that is none of these."""
 
     def operation(_: torch.Tensor, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -297,8 +297,9 @@ _READERS: dict[Any, Callable[..., Any]] = {
     torch.functional.einsum: _einsum,
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm), _matmul),
     **dict.fromkeys((torch.mm, torch.Tensor.mm), _matmul),
-    _matrix: _matrix,
+    _select: _select,
 }
+_select.__name__ = "indexing"  # for errors
 
 _METADATA = {
     getattr(torch.Tensor, name).__get__
