@@ -260,6 +260,41 @@ def test_sizes_inside_other_things_and_numbers_count_too(workshop: Workshop) -> 
         del output
 
 
+def test_nested_tensors_are_computed_again(workshop: Workshop) -> None:
+    if workshop.device != "cpu":
+        pytest.skip("the simulated accelerator has no nested tensors")
+
+    class Simple(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.inner[0](x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Simple() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.values()
+
+    pair = workshop.pair(Model, sgd, **ON_HOST)
+    for lengths in ((3, 5), (2, 7), (4, 4)):
+        rows = [torch.randn(length, WIDTH) for length in lengths]
+        losses = []
+        for model, optimizer in pair.both:
+            loss = model(torch.nested.nested_tensor(rows, layout=torch.jagged)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_several_graphs_at_once_stay_within_the_bytes(workshop: Workshop) -> None:
     model, optimizer = prepared(workshop, a_third(workshop))
     forwards(model, optimizer, data(4))

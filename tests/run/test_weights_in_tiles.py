@@ -218,6 +218,15 @@ def test_whole_uses_beside_the_tiles_are_right(workshop: Workshop) -> None:
     pair.train(ids(3), rel=2e-5, loss_of=mean_square)
 
 
+def test_two_weights_in_tiles_meet(workshop: Workshop) -> None:
+    class Meets(Wide):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) + F.linear(self.down.weight, self.up.weight.t()).mean()
+
+    pair = pair_of(workshop, Meets)
+    pair.train(ids(2), rel=2e-5, loss_of=mean_square)
+
+
 def test_state_and_checkpoints_are_as_without_tiles(workshop: Workshop, tmp_path: Any) -> None:
     pair = pair_of(workshop)
     pair.train(ids(3), rel=2e-5, loss_of=mean_square)

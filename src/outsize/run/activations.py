@@ -154,6 +154,8 @@ class Layer:
         assert choice is not None and holding is not None
         leaves, _ = tree_flatten((args, kwargs))
         inputs = [each for each in leaves if isinstance(each, torch.Tensor)]
+        if any(each.is_nested for each in inputs):  # they have no sizes to compare
+            return self._checkpointed("recompute", None, *args, **kwargs)
         options = tuple(each for each in leaves if isinstance(each, (int, str)))
         lease = choice.lease(self._costs, self._short.strip("'"), (options, *self._form(inputs)), inputs)
         del leaves

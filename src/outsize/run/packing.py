@@ -98,7 +98,7 @@ class Packing:
     def _packed(self, tensor: torch.Tensor) -> Packed | None:
         reference = StorageWeakRef(tensor.untyped_storage())
         _, version, done = self._done.get(reference.cdata, (reference, -1, None))
-        if done is not None and version == tensor._version and done.shape == tensor.shape:
+        if done is not None and version == tensor._version and (done.shape, done.dtype) == (tensor.shape, tensor.dtype):
             return done
         found = packed(tensor)
         if found is not None:

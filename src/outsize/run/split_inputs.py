@@ -6,6 +6,7 @@ layer's second forward.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
@@ -25,7 +26,9 @@ class SplitInputs:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._alike: dict[object, bool] = {}  # by layer and form of a tensor: whether all ranks have the same one
+        self._alike: dict[
+            tuple[str, int], bool
+        ] = {}  # by layer and number of an input: whether all ranks have the same
 
     def of_call(self, layer: str, inputs: Iterable[torch.Tensor], others: Hooks | None) -> Hooks:
         """The saved-tensor hooks of a call. Of its inputs those are split that the backward goes on with: what all
@@ -36,11 +39,12 @@ class SplitInputs:
             if type(each) is torch.Tensor and each.requires_grad and each.is_floating_point()
         }
 
+        numbers = itertools.count()
+
         def pack(tensor: torch.Tensor) -> Any:
-            is_input = (
-                type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.untyped_storage()._cdata in split
-            )
-            if not is_input or tensor.nbytes < LEAST_BYTES or not self._is_alike(layer, tensor):
+            is_input = type(tensor) is torch.Tensor and tensor.is_floating_point()
+            is_input = is_input and tensor.untyped_storage()._cdata in split
+            if not is_input or not self._is_alike(layer, next(numbers), tensor) or tensor.nbytes < LEAST_BYTES:
                 return None, tensor if others is None else others[0](tensor)
             part = self._part_of(tensor)
             form = _Form(tensor.shape, tensor.dtype, _sum(tensor))
@@ -53,12 +57,13 @@ class SplitInputs:
 
         return pack, unpack
 
-    def _is_alike(self, layer: str, tensor: torch.Tensor) -> bool:
-        """Whether all ranks have these values: asked once, by every rank."""
-        key = layer, tensor.shape, tensor.dtype
+    def _is_alike(self, layer: str, number: int, tensor: torch.Tensor) -> bool:
+        """Whether all ranks have these values: asked once for each input of a layer. Sizes must not decide whether to
+        ask: they may differ between ranks."""
+        key = layer, number
         if key not in self._alike:
-            sums = self._ranks.collect((str(key), int(_sum(tensor))), "a layer's input")
-            self._alike[key] = len(set(sums)) == 1
+            told = (str((key, tuple(tensor.shape), tensor.dtype)), int(_sum(tensor)))
+            self._alike[key] = len(set(self._ranks.collect(told, "a layer's input"))) == 1
         return self._alike[key]
 
     def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +80,7 @@ class SplitInputs:
         flat[self._ranks.rank * part.numel() : (self._ranks.rank + 1) * part.numel()] = part
         self._ranks.all_gather(flat, self._ranks.turn_to_gather(-1, flat.numel())).wait()
         whole = flat[: form.shape.numel()].view(form.shape)
-        if whole.device.type == "cpu" and int(_sum(whole)) != int(form.sum):
+        if int(_sum(whole)) != int(form.sum):
             raise RuntimeError(
                 f"the ranks of a tensor-parallel group had the same input for layer {layer} at first, and others "
                 f"later. So each cannot keep a part of it: draw the same random numbers outside of layers on all of "

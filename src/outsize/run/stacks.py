@@ -7,7 +7,7 @@ Models use a stack whole (`torch.bmm`, `matmul`, `einsum`, `grouped_mm`), or one
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -79,6 +79,9 @@ class Part(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         part = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Part))
+        name = getattr(func, "__name__", "")
+        if "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            _refuse_write(name)
         result = part_of(func, args, kwargs, part.run, part.connect) if args and args[0] is part else None
         result = part.run(func, args, kwargs) if result is None else result
         if result is NotImplemented:
@@ -88,8 +91,17 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable and isinstance(args[0], Part):
+            _refuse_write(str(func))
         args, kwargs = tree_map_only(Part, Part.values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _refuse_write(operation: str) -> NoReturn:
+    raise RuntimeError(
+        f"{operation!r} writes to a part of a parameter that is used in tiles, outside `outsize.gathered`: write to "
+        f"the parameter inside `with outsize.gathered(param, modify=True):`"
+    )
 
 
 def part_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, connect: Connect) -> Any:
@@ -99,7 +111,7 @@ def part_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, 
     stack, number, transposed = _parts(args[0])
     with torch._C.DisableTorchFunctionSubclass():
         count, dims = stack.shape[0], args[0].dim()
-    dimensions = _TRANSPOSITIONS.get(func)
+    dimensions = _TRANSPOSITIONS.get(func) if dims == 2 or func not in _OF_MATRICES else None
     if dimensions is not None and {each % dims for each in dimensions(*args[1:])} == {dims - 2, dims - 1}:
         return Part.of(stack, number, not transposed, run, connect)
     if number is not None:
@@ -136,6 +148,10 @@ _TRANSPOSITIONS: dict[Any, Callable[..., tuple[int, ...]]] = {
     torch.Tensor.mT.__get__: lambda *_: (-2, -1),  # type: ignore[attr-defined]
     torch.Tensor.T.__get__: lambda *_: (-2, -1),  # type: ignore[attr-defined]
 }
+
+
+_OF_MATRICES = {torch.Tensor.T.__get__}  # type: ignore[attr-defined]
+"""What reverses all dimensions."""
 
 
 class Cut(NamedTuple):

@@ -304,8 +304,10 @@ def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[
     if tiles is None or not _is_usable(tiles):
         return NotImplemented
     engine.check_use(weight, func.__name__)
+    if type(x) is not torch.Tensor:
+        x = x.clone()  # a parameter may be at rest
     if bias is not None:
-        bias = bias.clone()  # it may be at rest
+        bias = bias.clone()
     if not isinstance(operation, _Rows) and operation.casts and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operation, x, bias = operation._replace(dtype=dtype), x.to(dtype), None if bias is None else bias.to(dtype)
