@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run.activations import in_backward, is_transformed
+from outsize.run.placeholder import Placeholder
 from outsize.run.saved import of_checkpoint, top_hooks
 
 LEAST_BYTES = 64 << 20
@@ -104,7 +104,7 @@ def _is_usual() -> bool:
 
 
 @final
-class LateLogits(torch.Tensor):
+class LateLogits(Placeholder):
     """Logits of a call that are not computed yet: [..., features] of the `rows` [..., inputs] of the head."""
 
     call: HeadCall
@@ -123,7 +123,7 @@ class LateLogits(torch.Tensor):
             token = torch.zeros((), device=rows.device, requires_grad=True)
             return _InGraph.apply(rows, token, call, dtype, [made])  # type: ignore[no-any-return]
 
-    def computed(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """The values, computed once."""
         if self.value is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -132,32 +132,10 @@ class LateLogits(torch.Tensor):
         return self.value
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def late(cls, func: Any, args: Any, kwargs: Any) -> Any:
         late, first = _LATE.get(func), args[0] if args else kwargs.get("input")
-        if late is not None and isinstance(first, LateLogits) and first.value is None and _takes(late, args, kwargs):
-            found = late(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        args, kwargs = tree_map_only(LateLogits, LateLogits.computed, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(LateLogits, LateLogits.computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.computed().__deepcopy__(memo)  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.computed().__reduce_ex__(protocol)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LateLogits(size={tuple(self.shape)}, dtype={self.dtype})"
+        is_late = isinstance(first, LateLogits) and first.value is None
+        return late(*args, **kwargs) if late is not None and is_late and _takes(late, args, kwargs) else NotImplemented
 
 
 def _takes(late: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -407,30 +385,6 @@ def _add_gradients(
     if of_bias is not None:
         of_bias += grad.sum(0, dtype=torch.float32)
 
-
-_METADATA = {
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "requires_grad",
-            "ndim",
-            "itemsize",
-            "nbytes",
-            "is_cpu",
-            "is_cuda",
-        )
-    ),
-    *(
-        getattr(torch.Tensor, name)
-        for name in ("size", "dim", "numel", "nelement", "is_floating_point", "__len__", "ndimension", "get_device")
-    ),
-    torch.is_floating_point,
-    torch.numel,
-}
 
 _LATE: dict[Any, Callable[..., Any]] = {
     torch.Tensor.float: _cast(torch.float32),

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
+
+from outsize.run.placeholder import Placeholder
 
 if TYPE_CHECKING:
     from outsize.run.tiles import Tile, Tiles
@@ -30,7 +32,7 @@ Connect = Callable[["Part"], "Part"]
 """Puts a part into the graph, behind its stack: a custom function gives its gradient to the part itself."""
 
 
-class Part(torch.Tensor):
+class Part(Placeholder):
     """One matrix of a stack, or all of them, maybe transposed; without values."""
 
     stack: torch.Tensor
@@ -73,28 +75,19 @@ class Part(torch.Tensor):
         return found.swapaxes(-2, -1) if self.transposed else found
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def late(cls, func: Any, args: Any, kwargs: Any) -> Any:
         part = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Part))
         name = getattr(func, "__name__", "")
         if "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             _refuse_write(name)
-        result = part_of(func, args, kwargs, part.run, part.connect) if args and args[0] is part else None
-        result = part.run(func, args, kwargs) if result is None else result
-        if result is NotImplemented:
-            args, kwargs = tree_map_only(Part, Part.values, (args, kwargs))
-            return func(*args, **kwargs)
-        return result
+        view = part_of(func, args, kwargs, part.run, part.connect) if args and args[0] is part else None
+        return part.run(func, args, kwargs) if view is None else view
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable and isinstance(args[0], Part):
             _refuse_write(str(func))
-        args, kwargs = tree_map_only(Part, Part.values, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _refuse_write(operation: str) -> NoReturn:
@@ -316,8 +309,3 @@ _READERS: dict[Any, Callable[..., Any]] = {
     _select: _select,
 }
 _select.__name__ = "indexing"  # for errors
-
-_METADATA = {
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "grad_fn", "grad")
-} | {getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "element_size")}
