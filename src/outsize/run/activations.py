@@ -10,31 +10,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.jit._fuser import optimized_execution
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from outsize.move.activations import ActivationStore
+from outsize.run.caches import is_cache, is_filled, refuse_reading
 from outsize.run.choice import Choice, Cost, Lease, Measurement
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.packing import Packing
 from outsize.run.parts import Call, Parts
+from outsize.run.record import Record
 from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
+from outsize.run.selective import Selection, selection
 from outsize.run.split_inputs import SplitInputs
-
-# Note [Caches of keys and values]
-# Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
-# reads it in the usual loop, but the keys and values of all layers in it would be more than recomputed layers keep
-# otherwise. So these get none, and the cache stays empty. Read after all, it would give wrong values to the next
-# forward: so it refuses to be read, with a refusal that lies in the cache itself, where copies of it have it too.
-# A cache with earlier tokens in it goes to the layers as it is, and they are not recomputed.
 
 FRAME = "_outsize_frame"
 """The attribute of a module of a prepared model that makes its frames."""
@@ -104,13 +99,13 @@ class Layer:
             return self._forward(*args, **kwargs)
         mode = self._mode if torch.is_grad_enabled() else "keep"
         if mode != "keep" or self._parts.count > 1:
-            caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-            if any(_is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
+            caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+            if any(is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
                 return self._forward(*args, **kwargs)  # a part, or the second forward, would append once more
             for cache in caches:
-                _refuse_reading(cache, self._short)
-            args = tuple(None if _is_cache(value) else value for value in args)
-            kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+                refuse_reading(cache, self._short)
+            args = tuple(None if is_cache(value) else value for value in args)
+            kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
         one = self._forward if mode == "keep" else partial(self._checkpointed, mode, None)
         if mode == "auto":
             one = self._chosen
@@ -187,8 +182,8 @@ class Layer:
             return tree_unflatten(values, spec)  # type: ignore[no-any-return]
 
         contexts = nullcontext(), state
-        record = _Record(lease, self._measurement(lease, inputs), not self._repeats)
-        forward = partial(self._run, [(args, kwargs)], given, _selection(mode), record)
+        record = Record(lease, self._measurement(lease, inputs), not self._repeats)
+        forward = partial(self._run, [(args, kwargs)], given, selection(mode), record)
         del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
@@ -227,8 +222,8 @@ class Layer:
         self,
         first: list[Call],
         given: Callable[..., Call],
-        selection: _Selection,
-        record: _Record,
+        selection: Selection,
+        record: Record,
         _: torch.Tensor,
         *tensors: Any,
     ) -> Any:
@@ -256,7 +251,7 @@ class Layer:
         frame = self._modules[0].__dict__.get(FRAME)
         return nullcontext() if frame is None else frame()
 
-    def _explaining(self, record: _Record) -> AbstractContextManager[Any]:
+    def _explaining(self, record: Record) -> AbstractContextManager[Any]:
         """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name.
 
         So does one that the forward that ran again saved, and then wrote to.
@@ -288,92 +283,8 @@ class Layer:
         return any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
 
 
-@final
-class _Record:
-    """What the last forward of a checkpointed call saved. It lives as long as anything that the call saves."""
-
-    def __init__(self, lease: Lease | None, measurement: Measurement | None, samples: bool) -> None:
-        """`samples`: a second forward must give what the first one gives."""
-        self.versions: list[int] = []  # of the tensors that it saved, in order, when it saved them
-        self._lease = lease
-        self._measurement = measurement
-        self._samples = samples
-        self._saved = 0
-        self._given: list[Sample] | None = None
-        self.is_other = False  # whether the second forward has given something else than the first
-
-    @property
-    def compares(self) -> bool:
-        """Whether a second forward is compared with the first one."""
-        return self._given is not None
-
-    def note(self, tensor: torch.Tensor) -> int:
-        """An operation saves this; its number."""
-        if self._measurement is not None and not in_backward():
-            self._measurement.save(tensor)
-        self.versions.append(tensor._version)
-        return len(self.versions) - 1
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        if self._measurement is None:
-            result = run()
-        else:
-            counting = _Counting(self._measurement) if self._measurement.counts_products else nullcontext()
-            with counting:
-                result = self._measurement.forward(run)
-        self._saved = len(self.versions)
-        if self._samples:
-            self._given = _samples(result)
-        return result
-
-    def again(self, run: Callable[[], Any]) -> Any:
-        """The second forward. It may end by an exception: the last tensor that it saves may be all that is wanted."""
-        self.versions.clear()
-        result = run() if self._measurement is None else self._measurement.again(run)
-        told_by_torch = len(self.versions) != self._saved  # it did other operations
-        if self._given is not None and not told_by_torch:
-            self.is_other = not _are_close(self._given, _samples(result))
-        return result
-
-
-SAMPLES = 64
-"""Elements of each result of a layer that are compared."""
-
-MOST_UNLIKE = SAMPLES // 20
-"""Kernels of accelerators may round differently the second time, and then choose differently here and there."""
-
-
-Sample = tuple[torch.Size, torch.Tensor]
-
-
-def _samples(result: Any) -> list[Sample]:
-    """The shape of each tensor of floating-point numbers, and copies of some of its elements."""
-    found = []
-    for each in tree_flatten(result)[0]:
-        if type(each) is torch.Tensor and each.is_floating_point() and each.layout is torch.strided:
-            flat = each.detach().reshape(-1)
-            found.append((each.shape, flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES].clone()))
-    return found
-
-
-def _are_close(given: list[Sample], again: list[Sample]) -> bool:
-    """Up to rounding."""
-    for (shape, one), (other_shape, other) in zip(given, again, strict=False):
-        if shape != other_shape or one.dtype != other.dtype:
-            return False
-        most = 1e-4 if one.dtype in (torch.float32, torch.float64) else 3e-2
-        near = torch.isclose(one, other, rtol=most, atol=most * _mean_size(one), equal_nan=True)
-        if int((~near).sum()) > MOST_UNLIKE:
-            return False
-    return len(given) == len(again)
-
-
-def _mean_size(values: torch.Tensor) -> float:
-    return float(values.float().abs().nan_to_num(posinf=0.0).mean()) if values.numel() else 0.0
-
-
 @contextmanager
-def _own_errors(record: _Record) -> Iterator[None]:
+def _own_errors(record: Record) -> Iterator[None]:
     """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
     hooks = top_hooks()
     if hooks is None:
@@ -400,141 +311,6 @@ def _own_errors(record: _Record) -> Iterator[None]:
         raise
     finally:
         raised.clear()  # an error kept here would keep what was running
-
-
-_KEPT_OPERATIONS = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        *("mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm"),
-        *("convolution", "_convolution", "convolution_overrideable"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
-        "_efficient_attention_forward",
-    )
-    if hasattr(torch.ops.aten, name)
-)
-"""What "selective" keeps: products of matrices, convolutions and attention, which take the time of a layer."""
-
-
-def _packet(func: Any) -> Any:
-    """The operation with all of its overloads; of one that takes functions, nothing."""
-    return getattr(func, "overloadpacket", None)
-
-
-_UNTRACKED = frozenset(
-    getattr(torch.ops.aten, name) for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
-)
-"""Their results share memory with what they view, but count the writes to it for themselves."""
-
-
-@final
-class _Result:
-    """What an operation gave, and whether it is that still."""
-
-    def __init__(self, value: Any) -> None:
-        leaves, self._spec = tree_flatten(value)
-        self._leaves = [_alias(each) if isinstance(each, torch.Tensor) else each for each in leaves]
-        self._watched: list[tuple[torch.Tensor, int]] = []
-        self.watch(self._leaves)
-
-    def watch(self, values: Iterable[Any]) -> None:
-        """Whoever writes to these writes to the result."""
-        self._watched += [(_alias(each), version_of(each)) for each in values if isinstance(each, torch.Tensor)]
-
-    @property
-    def storages(self) -> list[int]:
-        return [each.untyped_storage()._cdata for each in self._leaves if isinstance(each, torch.Tensor)]
-
-    @property
-    def changed(self) -> bool:
-        return any(version_of(each) != version for each, version in self._watched)
-
-    def value(self) -> Any:
-        return tree_unflatten(
-            [_alias(each) if isinstance(each, torch.Tensor) else each for each in self._leaves], self._spec
-        )
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a graph. It counts writes with the tensor, which it would not by itself in here."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-Kept = dict[Any, list[_Result]]
-"""By operation, in order."""
-
-
-class _Keeping(TorchDispatchMode):
-    """The first forward: it keeps some results."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()
-        self._kept = kept
-        self._by_storage: dict[int, _Result] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        value = func(*args, **(kwargs or {}))
-        if _packet(func) in _KEPT_OPERATIONS:
-            result = _Result(value)
-            self._kept.setdefault(func, []).append(result)
-            self._by_storage |= dict.fromkeys(result.storages, result)
-        elif _packet(func) in _UNTRACKED:
-            viewed = self._by_storage.get(args[0].untyped_storage()._cdata)
-            if viewed is not None:
-                viewed.watch(tree_flatten(value)[0])
-        return value
-
-
-class _Counting(TorchDispatchMode):
-    """What "selective" would keep: its bytes, and the seconds that it takes."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, measurement: Measurement) -> None:
-        super().__init__()
-        self._measurement = measurement
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = partial(func, *args, **(kwargs or {}))
-        return self._measurement.operation(run, _packet(func) in _KEPT_OPERATIONS)
-
-
-class _Using(TorchDispatchMode):
-    """A later forward: it takes what the first one kept. What was written to in place since is computed again."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __enter__(self) -> Any:
-        self._used: dict[Any, int] = {}
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = self._used.get(func, 0)
-        if _packet(func) in _KEPT_OPERATIONS and number < len(self._kept.get(func, ())):
-            self._used[func] = number + 1
-            result = self._kept[func][number]
-            if not result.changed:
-                return result.value()
-        return func(*args, **(kwargs or {}))
-
-
-_Selection = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-
-def _selection(mode: str) -> _Selection:
-    """For the first forward of a checkpoint and for later ones: what the first keeps, these use."""
-    if mode != "selective":
-        return nullcontext(), nullcontext()
-    kept: Kept = {}
-    return _Keeping(kept), _Using(kept)
 
 
 def _is_batch_second(module: nn.Module) -> bool:
@@ -565,46 +341,6 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or parametrize._cache_enabled > 0
     )
-
-
-_READS = ("get_seq_length", "get_mask_sizes")
-"""What a forward asks of a cache before anything else."""
-
-
-@final
-@dataclass(frozen=True)
-class _LeftEmpty:
-    """Takes the place of each of a cache's `_READS`. See Note [Caches of keys and values]."""
-
-    layer: str
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError(
-            f"this cache of keys and values comes from a forward that recorded gradients, and is empty: layer "
-            f"{self.layer} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
-            f'pass activations="keep" to outsize.prepare; if no gradients are needed, run the forward under '
-            f"torch.no_grad()"
-        )
-
-
-def _is_cache(value: object) -> bool:
-    """A key-value cache of transformers, recognised by what it offers."""
-    return not isinstance(value, (torch.Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))
-
-
-def _is_filled(cache: Any) -> bool:
-    return not isinstance(cache.get_seq_length, _LeftEmpty) and int(cache.get_seq_length()) > 0
-
-
-def _refuse_reading(cache: Any, layer: str) -> None:
-    """The cache, and the caches of which it is made, stay empty: an encoder-decoder's has two."""
-    if isinstance(cache.get_seq_length, _LeftEmpty):
-        return
-    for part in vars(cache).values():
-        if _is_cache(part):
-            _refuse_reading(part, layer)
-    for name in _READS:
-        setattr(cache, name, _LeftEmpty(layer))
 
 
 def can_recompute(module: nn.Module) -> bool:

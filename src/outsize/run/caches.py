@@ -1,0 +1,56 @@
+"""The caches of keys and values that models of transformers hand to their layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+import torch
+from torch import nn
+
+# Note [Caches of keys and values]
+# Models of transformers make a cache in every forward, in training too, and hand it to their layers to fill. Nobody
+# reads it in the usual loop, but the keys and values of all layers in it would be more than recomputed layers keep
+# otherwise. So these get none, and the cache stays empty. Read after all, it would give wrong values to the next
+# forward: so it refuses to be read, with a refusal that lies in the cache itself, where copies of it have it too.
+# A cache with earlier tokens in it goes to the layers as it is, and they are not recomputed.
+
+
+_READS = ("get_seq_length", "get_mask_sizes")
+"""What a forward asks of a cache before anything else."""
+
+
+@final
+@dataclass(frozen=True)
+class _LeftEmpty:
+    """Takes the place of each of a cache's `_READS`. See Note [Caches of keys and values]."""
+
+    layer: str
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"this cache of keys and values comes from a forward that recorded gradients, and is empty: layer "
+            f"{self.layer} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
+            f'pass activations="keep" to outsize.prepare; if no gradients are needed, run the forward under '
+            f"torch.no_grad()"
+        )
+
+
+def is_cache(value: object) -> bool:
+    """A key-value cache of transformers, recognised by what it offers."""
+    return not isinstance(value, (torch.Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))
+
+
+def is_filled(cache: Any) -> bool:
+    return not isinstance(cache.get_seq_length, _LeftEmpty) and int(cache.get_seq_length()) > 0
+
+
+def refuse_reading(cache: Any, layer: str) -> None:
+    """The cache, and the caches of which it is made, stay empty: an encoder-decoder's has two."""
+    if isinstance(cache.get_seq_length, _LeftEmpty):
+        return
+    for part in vars(cache).values():
+        if is_cache(part):
+            refuse_reading(part, layer)
+    for name in _READS:
+        setattr(cache, name, _LeftEmpty(layer))
