@@ -22,6 +22,7 @@ from outsize.run.grads import RestingGrad
 from tests.conftest import (
     AT_REST_TIERS,
     Block,
+    Product,
     Stack,
     Workshop,
     adamw,
@@ -137,18 +138,6 @@ def test_autocast_keeps_no_copy_of_the_weights(workshop: Workshop, tier: str) ->
         out.sum().backward()
         found.append(casts.shapes[24, 16])
     assert found == [1, 1 if tier == "device" else 3]  # torch casts once and keeps it
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
 
 
 class OwnFunction(nn.Module):

@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.run import choice
-from tests.conftest import AT_REST_TIERS, Trace, Workshop, adamw, assert_same_gradients, train, weights
+from tests.conftest import AT_REST_TIERS, Trace, Workshop, adamw, assert_same_gradients, batches, train, weights
 
 HELD = "device/activations"
 DEPTH, WIDTH, ROWS = 6, 32, 64
@@ -53,12 +54,25 @@ class Deep(nn.Module):
 
 
 def data(count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator("cpu").manual_seed(count)
+    return batches(count, WIDTH, 4, rows)
 
-    def random(columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator, device="cpu").to(torch.get_default_device())
 
-    return [(random(WIDTH), random(4)) for _ in range(count)]
+def normal(*shape: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+class InTurn(nn.Module):
+    """Three layers of a kind, one after the other."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def forwards(model: nn.Module, optimizer: Any, batches: Any) -> list[int]:
@@ -272,22 +286,12 @@ def test_nested_tensors_are_computed_again(workshop: Workshop) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.inner[0](x))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Simple() for _ in range(3)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.values()
-
-    pair = workshop.pair(Model, sgd, **ON_HOST)
+    pair = workshop.pair(lambda: InTurn(Simple), sgd, **ON_HOST)
     for lengths in ((3, 5), (2, 7), (4, 4)):
         rows = [torch.randn(length, WIDTH) for length in lengths]
         losses = []
         for model, optimizer in pair.both:
-            loss = model(torch.nested.nested_tensor(rows, layout=torch.jagged)).square().mean()
+            loss = model(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -420,20 +424,9 @@ def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: 
                 y = torch.tanh(y)
             return x + self.two(y)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Cheap() for _ in range(3)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(512, 1024, generator=generator, device="cpu").to(torch.get_default_device())
-    products = 3 * 2 * 4 * x.numel()
-    model, optimizer = prepared(workshop, budget_for(workshop, products, Model, 256 << 20), Model)
+    x = normal(512, 1024)
+    products, build = 3 * 2 * 4 * x.numel(), partial(InTurn, Cheap)
+    model, optimizer = prepared(workshop, budget_for(workshop, products, build, 256 << 20), build)
     for _ in range(4):
         model(x).square().mean().backward()
         optimizer.step()
@@ -459,24 +452,12 @@ class Masks(nn.Module):
         return x + 1e-2 * second(y)
 
 
-class OfMasks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Masks() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undisturbed: None) -> None:
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(1024, 256, generator=generator, device="cpu").to(torch.get_default_device())
+    x, build = normal(1024, 256), partial(InTurn, Masks)
     whole, packed = 3 * (4 + 6) * x.numel(), 3 * (4 + 6 // 8 + 1) * x.numel()
 
     def trained(**fields: Any) -> tuple[nn.Module, list[float]]:
-        model, optimizer = prepared(workshop, 256 << 20, OfMasks, **fields)
+        model, optimizer = prepared(workshop, 256 << 20, build, **fields)
         losses = []
         for _ in range(4):
             loss = model(x).square().mean()
@@ -487,7 +468,7 @@ def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undistur
         return model, losses
 
     name = "host_memory" if workshop.device == "cpu" else "device_memory"
-    model, losses = trained(**{name: budget_for(workshop, packed, OfMasks, 256 << 20)})
+    model, losses = trained(**{name: budget_for(workshop, packed, build, 256 << 20)})
     found = chosen(model)
     assert set(found.modes.values()) == {"pack"}
     assert held(model)[1] == found.nbytes <= packed < whole == found.bytes_if_all["keep"]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, weights
+from tests.conftest import Pair, Product, Workshop, assert_same_gradients, gradients, prepared, weights
 
 EXPERTS, WIDTH, HIDDEN, ROWS = 48, 32, 128, 6
 SMALL = 640 << 10
@@ -63,22 +63,8 @@ def with_others(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(torch.tanh(x @ (2.0 * up[3]).t()), down[3].square()) + up[3].mean()
 
 
-class Own(torch.autograd.Function):
-    """A product that nobody knows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
-
-
 def by_own_function(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return Own.apply(torch.tanh(Own.apply(x, up[3])), down.transpose(1, 2)[3].t())
+    return Product.apply(torch.tanh(Product.apply(x, up[3])), down.transpose(1, 2)[3].t())
 
 
 def in_a_reentrant_checkpoint(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
