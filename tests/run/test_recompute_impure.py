@@ -221,10 +221,12 @@ def in_place() -> nn.Module:
 
 
 @pytest.mark.parametrize("keyword", [None, "input"])
+@pytest.mark.parametrize("activations", ["recompute", "offload", "selective", "auto"])
 def test_a_layer_that_changes_its_input_is_refused_in_the_forward(
     workshop: Workshop, keyword: str | None, activations: str
 ) -> None:
-    pair = workshop.pair(lambda: Passes(in_place, keyword), tier="host", activations=activations)
+    fields = {"activations": activations, "disk": workshop.disk}
+    pair = workshop.pair(lambda: Passes(in_place, keyword), tier="host", **fields)
     with pytest.raises(RuntimeError, match=REFUSED):
         pair.model(batches(1)[0][0].clone())
     with torch.no_grad():

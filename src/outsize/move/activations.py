@@ -99,7 +99,8 @@ class HostPlace(Place):
             raise OSError(
                 errno.ENOMEM,
                 f"activations of {format_bytes(nbytes)} more do not fit in host_memory, where {format_bytes(used)} of "
-                f'them lie already; raise host_memory, name a disk, or pass activations="recompute"',
+                f"them lie already; raise host_memory by {format_bytes(nbytes - self._most())} at least, name a disk, "
+                f'or pass activations="recompute"',
             )
         if self._before_pinning is not None:
             self._before_pinning()
@@ -165,12 +166,12 @@ class DiskPlace(Place):
                 self._holes[at] = start + nbytes, size - nbytes
                 self._ledger.add("disk/activations", nbytes)
                 return start
-        used = self._ledger.now.get("disk/activations", 0)
+        used, largest = self._ledger.now.get("disk/activations", 0), max((size for _, size in self._holes), default=0)
         raise OSError(
             errno.ENOSPC,
             f"activations of {format_bytes(nbytes)} more do not fit: {format_bytes(used)} of them lie on disk already, "
             f"and disk_space leaves {format_bytes(self._file.nbytes)} for them; raise disk_space or free space there, "
-            f'or pass activations="recompute"',
+            f'by {format_bytes(nbytes - largest)} at least, or pass activations="recompute"',
             self._file.path,
         )
 

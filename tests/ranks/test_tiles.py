@@ -1,0 +1,82 @@
+"""Tiles of the sequence on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+from tests.ranks.launching import run_on_ranks
+from tests.ranks.training import assert_near, named_weights
+
+WIDTH, POSITIONS, TILES = 16, 125, 4
+
+
+class Mlp(nn.Module):
+    """Notes the most positions that it sees at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.widest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.widest = max(self.widest, x.shape[1])
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Mlp(), Mlp())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(step: int, rank: int, rows: int) -> Tensor:
+    return torch.randn(rows, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: Any, optimizer: Any, steps: list[Tensor]) -> list[float]:
+    losses = []
+    for x in steps:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+WAYS = [(1, 1, "recompute"), (1, 2, "offload"), (3, 1, "offload"), (3, 2, "recompute")]
+"""Stage, rows, activations."""
+
+
+def tiled(disk: str) -> list[tuple[list[float], dict[str, Tensor], int]]:
+    found = []
+    for stage, rows, mode in WAYS:
+        model, optimizer = make()
+        for mlp in model:
+            outsize.tiled(mlp, dim=1, tiles=TILES)
+        places = dict.fromkeys(("params", "grads", "states"), "host" if stage == 3 else "device")
+        outsize.prepare(model, optimizer, stage=stage, host_memory="16MiB", disk=disk, activations=mode, **places)
+        losses = train(model, optimizer, [data(step, dist.get_rank(), rows) for step in range(3)])
+        found.append((losses, named_weights(model), model[0].widest))
+    return found
+
+
+def test_two_mlps_of_125_positions_in_4_tiles_train_as_the_whole_batch_does(tmp_path: Any) -> None:
+    ranks = run_on_ranks(2, tiled, str(tmp_path))
+    for (_, rows, _), each in zip(WAYS, zip(*ranks, strict=True), strict=True):
+        model, optimizer = make()
+        expected = train(
+            model, optimizer, [torch.cat([data(step, rank, rows) for rank in (0, 1)]) for step in range(3)]
+        )
+        assert [sum(both) / 2 for both in zip(*(losses for losses, _, _ in each), strict=True)] == pytest.approx(
+            expected
+        )
+        for _, found, widest in each:
+            assert_near(found.values(), named_weights(model).values())
+            assert widest == -(-POSITIONS // TILES)
