@@ -282,6 +282,11 @@ def _build(
     ]
     _refuse_unseen(model, units)
     resources.activations = _open_activations(plan, config, resources, ranks)
+    agree = ranks is None or (ranks.tensor is None and config.unused != "sync")
+    scopes, owned, framed, layers = _modules(model, units, plan, config, "auto" if agree else "recompute")
+    capacity = _capacity(plan, units, 0 if resources.outbox is None else resources.outbox.nbytes)
+    spare = _spare(units, plan, capacity) if "auto" in layers.values() else 0
+    choice = Choice(spare, resources.ledger, config.compute_device, in_turn=ranks is None)
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]
@@ -289,16 +294,11 @@ def _build(
         adds_up = torch.tensor([whole], dtype=torch.int32, device="cpu")
         for group in ranks.everyone():
             group.combine(adds_up, "prepare", "min")
-        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, bool(adds_up))
+        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, choice, bool(adds_up))
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner, live = Owner(), LiveState()
     places = [RestingPlace(unit, conveyor) for unit in units]
-    leaving = 0 if resources.outbox is None else resources.outbox.nbytes
     flight_room = None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes)
-    scopes, owned, framed, layers = _modules(model, units, plan, config, "recompute" if ranks else "auto")
-    capacity = _capacity(plan, units, leaving)
-    spare = _spare(units, plan, capacity) if "auto" in layers.values() else 0
-    choice = Choice(spare, resources.ledger, config.compute_device)
     room = Room(units, places, live, capacity - spare, resources.ledger, plan.budgets, reduction, flight_room)
     streamer = Streamer(units, room, live, conveyor, updater, rounds)
     in_backward = optimizer is not None and config.update == "backward"
@@ -389,7 +389,11 @@ def _spare(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:
     moving = [(unit, size) for unit, size in zip(units, plan.unit_bytes, strict=True) if not unit.always_resident]
     passing = sum(size.leaving for unit, size in moving if unit.shard.tiers.grads == "disk")
     least = PASSING_UNITS * max((size.leaving for _, size in moving), default=0)
-    return max(capacity - sum(unit.nbytes for unit, _ in moving) - max(passing, least), 0)
+    whole = [size.collected for size in plan.unit_bytes]  # gradients of several ranks
+    collected = PASSING_UNITS * max(whole, default=0)
+    if accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets):  # under `no_sync`
+        collected = max(collected, sum(whole))
+    return max(capacity - sum(unit.nbytes for unit, _ in moving) - max(passing, least) - collected, 0)
 
 
 def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:
@@ -404,8 +408,7 @@ def _modules(
     """(the modules within each unit, the units that a module's call opens, the modules whose calls get a frame and
     whether they lie inside one that opens the same unit, the layers and what is done with their activations).
 
-    `auto`: what is done with those of layers that come and go, where the user leaves it to outsize. Ranks would have to
-    choose alike.
+    `auto`: what is done with those of layers that come and go, where the user leaves it to outsize.
     """
     home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]

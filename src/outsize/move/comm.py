@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -186,18 +186,18 @@ class Lane:
         self.come, self._expected = [], True
 
     def exchange(self, turn: Turn, *numbers: int) -> list[tuple[int, ...]]:
-        """Agree that this is the turn of all: the numbers of each rank, padded to two. Raises if it is not."""
+        """Agree that this is the turn of all: the numbers of each rank, padded to three. Raises if it is not."""
         said = self.model.words(turn).encode()[:MOST_WORDS].ljust(MOST_WORDS)
-        row = struct.pack("4q", turn.key, turn.number, *numbers, *[0] * (2 - len(numbers))) + said
+        row = struct.pack("5q", turn.key, turn.number, *numbers, *[0] * (3 - len(numbers))) + said
         own = torch.frombuffer(bytearray(row * len(self.members)), dtype=torch.uint8)
         every = torch.empty_like(own)
         self.model.counts["agreement calls"] += 1
         self.wait(self.agreeing.alltoall_base(every, own, [], []), turn)
         rows = [each.numpy().tobytes() for each in every.view(-1, len(row))]
         if any(each[:16] != row[:16] for each in rows):
-            words = [each[32:].decode(errors="replace").strip() for each in rows]
+            words = [each[40:].decode(errors="replace").strip() for each in rows]
             raise self.model.different_ways(dict(zip(self.members, words, strict=True)))
-        return [struct.unpack("2q", each[16:32]) for each in rows]
+        return [struct.unpack("3q", each[16:40]) for each in rows]
 
     def wait(self, work: Any, turn: Turn, on_stream: bool = False, unless: Callable[[], bool] | None = None) -> bool:
         """Block until a collective is over, or make the current stream wait for it; False where it was not waited for
@@ -368,7 +368,7 @@ class Ranks:
         """`value` of every rank, in the order of ranks. Small things that pickle."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         of, turn = self._lanes[lane], self._lanes[lane].next(kind)
-        sizes = [size for size, _ in of.exchange(turn, content.numel())]
+        sizes = [size for size, *_ in of.exchange(turn, content.numel())]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: content.numel()] = content
         every = torch.empty(self.size, padded.numel(), dtype=torch.uint8, device="cpu")
@@ -382,23 +382,25 @@ class Ranks:
         turn = lane.next(kind)
         if number:
             lane.want(turn)
-        return [each for each, _ in lane.exchange(turn, number)]
+        return [each for each, *_ in lane.exchange(turn, number)]
 
     def wanted(self) -> bool:
         """Whether a rank waits for this one, to meet it with a number or to gather."""
         return self._lanes[CONTROL].wanted() or self._lanes[GATHER].wanted()
 
-    def agree_on_step(self, told: Mapping[str, str]) -> None:
+    def agree_on_step(self, told: Mapping[str, str], news: bool = False) -> bool:
         """Raise on every rank unless all are about to do the same step, which `told` describes. See Note [One order of
-        collectives]."""
+        collectives]. Returns whether any rank has `news`."""
         lanes = [self._lanes[name] for name in (GATHER, REDUCE, CONTROL)]
         turn = self._lanes[CONTROL].next("step")
         steps, orders = sorted(told.items()), [lane.come for lane in lanes]
-        rows = self._lanes[CONTROL].exchange(turn, *(crc32(repr(each).encode()) for each in (steps, orders)))
-        if len({step for step, _ in rows}) > 1:
+        sums = (crc32(repr(each).encode()) for each in (steps, orders))
+        rows = self._lanes[CONTROL].exchange(turn, *sums, int(news))
+        if len({step for step, *_ in rows}) > 1:
             self._disagree(told)
         for lane in lanes:
-            lane.step(alike=len({order for _, order in rows}) == 1)
+            lane.step(alike=len({order for _, order, _ in rows}) == 1)
+        return any(news for *_, news in rows)
 
     def _disagree(self, mine: Mapping[str, str]) -> NoReturn:
         """Name the first entry that differs."""
@@ -488,6 +490,16 @@ def _open_on_device(backend: str, store: Any, rank: int, size: int) -> Any:
     if plugin is None or plugin.extended_api:
         raise ValueError(f"outsize cannot open groups of torch.distributed's backend {backend!r} yet; use one rank")
     return plugin.creator_fn(store, rank, size, PATIENCE)
+
+
+def collectives() -> int:
+    """How many collectives of torch's groups this process has begun: those of the user and of layers, none of ours."""
+    groups: Iterable[Any] = distributed_c10d._world.pg_map if dist.is_available() and dist.is_initialized() else ()
+    begun = 0
+    for group in groups:
+        with suppress(RuntimeError):  # this kind of group does not count
+            begun += group._get_sequence_number_for_group()
+    return begun
 
 
 def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:

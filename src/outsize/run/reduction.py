@@ -15,6 +15,7 @@ from outsize.move.memory import Ledger
 from outsize.move.shard import UnitShard
 from outsize.run.activations import in_backward
 from outsize.run.buffers import Buffers
+from outsize.run.choice import Choice
 
 if TYPE_CHECKING:
     from outsize.run.collecting import Collector, WholeGradients
@@ -35,10 +36,17 @@ class Reduction:
     # parameters have one. A gradient that comes after its unit's turn is reduced when the backward is over.
 
     def __init__(
-        self, ranks: Ranks, split: bool, dtype: torch.dtype | None, ledger: Ledger, adds_up: bool = False
+        self,
+        ranks: Ranks,
+        split: bool,
+        dtype: torch.dtype | None,
+        ledger: Ledger,
+        choice: Choice,
+        adds_up: bool = False,
     ) -> None:
         """`adds_up`: the budget holds the whole gradients of the model."""
         self.ranks = ranks
+        self._choice = choice
         self.split = split
         self.sync = ranks.model.sync  # see Note [Units that some ranks do not use]
         self.buffers = Buffers(ledger)
@@ -148,9 +156,14 @@ class Reduction:
         return [bool(each) for each in left.tolist()]
 
     def check_step(self, told: Mapping[str, str]) -> None:
-        """Raise on every rank unless all are about to do the same step; `told` says what, by parameter."""
+        """Raise on every rank unless all are about to do the same step; `told` says what, by parameter.
+
+        If any has measured activations anew, all choose anew."""
+        news = self._choice.outdated
         for group in self.ranks.everyone():
-            group.agree_on_step(told)
+            news = group.agree_on_step(told, news)
+        if news:
+            self._choice.choose_alike(self.ranks.alike())
 
     @property
     def _parted(self) -> bool:

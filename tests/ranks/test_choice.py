@@ -1,0 +1,146 @@
+"""`activations="auto"` on several ranks: all choose the same, and keep what is spare as one rank does."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import outsize
+from outsize.run import choice
+from tests.ranks.launching import run_on_ranks
+from tests.ranks.training import same_bits, weights_of
+
+WIDTH, DEPTH, ROWS, STEPS = 32, 4, 64, 4
+ONCE, TWICE = DEPTH, 2 * DEPTH
+
+
+class Layer(nn.Module):
+    """Counts its forwards. `speaks`: it asks the other ranks something."""
+
+    def __init__(self, model: Layers, speaks: bool) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.counts, self.speaks = model.counts, speaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[-1] += 1
+        if self.speaks:
+            dist.all_reduce(torch.ones(1))
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Layers(nn.Module):
+    def __init__(self, speaks: bool) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        self.layers = nn.ModuleList([Layer(self, speaks) for _ in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def run(
+    rows: list[list[int]], mesh: tuple[int, ...] = (), speaks: bool = False, holds: int = -1, **fields: Any
+) -> dict[str, Any]:
+    """`rows` of each step, by rank. `holds`: the step after which rank 0 still has a graph."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Layers(speaks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    at = dict.fromkeys(("params", "grads", "states"), "host")
+    if mesh:
+        fields["mesh"] = init_device_mesh("cpu", mesh)
+    outsize.prepare(model, optimizer, **{"host_memory": "64MiB", **at, **fields})
+    torch.manual_seed(rank)
+    losses, held = [], None
+    for step, count in enumerate(each[rank] for each in rows):
+        model.counts.append(0)
+        loss = model(torch.randn(count, WIDTH)).square().mean()
+        loss.backward()
+        if step == holds and rank == 0:
+            held = model.layers[0](torch.randn(count, WIDTH))
+            model.counts[-1] -= 1
+        if step == holds + 1:
+            del held
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    chosen = outsize.plan(model).activations
+    modes = {} if chosen is None else dict(chosen.modes)
+    return {"losses": losses, "weights": weights_of(model), "counts": model.counts, "modes": modes, "chosen": chosen}
+
+
+def in_all_modes(rows: list[list[int]], fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run(rows, activations=mode, **fields) for mode in ("auto", "keep", "recompute")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    [(2, {}), (2, {"stage": 0}), (3, {}), (4, {"mesh": (2, 2)})],
+    ids=["stage 3", "stage 0", "three ranks", "two copies"],
+)
+def test_what_fits_is_kept_after_the_first_step(ranks: int, fields: dict[str, Any]) -> None:
+    for auto, keep, recompute in run_on_ranks(ranks, in_all_modes, [[ROWS] * ranks] * STEPS, fields):
+        for each in (auto, recompute):
+            assert each["losses"] == keep["losses"]
+            assert same_bits(each["weights"], keep["weights"])
+        assert auto["counts"] == [TWICE] + [ONCE] * (STEPS - 1)
+        assert set(auto["modes"].values()) == {"keep"}
+        assert recompute["counts"] == [TWICE] * STEPS
+
+
+def test_ranks_whose_inputs_have_other_sizes_keep_too() -> None:
+    """A rank whose input is larger than all before it computes again alone, in that step."""
+    rows = [[ROWS, 40], [ROWS, 40], [ROWS, 90], [ROWS, 50], [30, 90]]
+    (one, keep, _), (other, as_well, _) = run_on_ranks(2, in_all_modes, rows, {})
+    assert one["counts"] == [TWICE, ONCE, ONCE, ONCE, ONCE]
+    assert other["counts"] == [TWICE, ONCE, TWICE, ONCE, ONCE]
+    assert one["losses"] + other["losses"] == keep["losses"] + as_well["losses"]
+    assert same_bits(one["weights"], keep["weights"])
+
+
+def with_clocks() -> list[dict[str, Any]]:
+    """Under several budgets, where each rank takes another time for everything."""
+    ticks = itertools.count(step=1 + 7 * dist.get_rank())
+    choice.time = SimpleNamespace(perf_counter=ticks.__next__)  # type: ignore[assignment]
+    rows = [[ROWS, ROWS // 2]] * STEPS
+    return [run(rows, host_memory=memory) for memory in range(1400 << 10, 2000 << 10, 100 << 10)]
+
+
+def test_under_a_budget_all_ranks_choose_the_same_layers() -> None:
+    parts = 0
+    for one, other in zip(*run_on_ranks(2, with_clocks), strict=True):
+        assert one["modes"] == other["modes"]
+        assert one["counts"] == other["counts"]
+        parts += ONCE < one["counts"][-1] < TWICE
+        assert one["chosen"] is None or one["chosen"].nbytes <= one["chosen"].spare
+    assert parts > 0
+
+
+def others() -> list[list[int]]:
+    """Where ranks cannot choose alike."""
+    same = [[ROWS, ROWS]] * STEPS
+    return [
+        run(same, speaks=True)["counts"],
+        run(same, unused="sync")["counts"],
+        run(same, holds=0)["counts"],
+    ]
+
+
+def test_where_ranks_cannot_choose_alike_they_compute_again() -> None:
+    one, other = run_on_ranks(2, others)
+    assert one == other
+    speaking, synced, holding = one
+    assert speaking == synced == [TWICE] * STEPS
+    assert holding == [TWICE, TWICE, ONCE, ONCE]
