@@ -1,16 +1,18 @@
 """Logits that are computed late, and for a loss tile by tile, are those of torch."""
 
-from typing import Any
+import sys
+from typing import Any, final
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import logits as of_logits
-from tests.conftest import TIERS, Workshop, assert_same_gradients
+from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, prepared
 
 FEATURES, WIDTH, ROWS = 40, 16, 24
 
@@ -96,6 +98,104 @@ LOSSES: dict[str, Any] = {
 def test_every_loss_is_that_of_torch(workshop: Workshop, loss: str) -> None:
     pair = workshop.pair(Language, sgd, "disk")
     pair.train(tokens(), loss_of=lambda model, batch: LOSSES[loss](model(batch), targets(batch)))
+
+
+def in_tiles(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, dtype: Any = torch.float32, **build: Any) -> Pair:
+    """A model with a head, and an embedding, whose weights are larger than the budget."""
+    monkeypatch.setattr(sys.modules[__name__], "FEATURES", 4400)
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 64)
+    monkeypatch.setattr(of_logits, "TILE_BYTES", 4 * 1000)
+    budget: Any = {"host_memory": "1MiB", "disk": workshop.disk, "params": "auto"}
+    if workshop.device != "cpu":
+        budget = {"device_memory": "1MiB", "host_memory": "256MiB"}
+    pair = workshop.pair(
+        lambda: Language(**build).to(dtype), sgd, "disk", **{**budget, "grads": "auto", "states": "auto"}
+    )
+    assert id(pair.model.head.weight) in prepared(pair.model).engine.tiles
+    return pair
+
+
+@final
+class Largest(TorchDispatchMode):
+    """Elements of the largest matrix that an operation makes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim > 1:  # others are views of gradients at rest
+            self.found = max(self.found, result.numel())
+        return result
+
+
+LATE = ("mean", "sum", "each", "smooth and weighted", "shifted", "another index", "z-loss, kept")
+
+
+@pytest.mark.parametrize("loss", [*LATE, "no loss of torch"])
+def test_every_loss_is_that_of_torch_with_the_weight_in_tiles(
+    workshop: Workshop, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, seen = in_tiles(workshop, monkeypatch, tied=loss in ("mean", "smooth and weighted")), []
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        with Largest() as largest:
+            found = LOSSES[loss](model(batch), targets(batch))
+            found.backward(retain_graph=True)
+        seen.append((model, largest.found))
+        model.zero_grad()
+        return found  # type: ignore[no-any-return]
+
+    pair.train(tokens(2), rel=2e-5, loss_of=loss_of)
+    ours = [found for model, found in seen if model is pair.model]
+    whole = FEATURES * (ROWS - 2)
+    assert all(found < whole / 1.5 for found in ours) == (loss in LATE)
+
+
+def test_autocast_and_bf16_compute_as_in_torch_with_the_weight_in_tiles(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = tokens()[0]
+    for loss in ("float", "each", "smooth"):
+        for dtype in (torch.float32, torch.bfloat16):
+            pair, found = in_tiles(workshop, monkeypatch, dtype, tied=loss == "float"), []
+            for model, _ in pair.both:
+                with torch.autocast(workshop.device, torch.bfloat16, enabled=dtype is torch.float32):
+                    found.append(LOSSES[loss](model(batch), targets(batch)))
+                found[-1].backward()
+            assert found[0].dtype is found[1].dtype
+            torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=1e-2)
+            assert_same_gradients(pair.model, pair.plain, atol=1e-2, rtol=5e-2)
+
+
+def test_accuracy_and_wrong_targets_with_the_weight_in_tiles(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = in_tiles(workshop, monkeypatch)
+    ours, theirs = (model(tokens()[0]) for model in (pair.model, pair.plain))
+    best = ours.argmax(-1, keepdim=True)
+    assert torch.equal(best, theirs.argmax(-1, keepdim=True)) and not best.requires_grad
+    assert ours.value is None
+    with pytest.raises(IndexError, match="Target 4400 is out of bounds: the head has 4400 classes"):
+        functional.cross_entropy(ours.flatten(0, 1), torch.full((ROWS,), FEATURES))
+    nothing = torch.full((ROWS,), -100)
+    found = [functional.cross_entropy(out.flatten(0, 1), nothing, reduction="sum") for out in (ours, theirs)]
+    assert found[0].item() == found[1].item() == 0
+    with outsize.gathered(pair.model.head):
+        found = [functional.cross_entropy(out.flatten(0, 1), targets(tokens()[0])) for out in (ours, theirs)]
+    torch.testing.assert_close(*found)
+
+
+def test_a_loss_reads_the_weight_in_tiles_twice(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    if workshop.device != "cpu":
+        pytest.skip("the weights are in host memory")
+    pair, batch = in_tiles(workshop, monkeypatch), tokens()[0]
+    weight = FEATURES * WIDTH * 4
+    for _ in range(2):
+        before = outsize.memory(pair.model).bytes_read
+        functional.cross_entropy(pair.model(batch).flatten(0, 1), targets(batch)).backward()
+        read = outsize.memory(pair.model).bytes_read - before
+        pair.model.zero_grad()
+    assert 2 * weight <= read <= 3.3 * weight  # and the rows of the embedding
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -350,7 +350,7 @@ def _build(
         choice,
         None if ranks is None or ranks.tensor is None else SplitInputs(ranks.tensor),
     )
-    hooks.install(engine, model, framed, layers, activations, _heads(model, engine.tiles) if config.tiles else ())
+    hooks.install(engine, model, framed, layers, activations, _heads(model) if config.tiles else ())
     prepared = Prepared(
         weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock, choice
     )
@@ -479,13 +479,13 @@ def _mode(module: nn.Module, units: Sequence[Unit], config: Config, auto: str) -
     return auto if alone and units[0].shard.tiers.params != "device" else "keep"
 
 
-def _heads(model: nn.Module, in_tiles: Container[int]) -> list[nn.Linear]:
+def _heads(model: nn.Module) -> list[nn.Linear]:
     """The layer that makes the logits of a language model: where the model does not say, its last linear one."""
     of_model = getattr(model, "get_output_embeddings", None)
     head = of_model() if callable(of_model) else None
     if head is None:
         head = next((each for each in reversed(list(model.modules())) if isinstance(each, nn.Linear)), None)
-    if type(head) is not nn.Linear or is_distributed(head.weight) or id(head.weight) in in_tiles:
+    if type(head) is not nn.Linear or is_distributed(head.weight):
         return []
     return [head]
 

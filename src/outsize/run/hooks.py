@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from outsize.run.activations import FRAME, Activations
 from outsize.run.engine import Engine
 from outsize.run.logits import Head
+from outsize.run.tiles import runner
 
 # Note [The frame is around the call]
 # A module's frame is an attribute `_call_impl` of the instance, which `nn.Module.__call__` looks up. So the user, or a
@@ -55,7 +56,8 @@ def install(
             if module._compiled_call_impl is None:
                 ours["forward"] = again(module.forward)
         elif isinstance(module, nn.Linear) and module in heads:
-            ours["forward"] = Head(module, partial(engine.frame, module, again=True), partial(_unchanged, engine))
+            frame, unchanged = partial(engine.frame, module, again=True), partial(_unchanged, engine)
+            ours["forward"] = Head(module, frame, unchanged, partial(runner, engine, module.weight))
         if module in framed:
             ours |= _calls(engine, module, framed[module], again)
         if isinstance(module, nn.RNNBase):

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from outsize.run.activations import in_backward, is_transformed
 from outsize.run.placeholder import Placeholder
 from outsize.run.saved import of_checkpoint, top_hooks
+from outsize.run.tiles import Run
+from outsize.run.vocabulary import Largest, Logits, Losses, Shares
 
 LEAST_BYTES = 64 << 20
 """Smaller logits are computed at once."""
@@ -45,6 +47,7 @@ class HeadCall:
     forward: Callable[[torch.Tensor], torch.Tensor]
     frame: Callable[[], AbstractContextManager[None]]
     check: Callable[[], None]  # raises where the weights have changed since
+    in_tiles: Callable[[], Run | None]  # of what runs an operation on the weight, where that is used in tiles
     grad: bool
     autocast: torch.dtype | None
 
@@ -67,6 +70,15 @@ class HeadCall:
         with self.again():
             return self.forward(rows)
 
+    def over_vocabulary(
+        self, run: Run, rows: torch.Tensor, dtype: torch.dtype, make: Callable[[Logits], Losses | Largest]
+    ) -> torch.Tensor:
+        """A number for each row of logits of this dtype, [rows], tile by tile of the weight."""
+        with self.again():
+            raw, bias = self.dtype(rows), self.module.bias
+            cast = None if bias is None else bias.clone().to(raw)
+            return run(make(Logits(raw, dtype, TILE_BYTES)), rows.to(raw), cast)
+
     def dtype(self, rows: torch.Tensor) -> torch.dtype:
         return rows.dtype if self.autocast is None else self.autocast
 
@@ -80,9 +92,12 @@ class Head:
         module: nn.Linear,
         frame: Callable[[], AbstractContextManager[None]],
         reference: Callable[[torch.Tensor], Callable[[], None]],
+        in_tiles: Callable[[], Run | None],
     ) -> None:
-        """`reference` gives a function that raises where a tensor's values have changed since."""
+        """`reference` gives a function that raises where a tensor's values have changed since; `in_tiles`, what runs
+        an operation on the weight, where that is used in tiles."""
         self._module, self._forward, self._frame, self._reference = module, module.forward, frame, reference
+        self._in_tiles = in_tiles
         self.__wrapped__ = module.forward
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -93,7 +108,7 @@ class Head:
         kind = rows.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         check = self._reference(module.weight)
-        call = HeadCall(module, self._forward, self._frame, check, torch.is_grad_enabled(), autocast)
+        call = HeadCall(module, self._forward, self._frame, check, self._in_tiles, torch.is_grad_enabled(), autocast)
         return LateLogits.of(call, rows, call.dtype(rows))
 
 
@@ -221,7 +236,9 @@ def _flatten(logits: LateLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _like(logits, logits.rows.flatten(start_dim, end_dim))
 
 
-def _by_rows(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _by_rows(
+    function: Callable[..., torch.Tensor], in_tiles: Callable[[Logits], Losses | Largest]
+) -> Callable[..., Any]:
     """A function that makes one number of each row of logits; of a tile after the other, and again in the backward."""
 
     def reduced(logits: LateLogits, dim: Any = None, keepdim: bool = False) -> Any:
@@ -234,10 +251,15 @@ def _by_rows(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         def of_tile(rows: torch.Tensor) -> torch.Tensor:
             return function(call.logits(rows).to(dtype), -1)
 
-        tiles = _tiles(call, rows.reshape(-1, rows.shape[-1]))
-        found = torch.cat(
-            [checkpoint(of_tile, *tile, use_reentrant=False) if call.grad else of_tile(*tile) for tile in tiles]
-        )
+        run, flat = call.in_tiles(), rows.reshape(-1, rows.shape[-1])
+        if run is not None and len(flat):
+            found = call.over_vocabulary(run, flat, dtype, in_tiles)
+            found = found.to(dtype) if found.is_floating_point() else found
+        else:
+            tiles = _tiles(call, flat)
+            found = torch.cat(
+                [checkpoint(of_tile, *tile, use_reentrant=False) if call.grad else of_tile(*tile) for tile in tiles]
+            )
         return found.view(*rows.shape[:-1], *([1] if keepdim else []))
 
     return reduced
@@ -279,6 +301,12 @@ def _cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         return NotImplemented
     loss = _Loss(call, input.dtype, weight, ignore_index, label_smoothing)
+    run = call.in_tiles()
+    if run is not None and len(rows):
+        found = loss.in_tiles(run, rows, target)
+        return (
+            found if reduction == "none" else found.sum() if reduction == "sum" else found.sum() / loss.divisor(target)
+        )
     if reduction == "none":
         parts = [
             checkpoint(loss.of_each, *part, use_reentrant=False) if call.grad else loss.of_each(*part)
@@ -314,6 +342,20 @@ class _Loss:
 
     def of_each(self, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.of(self.call.logits(rows), target, "none")
+
+    def in_tiles(self, run: Run, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The losses of all rows, [rows], where the weight of the head is used in tiles."""
+        classes, kept = self.call.module.out_features, target != self.ignore_index
+        least, most = (int(each) for each in torch.where(kept, target, 0).aminmax())
+        if least < 0 or most >= classes:
+            raise IndexError(f"Target {least if least < 0 else most} is out of bounds: the head has {classes} classes")
+        weight = torch.ones(classes, device=rows.device) if self.weight is None else self.weight
+        weight = weight.to(torch.float64 if self.dtype is torch.float64 else torch.float32)
+        of_target = (1 - self.label_smoothing) * kept * weight[torch.where(kept, target, 0)]
+        of_all = self.label_smoothing / classes * weight if self.label_smoothing else None
+        shares = Shares(target, kept, of_target, of_all)
+        found = self.call.over_vocabulary(run, rows, self.dtype, lambda logits: Losses(logits, shares))
+        return found if torch.is_autocast_enabled(rows.device.type) else found.to(self.dtype)
 
     def divisor(self, target: torch.Tensor) -> torch.Tensor:
         """The mean is the sum over this."""
@@ -396,7 +438,7 @@ _LATE: dict[Any, Callable[..., Any]] = {
     torch.reshape: _view,
     torch.Tensor.__getitem__: _item,
     **dict.fromkeys((torch.Tensor.flatten, torch.flatten), _flatten),
-    **dict.fromkeys((torch.Tensor.logsumexp, torch.logsumexp), _by_rows(torch.logsumexp)),
-    **dict.fromkeys((torch.Tensor.argmax, torch.argmax), _by_rows(torch.argmax)),
+    **dict.fromkeys((torch.Tensor.logsumexp, torch.logsumexp), _by_rows(torch.logsumexp, Losses)),
+    **dict.fromkeys((torch.Tensor.argmax, torch.argmax), _by_rows(torch.argmax, Largest)),
     functional.cross_entropy: _cross_entropy,
 }

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from outsize.run.placeholder import Placeholder
 
 if TYPE_CHECKING:
-    from outsize.run.tiles import Tile, Tiles
+    from outsize.run.tiles import Found, Tile, Tiles, Wanted
 
 
 def is_stack(module: nn.Module, param: torch.Tensor) -> bool:
@@ -187,10 +187,8 @@ class Products(NamedTuple):
         assert result is not None
         return result
 
-    def backward(
-        self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: tuple[bool, bool]
-    ) -> torch.Tensor | None:
-        """The gradient of `x`; those of the matrices go to rest. `wanted`: of the stack, of `x`."""
+    def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
+        """The gradient of `x`; those of the matrices go to rest."""
         total = torch.zeros_like(x) if wanted[1] else None
         for tile, weight in tiles.weights(self._wanted(tiles)):
             with torch.enable_grad():
@@ -202,7 +200,7 @@ class Products(NamedTuple):
                 tiles.take(tile, next(found))
             if total is not None:
                 total += next(found)
-        return total
+        return total, None
 
     def _wanted(self, tiles: Tiles) -> list[Tile]:
         return tiles.all if self.number is None else [tiles.with_row(self.number)]

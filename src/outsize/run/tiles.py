@@ -25,6 +25,7 @@ from outsize.move.shard import read_tile
 from outsize.move.store import DTYPES
 from outsize.plan.layout import page_range
 from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack
+from outsize.run.vocabulary import Largest, Losses
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from outsize.run.unit_gradients import UnitGradients
 
 Operation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Run = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Runs an operation: on `x`, and with a bias."""
+
+Wanted = tuple[bool, bool, bool]
+"""Whether the gradient is wanted: of the weight, of `x`, of the bias."""
+
+Found = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The gradients of `x` and of the bias."""
+
 _CONVOLUTIONS: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}  # by function, the dimensions of its images
 
 
@@ -73,6 +83,7 @@ class Tiles:
         slot, rows = unit.shard.slots[self.name], unit.shard.tile_rows
         self._slot, self._row = slot, slot.numel // slot.shape[0]
         self.all = [Tile(start, min(start + rows, slot.shape[0])) for start in range(0, slot.shape[0], rows)]
+        self.rows = slot.shape[0]
         self.is_stack = len(slot.shape) == 3
         self.token = torch.zeros((), device=unit.shard.device)
 
@@ -167,22 +178,21 @@ class _Sum(NamedTuple):
     def _part(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.operation(x, weight if self.dtype is None else weight.to(self.dtype), bias)
 
-    def backward(
-        self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: tuple[bool, bool]
-    ) -> torch.Tensor | None:
-        """The gradient of `x`; those of the tiles go to rest. `wanted`: of the weight, of `x`."""
+    def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
+        """The gradients of `x` and the bias; those of the tiles go to rest."""
         total = None
-        for tile, weight in tiles.weights(tiles.all):
+        for tile, weight in tiles.weights(tiles.all) if wanted[0] or wanted[1] else ():
             part = grad.narrow(self.dim, tile.start, tile.end - tile.start)
             for_weight, for_x = self._gradients(x, weight, part, wanted)
             if for_x is not None:
                 total = for_x if total is None else total.add_(for_x)
             if for_weight is not None:
                 tiles.take(tile, for_weight)
-        return total
+        others = [dim for dim in range(grad.dim()) if dim != grad.dim() + self.dim]
+        return total, grad.sum(others) if wanted[2] else None
 
     def _gradients(
-        self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, wanted: tuple[bool, bool]
+        self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, wanted: Wanted
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.operation is F.linear:
             rows, places = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -213,7 +223,7 @@ class _Rows(NamedTuple):
             result[here] = weight[ids[here] - tile.start]
         return result
 
-    def backward(self, tiles: Tiles, ids: torch.Tensor, grad: torch.Tensor, wanted: tuple[bool, bool]) -> None:
+    def backward(self, tiles: Tiles, ids: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
         padding = -1 if self.padding is None else self.padding
         for tile in tiles.all:
             here = (ids >= tile.start) & (ids < tile.end) & (ids != padding)
@@ -221,6 +231,7 @@ class _Rows(NamedTuple):
                 grad[here], ids[here] - tile.start, tile.end - tile.start, -1, False
             )
             tiles.take(tile, rows)
+        return None, None
 
 
 class _InTiles(torch.autograd.Function):
@@ -232,7 +243,7 @@ class _InTiles(torch.autograd.Function):
         token: torch.Tensor,
         engine: Engine,
         tiles: Tiles,
-        operation: _Sum | _Rows | Products,
+        operation: _Sum | _Rows | Products | Losses | Largest,
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -250,12 +261,8 @@ class _InTiles(torch.autograd.Function):
             engine.backward.watch()
             engine.streamer.settle(ctx.tiles.unit)
             for_weight, _, _, _, for_x, for_bias = ctx.needs_input_grad
-            total = None
-            if for_weight or for_x:
-                total = ctx.operation.backward(ctx.tiles, x, grad, (for_weight, for_x))
-            others = [dim for dim in range(grad.dim()) if for_bias and dim != grad.dim() + ctx.operation.dim]
-            bias = grad.sum(others) if for_bias else None
-        return grad.new_zeros(()) if for_weight else None, None, None, None, total, bias
+            found = ctx.operation.backward(ctx.tiles, x, grad, (for_weight, for_x, for_bias))
+        return grad.new_zeros(()) if for_weight else None, None, None, None, *found
 
 
 class _Connected(torch.autograd.Function):
@@ -311,9 +318,19 @@ def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[
     if not isinstance(operation, _Rows) and operation.casts and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operation, x, bias = operation._replace(dtype=dtype), x.to(dtype), None if bias is None else bias.to(dtype)
+    return _run(engine, tiles, operation, x, bias)
+
+
+def _run(engine: Engine, tiles: Tiles, operation: Any, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
     with torch._C.DisableTorchFunctionSubclass(), torch.autocast(x.device.type, enabled=False):
         token = tiles.token if tiles.param.requires_grad else tiles.token.detach()
         return _InTiles.apply(token, engine, tiles, operation, x, bias)
+
+
+def runner(engine: Engine, param: torch.Tensor) -> Run | None:
+    """Runs an operation of ours, on tensors that are ready for it, on a parameter that is used in tiles now."""
+    tiles = engine.tiles.get(id(param))
+    return None if tiles is None or not _is_usable(tiles) else partial(_run, engine, tiles)
 
 
 def _is_usable(tiles: Tiles) -> bool:
