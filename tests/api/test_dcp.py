@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
+from outsize.checkpoint.arrays import Readable
 from outsize.formats.dcp_writing import write_dcp
-from outsize.formats.pieces import Arriving, NamedWeight
 from outsize.optim.rules import join_master
 from tests.api.dcp_runs import (
     TIERS,
@@ -129,9 +129,9 @@ def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: 
         load(tmp_path / "folder", model)
 
 
-def entry(numel: int, read: Callable[[], Tensor]) -> NamedWeight:
-    """An fp32 tensor in one piece."""
-    return NamedWeight("", (numel,), torch.float32, lambda: iter([lambda _: Arriving(lambda: iter((read(),)))]))
+def entry(numel: int, read: Callable[[], Tensor]) -> Readable:
+    """An fp32 tensor that is read at once."""
+    return Readable((numel,), torch.float32, lambda *_: read(), run=numel)
 
 
 def resident_bytes() -> int:

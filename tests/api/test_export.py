@@ -23,7 +23,7 @@ from outsize.api import exporting
 from outsize.api.assemble import prepared_of
 from outsize.api.exporting import export
 from outsize.formats import weights
-from outsize.move.disk import open_engine
+from outsize.formats.pieces import EXPORT_NUMEL
 from tests.api.checkpoint_runs import peak_of
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -151,19 +151,8 @@ def test_an_export_into_a_folder_replaces_weights_and_keeps_the_rest(tmp_path: P
     assert len(opened(tmp_path / "weights")) == 4
 
 
-def failing_engine(monkeypatch: pytest.MonkeyPatch, *injection: Any, **how: Any) -> None:
-    """Let a transfer of the next export's files fail or fall short."""
-
-    def opened_engine() -> Any:
-        engine = open_engine()
-        engine.inject(*injection, **how)
-        return engine
-
-    monkeypatch.setattr(weights, "open_engine", opened_engine)
-
-
-@pytest.mark.parametrize("moment", ["reserving", "writing"])
-def test_a_full_disk_leaves_the_earlier_export(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_full_disk_leaves_the_earlier_export(failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(1024, 1200), nn.Linear(1200, 1024))
     prepared(model, tmp_path)
     export(tmp_path / "weights", model)
@@ -171,13 +160,14 @@ def test_a_full_disk_leaves_the_earlier_export(moment: str, tmp_path: Path, monk
     with outsize.gathered(model[0].weight, modify=True):
         nn.init.zeros_(model[0].weight)
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    written, real = count(1), os.pwrite
 
-    if moment == "reserving":
-        monkeypatch.setattr(os, "posix_fallocate", full)
-    else:
-        failing_engine(monkeypatch, "write", 2, error=errno.ENOSPC)
+    def full(*arguments: Any) -> int:
+        if next(written) == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors") as raised:
         export(tmp_path / "weights", model)
     assert raised.value.errno == errno.ENOSPC
@@ -213,25 +203,8 @@ def test_short_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(nn.Linear(1024, 3000))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     prepared(model, tmp_path)
-    failing_engine(monkeypatch, "write", 2, short_bytes=8192)
-    export(tmp_path / "weights", model)
-    assert same(opened(tmp_path / "weights"), expected)
-
-
-def test_a_file_system_without_direct_io_is_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    prepared(model, tmp_path)
-    real = os.open
-
-    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument", path)
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refusing)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, content, at: real(fd, content[:81920], at))
     export(tmp_path / "weights", model)
     assert same(opened(tmp_path / "weights"), expected)
 
@@ -376,14 +349,14 @@ def test_a_folder_in_the_way_is_named_before_anything_is_replaced(tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_of_a_tensor_of_many_slabs_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_masters_of_a_tensor_of_many_runs_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(33, 7), nn.Linear(1501, 1507))
+    model = nn.Sequential(nn.Linear(33, 7), nn.Linear(2101, 2003))
     masters = {name: value.clone() for name, value in model.state_dict().items()}
     prepared(model, tmp_path, compute_dtype=dtype)
     export(tmp_path / "wide", model, dtype=torch.float32)
     export(tmp_path / "own", model)
-    assert sum(value.numel() * 4 for value in masters.values()) > 2 * weights.SLAB_BYTES
+    assert max(value.numel() for value in masters.values()) > EXPORT_NUMEL
     assert same(opened(tmp_path / "wide"), masters)
     with outsize.gathered(model):
         own = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -440,7 +413,7 @@ def test_files_hold_five_gigabytes_unless_asked_otherwise(tmp_path: Path, monkey
     model = nn.Sequential(nn.Linear(4, 4))
     prepared(model, tmp_path)
     asked: list[int] = []
-    monkeypatch.setattr(exporting, "files_of", lambda found, nbytes: asked.append(nbytes) or [[]])
+    monkeypatch.setattr(exporting, "files_of", lambda found, nbytes: asked.append(nbytes) or [{}])
     export(tmp_path / "weights", model)
     assert asked == [5_000_000_000]
 
@@ -457,13 +430,13 @@ def test_data_begins_on_a_page_and_fills_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_the_arena_however_large_a_tensor_is(tmp_path: Path) -> None:
+def test_memory_is_64_mib_however_large_a_tensor_is(tmp_path: Path) -> None:
     small, large = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(5000, 5000))  # 100 MB in one tensor
     prepared(small, tmp_path)
     prepared(large, tmp_path, host_memory="256MiB")
     export(tmp_path / "warm", small)
     slack = 8 << 20
-    assert peak_of(lambda: export(tmp_path / "weights", large)) <= weights.ARENA_BYTES + slack
+    assert peak_of(lambda: export(tmp_path / "weights", large)) <= (64 << 20) + slack
 
 
 def test_the_safetensors_library_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

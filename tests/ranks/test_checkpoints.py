@@ -20,7 +20,6 @@ import outsize
 from outsize.checkpoint import writer
 from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
-from outsize.formats import weights as exported_weights
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
 
@@ -401,39 +400,37 @@ def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
 
 
 def export_without_room(folder: str) -> list[str]:
-    """The drive is full at the first, the fourth, the last run of values, and when all were put; then it has room."""
+    """The drive is full at the first, the fourth and the last write, and when all are synced; then it has room."""
     run = Run(Setting(3, "disk"), folder)
     run.train(1)
-    said, plain = [], exported_weights._Packer.put
+    said, plain, sync = [], os.pwrite, os.fsync
     left = 0
 
-    def put(packer: Any, *args: Any) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", folder)
+
+    def write(*arguments: Any) -> int:
         nonlocal left
         left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device", folder)
-        plain(packer, *args)
+        return full() if left < 0 else plain(*arguments)
 
-    exported_weights._Packer.put = put  # type: ignore[method-assign]
+    os.pwrite = write
     left = 1 << 20
     outsize.export(Path(folder) / "counted", run.model)
-    puts = (1 << 20) - left
-    for allowed in (0, 3, puts - 1):
+    writes = (1 << 20) - left
+    for allowed in (0, 3, writes - 1):
         left = allowed
         try:
             outsize.export(Path(folder) / "model", run.model)
         except OSError as error:
             said.append(str(error))
         run.train(1)
-    left = 1 << 20
-    finish, exported_weights._Packer.finish = exported_weights._Packer.finish, put  # type: ignore[method-assign]
-    left = puts
+    os.pwrite, os.fsync = plain, full
     try:
         outsize.export(Path(folder) / "model", run.model)
     except OSError as error:
         said.append(str(error))
-    exported_weights._Packer.finish = finish  # type: ignore[method-assign]
-    left = 1 << 20
+    os.fsync = sync
     run.train(1)
     try:
         outsize.export(Path(folder) / "a file" / "model", run.model)

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn
 from outsize.api.ranks import in_all_copies
 from outsize.api.saving import buffers_of, cuts_of, settle, take_state, tied_names, whole
+from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.peers import Peers, together
 from outsize.checkpoint.values import NOT_HYPER
-from outsize.formats.pieces import NamedWeight, buffer_pieces, joined_pieces, parameter_pieces, tensor_pieces
-from outsize.formats.weights import Run, files_of, merged_folder, runs_of, write_shards
+from outsize.formats.pieces import in_memory, joined_parameter, parameter_at_rest, tensor_parallel_parameter
+from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
 from outsize.move.comm import RanksError
 from outsize.move.store import DTYPES
 from outsize.plan.sizes import parse_bytes
@@ -54,8 +54,8 @@ def export(
         optimizer: with `format="dcp"`, the prepared one, whose state is written too, under `optimizer.state`.
 
     An update that is still owed runs first. Names are the model's own; a tied weight is written once. A model with a
-    `config` gets its `config.json` and generation configuration. Memory: a fixed arena, whatever the size of the model,
-    its files and its parameters (twice the largest one that tensor parallelism has split). Raises `TypeError` for a
+    `config` gets its `config.json` and generation configuration. Memory: 64 MiB, whatever the size of the model, its
+    files and its parameters (twice the largest one that tensor parallelism has split). Raises `TypeError` for a
     buffer that safetensors cannot store, before anything is written, and `OSError` with path and errno if the disk is
     full; then nothing is left behind.
     """
@@ -87,17 +87,15 @@ def _export(
     weights = _weights(prepared, model, dtype)
     files = files_of(weights, shard_bytes)
     settle(prepared)
-    kind = next((each.dtype for each in weights if each.dtype in DTYPES_OUT), None)
+    kind = next((each.dtype for each in weights.values() if each.dtype in DTYPES_OUT), None)
 
-    def write(runs: Iterator[Run]) -> None:
+    def write(runs: Iterator[torch.Tensor]) -> None:
         with merged_folder(target) as folder:
             write_shards(folder, files, runs)
             _write_config(folder, model, kind)
 
     if reduction is None or peers is None:
-        with closing(runs_of(files)) as runs:
-            write(runs)
-        return
+        return write(runs_of(files))
 
     def export() -> None:
         own = _take_all if peers.rank else partial(_write_and_take_all, write)
@@ -108,13 +106,13 @@ def _export(
     in_all_copies(reduction.ranks, export if first else lambda: None, "export")  # the first one is exported
 
 
-def _take_all(runs: Iterator[Run]) -> None:
+def _take_all(runs: Iterator[torch.Tensor]) -> None:
     """Give what this rank has of the weights to the rank that writes."""
     for _ in runs:
         continue
 
 
-def _write_and_take_all(write: Callable[[Iterator[Run]], None], runs: Iterator[Run]) -> None:
+def _write_and_take_all(write: Callable[[Iterator[torch.Tensor]], None], runs: Iterator[torch.Tensor]) -> None:
     """Write what all ranks have of the weights. After a failure take the rest, so that no other rank waits."""
     try:
         write(runs)
@@ -153,7 +151,7 @@ def _export_dcp(
     further: dict[str, list[str]] = {}
     for alias, name in tied_names(model).items():
         further.setdefault(name, []).append(alias)
-    tensors: dict[Place, NamedWeight] = {}
+    tensors: dict[Place, Readable] = {}
     values: dict[Place, object] = {}
     shards = [unit.shard for unit in prepared.engine.parameters.units]
     if optimizer is not None:
@@ -166,10 +164,9 @@ def _export_dcp(
         tensors, values = optimizer_content(shards, groups)
     for shard in shards:
         for slot in shard.layout.slots:
-            out = dtype or DTYPES[slot.dtype]
-            weight = NamedWeight(slot.name, slot.shape, out, partial(parameter_pieces, shard, slot, out))
+            weight = parameter_at_rest(shard, slot.name, dtype or DTYPES[slot.dtype])
             tensors |= {(name,): weight for name in (slot.name, *further.get(slot.name, ()))}
-    tensors |= {(buffer.name,): buffer for buffer in _buffers(model, dtype)}
+    tensors |= {(name,): buffer for name, buffer in _buffers(model, dtype).items()}
     folder = NewFolder(target)
     try:
         write_dcp(folder.path, tensors, values)
@@ -179,32 +176,31 @@ def _export_dcp(
         raise
 
 
-def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) -> list[NamedWeight]:
+def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    found, cuts = [], cuts_of(prepared)
+    found, cuts = {}, cuts_of(prepared)
     for name, param in _chosen_names(model).items():
         unit, slot = prepared.engine.parameters.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
-        pieces = partial(parameter_pieces, unit.shard, slot, out)
+        found[name] = parameter_at_rest(unit.shard, slot.name, out)
         if unit.shard.ranks > 1:
             assert prepared.engine.reduction is not None
             join = partial(prepared.engine.reduction.ranks.combine, kind="export")
-            pieces = partial(joined_pieces, unit.shard, slot.name, out, join)
-        local = unit.shard.whole_slots[slot.name].shape
+            found[name] = joined_parameter(unit.shard, slot.name, out, join)
         if slot.name in cuts:
             assert prepared.engine.reduction is not None and prepared.engine.reduction.ranks.tensor is not None
             join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
-            pieces = partial(tensor_pieces, pieces, local, tuple(param.shape), cuts[slot.name], out, join)
-        found.append(NamedWeight(name, tuple(param.shape), out, pieces))
-    found += _buffers(model, dtype)
-    return [weight for weight in found if weight.name not in ignored]
+            found[name] = tensor_parallel_parameter(found[name], tuple(param.shape), cuts[slot.name], join)
+    found |= _buffers(model, dtype)
+    return {name: weight for name, weight in found.items() if name not in ignored}
 
 
-def _buffers(model: nn.Module, dtype: torch.dtype | None) -> Iterator[NamedWeight]:
-    for name, (value, persistent) in buffers_of(model).items():
-        if persistent:
-            out = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            yield NamedWeight(name, tuple(value.shape), out, partial(buffer_pieces, value))
+def _buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]:
+    return {
+        name: in_memory(value, dtype if dtype is not None and value.is_floating_point() else value.dtype)
+        for name, (value, persistent) in buffers_of(model).items()
+        if persistent
+    }
 
 
 def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,8 +1,10 @@
-"""The arrays of a unit at rest, read and written slab by slab whatever tier they are on."""
+"""Arrays that are read in ranges, and those of a unit at rest, written slab by slab whatever tier they are on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import final
 
 import torch
@@ -15,7 +17,44 @@ from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, pa
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8
-"""Loading and exporting hold one slab, whatever the size of the model."""
+"""Loading holds one slab, whatever the size of the model."""
+
+RUN_NUMEL = 1 << 19
+"""Elements of one read, unless an array says otherwise."""
+
+
+@final
+@dataclass(frozen=True)
+class Readable:
+    """An array that is read in ranges, wherever it lies: at rest, in a checkpoint, in a folder of others."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+    """Gives the elements [start, end) of the flattened array: 1-D, on the CPU, valid until the next call. Blocks."""
+    run: int = RUN_NUMEL
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def runs(self) -> Iterator[torch.Tensor]:
+        """All elements in order, 1-D; each run is valid until the next one is asked for."""
+        for start in range(0, self.numel, self.run):
+            yield self.read(start, min(start + self.run, self.numel))
+
+    def whole(self) -> torch.Tensor:
+        """All elements in their shape, on the CPU. Memory: their bytes, and those of a run."""
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        flat, at = out.view(-1), 0
+        for values in self.runs():
+            flat[at : at + values.numel()] = values
+            at += values.numel()
+        return out
 
 
 @final
@@ -83,21 +122,8 @@ class States:
 
 
 Array = Weights | States
-Sink = Callable[[Slot, int, torch.Tensor], None]
-"""Takes elements of a parameter: (slot, position of the first one in it, the elements, 1-D, valid until it returns)."""
-
 Source = Callable[[Slot, int, int], torch.Tensor]
 """Gives the elements [start, end) of a parameter, 1-D, in the array's dtype."""
-
-
-def copy_out(array: Array, wanted: Mapping[str, object], slab: HostBuffer, sink: Sink) -> None:
-    """Read the parts of an array that belong to the wanted parameters, in order of address."""
-    for start, end, parts in _chunks(array.unit, wanted):
-        first, nbytes = array.layout.span(start, end)
-        content = slab.bytes[:nbytes]
-        array.read(first, content)
-        for slot, low, high in parts:
-            sink(slot, slot.first + low - slot.offset, _part(array, content, slot, start, low, high))
 
 
 def copy_in(array: Array, wanted: Mapping[str, object], slab: HostBuffer, source: Source, keep: bool = False) -> None:

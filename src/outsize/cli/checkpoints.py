@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 from outsize.checkpoint.directory import (
@@ -145,11 +144,11 @@ def _export(args: argparse.Namespace) -> int:
         files = files_of(weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
         regions = [region for record in manifest.parameters.values() for region in record.leaves(state=False)]
         data.verify([*regions, *manifest.buffers.values()])
-        with closing(runs_of(files)) as runs, merged_folder(args.out.resolve()) as folder:
-            write_shards(folder, files, runs)
+        with merged_folder(args.out.resolve()) as folder:
+            write_shards(folder, files, runs_of(files))
     finally:
         data.close()
-    size = sum(weight.nbytes for weight in weights)
+    size = sum(weight.nbytes for weight in weights.values())
     print(_printable(f"{args.out}: {len(weights)} tensors, {format_bytes(size)}, as safetensors"))
     return 0
 

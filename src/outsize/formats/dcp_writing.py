@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from outsize.checkpoint.arrays import Readable
 from outsize.formats.dcp_metadata import is_dcp
-from outsize.formats.pieces import SLAB_BYTES, NamedWeight, fill, state_pieces
-from outsize.move.memory import HostBuffer
+from outsize.formats.pieces import state_at_rest
 from outsize.move.shard import UnitShard
 
 _WARNINGS = (
@@ -51,10 +50,10 @@ OPTIMIZER = "optimizer"
 # and reads nothing ahead.
 
 
-def write_dcp(folder: Path, tensors: Mapping[Place, NamedWeight], values: Mapping[Place, object] | None = None) -> None:
+def write_dcp(folder: Path, tensors: Mapping[Place, Readable], values: Mapping[Place, object] | None = None) -> None:
     """Write a folder that holds no checkpoint yet; the metadata comes last, after all data is on the disk.
 
-    `values` are small: plain data or tensors. Memory: a slab and the tensor at hand. Raises `OSError` with
+    `values` are small: plain data or tensors. Memory: a run and the tensor at hand. Raises `OSError` with
     path and errno; what was written until then stays, without metadata.
     """
     if is_dcp(folder):
@@ -64,8 +63,9 @@ def write_dcp(folder: Path, tensors: Mapping[Place, NamedWeight], values: Mappin
     if len(places) != len(tensors) + len(values or {}):
         raise ValueError("two values of the checkpoint have the same key; give the model or the optimizer another name")
     found = {key: all_values[place] for key, place in places.items()}
-    contents = {key: _on_meta(value) if isinstance(value, NamedWeight) else value for key, value in found.items()}
-    planner = _Planner({key: value for key, value in found.items() if isinstance(value, NamedWeight)}, places)
+    arrays = {key: value for key, value in found.items() if isinstance(value, Readable)}
+    contents = found | {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in arrays.items()}
+    planner = _Planner(arrays, places)
     try:
         with _alone():
             save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
@@ -98,18 +98,13 @@ def _system_error(error: BaseException) -> OSError | None:
     return None
 
 
-def _on_meta(weight: NamedWeight) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-
-
 class _Planner(DefaultSavePlanner):
     """Plans with tensors that have no values, and reads each when it is written; see Note [Written tensors]."""
 
-    def __init__(self, tensors: Mapping[str, NamedWeight], places: Mapping[str, Place]) -> None:
+    def __init__(self, tensors: Mapping[str, Readable], places: Mapping[str, Place]) -> None:
         super().__init__()
         self._tensors = tensors
         self._places = dict(places)
-        self._slab = HostBuffer(SLAB_BYTES)
         self._written = torch.UntypedStorage(0)
 
     def set_up_planner(
@@ -124,9 +119,8 @@ class _Planner(DefaultSavePlanner):
         if weight is None:
             return super().lookup_object(index)
         self._written.resize_(0)
-        out = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+        out = weight.whole()
         self._written = out.untyped_storage()
-        fill(out.view(-1), weight.pieces(), self._slab.bytes)
         return out
 
 
@@ -142,14 +136,14 @@ class _Writer(FileSystemWriter):
 
 def optimizer_content(
     shards: Sequence[UnitShard], groups: Sequence[Mapping[str, Any]]
-) -> tuple[dict[Place, NamedWeight], dict[Place, object]]:
+) -> tuple[dict[Place, Readable], dict[Place, object]]:
     """The optimizer's arrays and plain values, for `write_dcp`; nothing is read yet. See Note [Keys].
 
     Args:
         shards: settled until all is written.
         groups: the options, as torch keeps them, with the names of the parameters as "params".
     """
-    arrays: dict[Place, NamedWeight] = {}
+    arrays: dict[Place, Readable] = {}
     values: dict[Place, object] = {}
     for index, group in enumerate(groups):
         for key, value in group.items():
@@ -166,9 +160,5 @@ def optimizer_content(
                 values[OPTIMIZER, "state", slot.name, key] = counted
             for array in shard.arrays.values():
                 if array.public and array.name not in state.scalars:  # SGD without momentum has None there
-                    pieces = partial(state_pieces, shard, array, slot)
-                    dtype = array.value_dtype(slot.dtype)
-                    arrays[OPTIMIZER, "state", slot.name, array.name] = NamedWeight(
-                        slot.name, slot.shape, dtype, pieces
-                    )
+                    arrays[OPTIMIZER, "state", slot.name, array.name] = state_at_rest(shard, array, slot)
     return arrays, values

@@ -1,4 +1,4 @@
-"""Weights in the Hugging Face layout: safetensors files and their index, streamed through a fixed arena of slabs."""
+"""Weights in the Hugging Face layout: safetensors files and their index, written run by run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import os
 import re
 import secrets
 import shutil
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from itertools import cycle
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import torch
 
+from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.directory import is_checkpoint
-from outsize.checkpoint.files import naming
+from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.folder import sync, write_text
-from outsize.formats.pieces import SLAB_BYTES, Arriving, NamedWeight, drain_all
-from outsize.move.disk import DiskEngine, StripedFile, open_engine
-from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
-from outsize.move.transfer import Transfer
+from outsize.move.memory import PAGE_BYTES
 from outsize.plan.layout import round_up
 
 SINGLE_NAME = "model.safetensors"
@@ -32,11 +29,6 @@ _READ_FIRST = (SINGLE_NAME, INDEX_NAME)
 """A folder with neither holds no model."""
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-READ_SLABS = 4
-WRITE_SLABS = 4
-ARENA_BYTES = (READ_SLABS + WRITE_SLABS) * SLAB_BYTES
-"""All the memory of an export, whatever the size of its files and tensors."""
 
 LENGTH_BYTES = 8
 """Of the header's length, which begins the file (little-endian)."""
@@ -63,168 +55,85 @@ DTYPE_NAMES: Final = {
 }
 """What safetensors calls the dtypes that it stores."""
 
-Run = tuple[torch.Tensor, torch.dtype]
-"""Consecutive elements of a tensor, 1-D, and the dtype to store them as."""
-
 Moves = Sequence[tuple[Path, Path]]
 """Files: from where, to where."""
 
 # Note [One stream]
-# A file is its header, padded with spaces to a whole page, and then the tensors' bytes without gaps. The bytes are read
-# from the stores piece by piece, several reads at a time, and packed into slabs, each of which is written while the
-# next ones are filled. So every write is whole pages from page-aligned memory, as direct I/O needs; the last one is
-# padded and the file is cut to its length afterwards. Tensors of wider elements come first: then each begins at a
-# multiple of its element size without gaps, whatever the lengths are.
+# A file is its header, padded with spaces to a whole page, and then the bytes of the tensors without gaps, run by run.
+# Tensors of wider elements come first: then each begins at a multiple of its element size, whatever the lengths are.
 
 
-def files_of(weights: Iterable[NamedWeight], max_shard_bytes: int) -> list[list[NamedWeight]]:
+def files_of(weights: Mapping[str, Readable], max_shard_bytes: int) -> list[dict[str, Readable]]:
     """The weights of each file, in the order in which they lie there. Raises `TypeError` for an unknown dtype.
 
     Cut as transformers does: a larger tensor is a file of its own, others go on filling the last one.
     """
-    files: list[list[NamedWeight]] = []
-    last: list[NamedWeight] = []
+    files: list[dict[str, Readable]] = []
+    last: dict[str, Readable] = {}
     nbytes = 0
-    for weight in weights:
+    for name, weight in weights.items():
         if weight.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{weight.name!r} is of {weight.dtype}, which safetensors cannot store")
+            raise TypeError(f"{name!r} is of {weight.dtype}, which safetensors cannot store")
         if weight.nbytes > max_shard_bytes:
-            files.append([weight])
+            files.append({name: weight})
             continue
         if last and nbytes + weight.nbytes > max_shard_bytes:
             files.append(last)
-            last, nbytes = [], 0
-        last.append(weight)
+            last, nbytes = {}, 0
+        last[name] = weight
         nbytes += weight.nbytes
     if last or not files:
         files.append(last)
-    return [sorted(file, key=lambda weight: -weight.dtype.itemsize) for file in files]  # see Note [One stream]
+    return [dict(sorted(file.items(), key=lambda item: -item[1].dtype.itemsize)) for file in files]
 
 
-def runs_of(files: Sequence[Sequence[NamedWeight]]) -> Generator[Run]:
-    """The values of all files in their order, read ahead; each run is valid until the next one is asked for.
+def runs_of(files: Sequence[Mapping[str, Readable]]) -> Iterator[torch.Tensor]:
+    """The values of all files in their order, 1-D; each run is valid until the next one is asked for.
 
     Where several ranks have parts of the weights, each takes all runs and one of them writes.
     """
-    slabs = HostBuffer(READ_SLABS * SLAB_BYTES).bytes.split(SLAB_BYTES)
-    pieces = ((piece, weight.dtype) for file in files for weight in file for piece in weight.pieces())
-    going: deque[tuple[Arriving, torch.dtype]] = deque()
-    try:
-        for (piece, dtype), slab in zip(pieces, cycle(slabs), strict=False):
-            if len(going) == READ_SLABS:
-                yield from _take_oldest(going)
-            going.append((piece(slab), dtype))
-        while going:
-            yield from _take_oldest(going)
-    finally:
-        for arriving, _ in going:
-            drain_all(arriving.transfers)
+    return (run for file in files for weight in file.values() for run in weight.runs())
 
 
-def _take_oldest(going: deque[tuple[Arriving, torch.dtype]]) -> Iterator[Run]:
-    arriving, dtype = going[0]
-    for values in arriving.runs():
-        yield values, dtype
-    going.popleft()
-
-
-def write_shards(folder: Path, files: Sequence[Sequence[NamedWeight]], runs: Iterator[Run]) -> None:
-    """Write the files and the index. Memory: `ARENA_BYTES` with the runs. Raises `OSError` with path and errno."""
+def write_shards(folder: Path, files: Sequence[Mapping[str, Readable]], runs: Iterator[torch.Tensor]) -> None:
+    """Write the files and the index. Memory: two runs. Raises `OSError` with path and errno."""
     names = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SINGLE_NAME]
-    slabs = HostBuffer(WRITE_SLABS * SLAB_BYTES).bytes.split(SLAB_BYTES)
-    with closing(open_engine()) as engine:
-        for name, weights in zip(names, files, strict=True):
-            _write_file(folder / name, weights, runs, engine, slabs)
+    for name, weights in zip(names, files, strict=True):
+        _write_file(folder / name, weights, runs)
     if len(files) > 1:
-        home = {weight.name: name for name, weights in zip(names, files, strict=True) for weight in weights}
-        total = sum(weight.nbytes for weights in files for weight in weights)
+        home = {name: file for file, weights in zip(names, files, strict=True) for name in weights}
+        total = sum(weight.nbytes for weights in files for weight in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(home.items()))}
         write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(
-    path: Path, weights: Sequence[NamedWeight], runs: Iterator[Run], engine: DiskEngine, slabs: Sequence[torch.Tensor]
-) -> None:
+def _write_file(path: Path, weights: Mapping[str, Readable], runs: Iterator[torch.Tensor]) -> None:
     """See Note [One stream]."""
     header = _header(weights)
-    left = sum(weight.nbytes for weight in weights)
-    nbytes = len(header) + left
-    with naming(path, "writing weights"), closing(StripedFile(engine, [path.parent], path.name, nbytes)) as file:
-        file.preallocate(0, file.nbytes)
-        out = _Packer(file, slabs)
-        try:
-            out.put(torch.frombuffer(header, dtype=torch.uint8), torch.uint8)
-            while left:
-                values, dtype = next(runs)
-                out.put(values, dtype)
-                left -= values.numel() * dtype.itemsize
-            out.finish()
-        finally:
-            out.drain()
-        os.truncate(path, nbytes)
-    sync(path)
+    at, nbytes = len(header), len(header) + sum(weight.nbytes for weight in weights.values())
+    with DataWriter(path, nbytes) as file, ThreadPoolExecutor(1, "outsize-export") as writer:
+        going = writer.submit(file.write, 0, torch.frombuffer(header, dtype=torch.uint8))
+        while at < nbytes:
+            values = next(runs)  # read while the one before is written
+            going.result()
+            going = writer.submit(file.write, at, values)
+            at += values.nbytes
+        going.result()
 
 
-def _header(weights: Iterable[NamedWeight]) -> bytearray:
+def _header(weights: Mapping[str, Readable]) -> bytearray:
     """The length and the JSON of a file, padded so that the data begins on a page."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for weight in weights:
+    for name, weight in weights.items():
         end = position + weight.nbytes
         dtype = DTYPE_NAMES[weight.dtype]
-        entries[weight.name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [position, end]}
+        entries[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     length = round_up(LENGTH_BYTES + len(text), PAGE_BYTES) - LENGTH_BYTES
     return bytearray(length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length))
-
-
-@final
-class _Packer:
-    """Appends to a file through slabs; one is filled while the others are written."""
-
-    def __init__(self, file: StripedFile, slabs: Sequence[torch.Tensor]) -> None:
-        self._file = file
-        self._count = len(slabs)
-        self._slabs = cycle(slabs)
-        self._slab, self._used = next(self._slabs), 0
-        self._position = 0  # of the slab in the file
-        self._going: deque[Transfer] = deque()
-
-    def put(self, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Append 1-D values, cast to `dtype`."""
-        while values.numel():
-            numel = min(values.numel(), (SLAB_BYTES - self._used) // dtype.itemsize)
-            end = self._used + numel * dtype.itemsize
-            copy(self._slab[self._used : end].view(dtype), values[:numel])
-            values, self._used = values[numel:], end
-            if end == SLAB_BYTES:
-                self._send()
-
-    def finish(self) -> None:
-        """Write what is left, padded to a whole page, and wait for all."""
-        end = round_up(self._used, PAGE_BYTES)
-        self._slab[self._used : end].zero_()
-        self._used = end
-        self._send()
-        while self._going:
-            self._await_oldest()
-
-    def drain(self) -> None:
-        """Wait until nothing touches the slabs any more; raises nothing."""
-        drain_all(self._going)
-
-    def _send(self) -> None:
-        self._going.append(self._file.write(self._position, self._slab[: self._used]))
-        self._position += self._used
-        if len(self._going) == self._count:
-            self._await_oldest()
-        self._slab, self._used = next(self._slabs), 0
-
-    def _await_oldest(self) -> None:
-        self._going[0].wait()
-        self._going.popleft()
 
 
 @contextmanager
