@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import outsize
 
@@ -28,8 +32,11 @@ def dropped(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """`fused`: in one operation, without dropout."""
+
+    def __init__(self, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,6 +44,8 @@ class Attention(nn.Module):
             made.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for made in (self.query(x), self.key(x), self.value(x))
         )
+        if self.fused:
+            return self.out(nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
         weights = dropped(((query * (WIDTH // HEADS) ** -0.5) @ key.transpose(2, 3)).softmax(-1))
         return self.out((weights @ value).transpose(1, 2).flatten(2))
 
@@ -53,10 +62,10 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """As the paper has it: fp16 or bf16, dropout after softmax, attention and MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = Attention(), Mlp()
+        self.attention, self.mlp = Attention(fused), Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + dropped(self.attention(self.norm_1(x)))
@@ -81,10 +90,43 @@ SEQUENCE = {
 }
 
 
-def kept_bytes(kind: str) -> float:
-    """Bytes that one layer of a prepared model keeps on this rank, over sbh. `kind`: none, tensor or sequence."""
+@final
+class Made(TorchDispatchMode):
+    """Knows the memory that operations make, as long as it is there."""
+
+    def __init__(self, *first: Tensor) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._note(first, {})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(result, _storages((args, kwargs)))
+        return result
+
+    def _note(self, values: Any, viewed: Mapping[int, Any]) -> None:
+        for key, each in _storages(values).items():
+            if key not in viewed:
+                self._storages[key] = StorageWeakRef(each), each.nbytes()
+
+    def nbytes(self, beside: Tensor) -> int:
+        """Of what is there still, `beside` one tensor."""
+        there = {key: size for key, (ref, size) in self._storages.items() if not ref.expired()}
+        return sum(there.values()) - sum(there[key] for key in _storages(beside))
+
+
+def _storages(values: Any) -> dict[int, Any]:
+    """Of the tensors among the values, on this rank."""
+    local = [getattr(each, "_local_tensor", each) for each in tree_leaves(values) if isinstance(each, Tensor)]
+    storages = [getattr(each, "elem", each).untyped_storage() for each in local]
+    return {each._cdata: each for each in storages}
+
+
+def kept_bytes(kind: str, mode: str = "keep", fused: bool = False) -> float:
+    """Bytes that one layer of a prepared model keeps on this rank, over sbh. `kind`: none, tensor or sequence; `mode`:
+    the way of its activations. The output is the next layer's."""
     torch.manual_seed(0)
-    model = nn.Sequential(Layer(), Layer()).to(torch.bfloat16)
+    model = nn.Sequential(*[Layer(fused) for _ in range(2)]).to(torch.bfloat16)
     fields: dict[str, Any] = {}
     length = LENGTH
     if kind != "none":
@@ -94,30 +136,32 @@ def kept_bytes(kind: str) -> float:
         fields["mesh"] = mesh
         length = LENGTH // dist.get_world_size() if kind == "sequence" else LENGTH
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outsize.prepare(model, optimizer, host_memory="64MiB", params="host", activations="keep", **fields)
-    storages: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        found: Any = getattr(tensor, "_local_tensor", tensor)
-        found = found.wait() if hasattr(found, "wait") else found
-        storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
-        alive.append(found)
-        return tensor
-
+    outsize.prepare(model, optimizer, host_memory="64MiB", params="host", activations=mode, **fields)
     x = model[0](torch.randn(BATCH, length, WIDTH, dtype=torch.bfloat16))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    made = Made(x)
+    with made:
         out = model[1](x)
-    out.float().square().mean().backward()
-    return sum(storages.values()) / UNIT
+    del x
+    return made.nbytes(out) / UNIT
 
 
-def formula(kind: str, ranks: int, as_published: bool = False) -> float:
-    """Bytes over sbh. With sequence parallelism torch keeps the two inputs that it has gathered, 4 bytes in place of
-    the 4 / t that are published."""
-    scores = 5 * HEADS * LENGTH / WIDTH
-    if kind == "none":
-        return 34 + scores
-    if as_published and kind == "sequence":
-        return 34 / ranks + scores / ranks
-    return (10 + 24 / ranks if kind == "tensor" else 4 + 30 / ranks) + scores / ranks
+def formula(kind: str, mode: str = "keep", ranks: int = 1, fused: bool = False) -> float:
+    """Bytes over sbh that a layer keeps here.
+
+    With sequence parallelism torch keeps the two inputs that it has gathered. "selective" keeps the layer's input and
+    results of products. Those of two products are sums that ranks have still to add up: each has all of one.
+    """
+    scores = HEADS * LENGTH / WIDTH
+    if mode == "recompute":
+        return 2 / ranks
+    if mode == "selective":
+        return 18 / ranks + 4 + (4 * HEADS / WIDTH if fused else 2 * scores) / ranks
+    return {"none": 34, "tensor": 10 + 24 / ranks, "sequence": 4 + 30 / ranks}[kind] + 5 * scores / ranks
+
+
+def published(kind: str, mode: str = "keep", ranks: int = 1) -> float:
+    """Bytes over sbh by Korthikanti et al., table 2, where "selective" computes attention's scores again."""
+    if mode == "recompute":
+        return 2
+    scores = 5 * HEADS * LENGTH / WIDTH / ranks if mode == "keep" else 0
+    return {"none": 34, "tensor": 10 + 24 / ranks, "sequence": 34 / ranks}[kind] + scores

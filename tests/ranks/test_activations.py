@@ -7,9 +7,11 @@ import pytest
 from tests.ranks.activations import formula, kept_bytes
 from tests.ranks.launching import run_on_ranks
 
+MODES = ("keep", "selective", "recompute")
+
 
 def kept_by_all(kinds: list[str]) -> list[float]:
-    return [kept_bytes(kind) for kind in kinds]
+    return [kept_bytes(kind, mode) for kind in kinds for mode in MODES]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -17,4 +19,10 @@ def test_a_layer_keeps_what_the_formula_says(ranks: int) -> None:
     kinds = ["none"] if ranks == 1 else ["tensor", "sequence"]
     found = run_on_ranks(ranks, kept_by_all, kinds) if ranks > 1 else [kept_by_all(kinds)]
     for each in found:
-        assert each == pytest.approx([formula(kind, ranks) for kind in kinds], rel=0.02)
+        assert each == pytest.approx([formula(kind, mode, ranks) for kind in kinds for mode in MODES], rel=0.02)
+
+
+def test_fused_attention_leaves_no_scores_to_keep() -> None:
+    assert kept_bytes("none", "selective", fused=True) == pytest.approx(
+        formula("none", "selective", fused=True), rel=0.02
+    )
