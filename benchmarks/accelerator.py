@@ -1,27 +1,38 @@
-"""What a real accelerator would wait for: `python -m benchmarks.accelerator`, on the simulated one of the tests.
+"""What a real accelerator would wait for, on the simulated one of the tests.
 
-The simulated device takes modelled time for each kernel and each copy, with Python's real cost in it. 32 layers, all on
-the host, room for four of them. A layer computes for 20 ms; its weights come in twice, 13 ms in all as 325 MB do at
-50 GB/s, or twice that long. Gradients leave meanwhile. Nothing else may use the machine.
+    python -m benchmarks.accelerator [weights] [activations]
+
+The simulated device takes modelled time for each kernel and each copy, with Python's real cost in it. Nothing else may
+use the machine.
+
+weights      32 layers, all on the host, room for four of them. A layer computes for 20 ms; its weights come in twice,
+             13 ms in all as 325 MB do at 50 GB/s, or twice that long. Gradients leave meanwhile.
+activations  32 layers whose weights are on the device. A layer's forward computes for 10 ms; its input takes 5 ms to
+             the host and as long back, or 20 ms, which no forward hides. Beside `activations="offload"` what torch and
+             TRL move of a plain model, which is all that it saves: an input and the result of the cheap operation.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 import outsize
-from benchmarks.common import Row, print_rows
+from benchmarks.common import Row, run_rows
 from outsize.api.assemble import prepared_of
 from tests.accelerator import sim as simulator
 
-LAYERS, WIDTH, ROWS, STEPS = 32, 64, 8, 9
+LAYERS, WIDTH, ROWS, TOKENS, STEPS = 32, 64, 8, 256, 9
 COMPUTE_SECONDS = 0.02
 """Of one layer, forward and backward."""
+
+FORWARD_SECONDS = 0.01
+"""Of one layer, where inputs move."""
 
 
 def step_seconds(sim: Any, transfer_seconds: float) -> float:
@@ -52,8 +63,78 @@ def step_seconds(sim: Any, transfer_seconds: float) -> float:
     return statistics.median(step() for _ in range(STEPS))
 
 
-def main() -> None:
-    simulator.load()
+class Layer(nn.Module):
+    """Two products with a cheap operation between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def moving(kind: str, model: nn.Module) -> AbstractContextManager[Any]:
+    """What torch and TRL have to move what a forward saves. Raises `ImportError` where there is no TRL."""
+    if kind == "save_on_cpu":
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
+    if kind == "TRL":
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+        return get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    return nullcontext()
+
+
+def moved_seconds(sim: Any, kind: str, transfer_seconds: float) -> float:
+    """The median of some steps. `transfer_seconds`: of a layer's input."""
+    model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if kind in ("recompute", "offload"):
+        places: Any = dict.fromkeys(("params", "grads", "states"), "device")
+        outsize.prepare(model, optimizer, device="sim", host_memory="64MiB", activations=kind, **places)
+    else:
+        model.to("sim")
+    around = moving(kind, model)
+    x = torch.randn(TOKENS, WIDTH, device="sim")
+
+    def step() -> float:
+        began = time.perf_counter()
+        with around:
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        return time.perf_counter() - began
+
+    for _ in range(3):
+        step()
+    rate = 4 * TOKENS * WIDTH / transfer_seconds
+    sim.set_clock(2 * 2 * TOKENS * WIDTH**2 / FORWARD_SECONDS, memory=1e15, to_device=rate, to_host=rate)
+    return statistics.median(step() for _ in range(5))
+
+
+def activations(directory: str) -> list[Row]:
+    rows = []
+    for transfer_seconds in (0.005, 0.02):
+        seconds, absent = {}, ""
+        for kind in ("recompute", "offload", "plain torch", "save_on_cpu", "TRL"):
+            try:
+                with simulator.switched_on() as sim:
+                    seconds[kind] = moved_seconds(sim, kind, transfer_seconds)
+            except ImportError:
+                absent = ", TRL is not installed"
+        forward, transfers = LAYERS * FORWARD_SECONDS, (LAYERS - 1) * transfer_seconds
+        formula = max(forward, transfers) + max(seconds["recompute"] - forward, transfers)
+        ratio = seconds["offload"] / formula
+        told = ", ".join(f"{kind} {each:.2f} s" for kind, each in seconds.items())
+        what = f"32 layers, inputs of {transfer_seconds * 1e3:.0f} ms, forwards of 10 ms: a step that moves them"
+        of = "one that computes again" if transfers <= forward else f"the formula's {formula:.2f} s"
+        rows.append(Row(f"{what}, over {of}", f"{ratio:.2f} x ({told}{absent})", "<= 1.05 x", ratio <= 1.05))
+    return rows
+
+
+def weights(directory: str) -> list[Row]:
     rows = []
     for name, transfer_seconds in (("transfers of 13 ms", 0.013), ("half the bandwidth: 26 ms", 0.026)):
         with simulator.switched_on() as sim:
@@ -61,8 +142,9 @@ def main() -> None:
         ratio = seconds / (LAYERS * max(COMPUTE_SECONDS, transfer_seconds))
         what = f"32 layers of 20 ms, {name} a layer: a step over the larger of the two"
         rows.append(Row(what, f"{ratio:.3f} x", "<= 1.05 x", ratio <= 1.05))
-    print_rows(rows)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    simulator.load()
+    raise SystemExit(run_rows(__doc__, {"weights": weights, "activations": activations}))

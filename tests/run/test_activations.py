@@ -103,9 +103,11 @@ def test_the_inputs_of_layers_lie_on_disk(workshop: Workshop) -> None:
     loss.backward()
     del loss
     assert outsize.memory(model).now["disk/activations"] == 0
-    written = outsize.memory(model).bytes_written
+    before = outsize.memory(model)
     model(sequences(1)[0][0]).sum().backward()
-    assert outsize.memory(model).bytes_written - written == 5 * pages
+    after = outsize.memory(model)
+    assert after.bytes_written - before.bytes_written == 5 * pages
+    assert after.bytes_read - before.bytes_read == 4 * pages, "one is still there when it is wanted"
     assert outsize.memory(model).peak["disk/activations"] == 5 * pages, "space is used again"
 
 

@@ -61,7 +61,7 @@ def test_after_a_drive_has_failed_the_next_step_gives_the_same_bits(
 
     def run(**fields: Any) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
-        model = Stack()
+        model = Stack(depth=5)
         optimizer = adamw(model)
         workshop.prepare(model, optimizer, "host", disk=workshop.disk, **fields)
         return model, optimizer
@@ -73,7 +73,7 @@ def test_after_a_drive_has_failed_the_next_step_gives_the_same_bits(
     for nth, batch in enumerate(data, 1):
         disk = prepared(model).resources.disk
         assert disk is not None
-        if nth <= 3:  # inputs of three layers leave
+        if nth <= 3:  # of four inputs that leave the last is still there when it is wanted
             disk.inject(operation, nth, code, -1)
             with pytest.raises(OSError, match=os.strerror(code)) as caught:
                 squared_error(model, batch).backward()

@@ -270,6 +270,8 @@ class _Span:
                 "an input of a layer was written to in place after the layer's forward and before its backward, which "
                 'needs it as it was: make the operation not in-place, or pass activations="keep"'
             )
+        if self.leaves:
+            self._leaving.wait()  # whoever reads the bytes next gives their memory back
         self._bring()
         content = self._here
         assert content is not None
@@ -278,11 +280,10 @@ class _Span:
             self._arrive = None
         self.uses -= 1
         if self._place is not None and self.uses <= 0:  # the place has the bytes: the memory is the last reader's
-            self._here = None
+            self._here = self._original = None
         return content
 
     def _bring(self) -> None:
-        self.let_go()
         if self._here is None:
             assert self._place is not None
             self._here = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
