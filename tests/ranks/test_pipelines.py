@@ -1,0 +1,120 @@
+"""Stages of torch's pipelines, each a prepared model, under every schedule of torch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import outsize
+from tests.ranks.launching import run_on_ranks
+from tests.ranks.training import WIDTH, Block, assert_near, same_bits
+
+BLOCKS, MICRO_BATCHES, STEPS = 8, 4, 3
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # the first rank has the first stage and the last
+SCHEDULES = [name for name in (*SINGLE, *SEVERAL, *V_SHAPED) if hasattr(schedules, name)]
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def stages_of(name: str, rank: int, ranks: int) -> list[int]:
+    """The numbers of the stages of a rank."""
+    if name in SINGLE:
+        return [rank]
+    return [rank, 2 * ranks - 1 - rank] if name in V_SHAPED else [rank, rank + ranks]
+
+
+def whole() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+
+
+def part(blocks: nn.ModuleDict, stage: int, stages: int) -> nn.Module:
+    """A stage, with the names that its blocks have in the whole model."""
+    own = range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages)
+    return nn.Sequential(*[blocks[str(number)] for number in own])
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return torch.randn(16, WIDTH, generator=made), torch.randn(16, WIDTH, generator=made)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain() -> Trained:
+    blocks = whole()
+    optimizer, losses = optimizer_of(blocks), []
+    for step in range(STEPS):
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(part(blocks, 0, 1)(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: each.detach() for name, each in blocks.named_parameters()}
+
+
+def train(name: str, tier: str, disk: str) -> Trained:
+    """The losses, where this rank has the last stage, and the weights of this rank's stages."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+    numbers, blocks = stages_of(name, rank, ranks), whole()
+    count = ranks * len(numbers)
+    parts = [part(blocks, number, count) for number in numbers]
+    model = nn.ModuleList(parts)
+    optimizer = optimizer_of(model)
+    places = dict.fromkeys(("params", "grads", "states"), "disk" if tier == "squeezed" else tier)
+    memory = "384KiB" if tier == "squeezed" else "64MiB"  # of a rank's blocks some stay
+    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, mesh=mesh["dp"], **places)
+    group = mesh.get_group("pp")
+    stages = [
+        PipelineStage(each, number, count, torch.device("cpu"), group=group)
+        for each, number in zip(parts, numbers, strict=True)
+    ]
+    schedule = getattr(schedules, name)(
+        stages[0] if name in SINGLE else stages, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss
+    )
+    losses: list[float] = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        of_parts: list[Tensor] = []
+        last = {"target": y, "losses": of_parts} if count - 1 in numbers else {}
+        schedule.step(*([x] if 0 in numbers else []), **last)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [torch.stack(of_parts).mean().item()] if of_parts else []
+    names = {id(param): each for each, param in blocks.named_parameters()}
+    with outsize.gathered(model) if tier else nullcontext():
+        return losses, {names[id(param)]: param.detach().clone() for param in model.parameters()}
+
+
+def train_on(name: str, tiers: list[str], disk: str) -> list[Trained]:
+    return [train(name, tier, disk) for tier in tiers]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_stages_at_rest_train_as_torch_does_under_every_schedule(name: str, tmp_path: Path) -> None:
+    tiers = ["device", "host", "squeezed"]
+    expected_losses, expected = plain()
+    first, *others = zip(*run_on_ranks(2, train_on, name, tiers, str(tmp_path)), strict=True)
+    for of_tier in (first, *others):
+        losses = next(found for found, _ in of_tier if found)
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        weights = {each: value for _, found in of_tier for each, value in found.items()}
+        assert weights.keys() == expected.keys()
+        assert_near([weights[each] for each in expected], expected.values())
+    for other in others:
+        for (_, one), (_, two) in zip(first, other, strict=True):
+            assert same_bits(one.values(), two.values())
