@@ -42,6 +42,7 @@ from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.live_state import LiveState
 from outsize.run.local import bind, is_distributed, is_repeated, local
+from outsize.run.mapped_files import let_go
 from outsize.run.owner import Owner
 from outsize.run.paging import PagedParameter
 from outsize.run.parameters import Parameters
@@ -154,7 +155,7 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     slab = slab_bytes(staging, element_bytes(plan.infos, plan.kept), depth)
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
-    return Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox)
+    return Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox, on_disk)
 
 
 def _moves_to_disk(config: Config) -> bool:
@@ -410,7 +411,11 @@ def _modules(
 
     `auto`: what is done with those of layers that come and go, where the user leaves it to outsize.
     """
-    home = {id(param): unit.index for unit in units for param in unit.parameters.values()}
+    beside = plan.beside  # adapters are opened with the unit that they were cut from
+    pairs = {
+        unit.index: [each for each in units if unit.index in (each.index, beside.get(each.index))] for unit in units
+    }
+    home = {id(param): beside.get(unit.index, unit.index) for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]
     owned: dict[int, list[Unit]] = {}
     framed = {model: False}
@@ -426,16 +431,17 @@ def _modules(
                 layers[module] = mode
                 within.update(module.modules())
         if len(inside) == 1 and module is not model:
-            unit = units[next(iter(inside))]
-            scopes[unit.index].add(id(module))
+            index = next(iter(inside))
+            for each in pairs[index]:
+                scopes[each.index].add(id(module))
             own = inside
-            if parent_unit == unit.index and not module._parameters:
+            if parent_unit == index and not module._parameters:
                 continue
         if own:
             framed[module] = own == {parent_unit}
-            opened = [units[index] for index in sorted(own)]
+            opened = [unit for index in sorted(own) for unit in pairs[index]]
             owned[id(module)] = [unit for unit in opened if not unit.resident and not unit.shard.tile_rows]
-    moving = {unit.index for unit in units if not unit.resident}
+    moving = {beside.get(unit.index, unit.index) for unit in units if not unit.resident}
     needed = {
         module: nested
         for module, nested in framed.items()
@@ -506,20 +512,22 @@ def _adopt(
     for name, param in unit.parameters.items():
         state = states.pop(param, None)
         with torch.no_grad():
-            value = local(load(param))
-            if sums is not None:
-                sums[name] = f"{crc32c(value):08x}"
-            _adopt_value(shard, name, value)
+            if not shard.in_place or sums is not None:
+                value = local(load(param))
+                if sums is not None:
+                    sums[name] = f"{crc32c(value):08x}"
+                if not shard.in_place:
+                    _adopt_value(shard, name, value)
+                let_go(value)
+                del value
             param.grad = None
             bind(param, shard.param(name))
         if state:
             store_entry(shard, name, state)
-        del value
     unit.adopt()
-    if shard.tile_rows:
-        unit.release()
-    elif shard.params is not None:
-        shard.write_params()
+    if shard.params is not None:
+        if not shard.tile_rows and not shard.in_place:
+            shard.write_params()
         unit.release()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, final
 
-import torch
 from torch import nn
 
 from outsize.api.placing import find_budgets
@@ -101,8 +100,6 @@ def _making(pager: Pager) -> Any:
             return original(cls, data, requires_grad)
         if isinstance(data, PagedParameter):
             data = data.data  # an alias: the two share one page
-        elif type(data) is torch.Tensor:
-            data = pager.mapped.out_of(data)
         param = original(nn.Parameter, data, requires_grad)
         pager.adopt(param)
         return param

@@ -15,7 +15,17 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.ranks import check_same, everywhere
-from outsize.api.saving import buffers_of, cuts_of, optimizer_record, ready, settle, tied_names, whole, with_own
+from outsize.api.saving import (
+    buffers_of,
+    cuts_of,
+    give_own_params,
+    optimizer_record,
+    ready,
+    settle,
+    tied_names,
+    whole,
+    with_own,
+)
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.differences import Live
 from outsize.checkpoint.directory import checkpoints_in, is_checkpoint
@@ -87,6 +97,8 @@ def _load(
         for what, names in opened.passed_over.items():
             logger.warning("%s: %d %s, passed over: %s", path, len(names), what, ", ".join(names))
         settle(prepared)
+        if model is not None:
+            give_own_params(prepared, ranks, "load")
         with prepared.engine.streamer.live.changing("outsize.load"), _gathered_anew(prepared):
             everywhere(ranks, partial(_fill, prepared, opened, model, optimizer), "load")
         return None if own is None else own.extra

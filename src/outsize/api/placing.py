@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from outsize.plan.layout import (
     UnitLayout,
     cut_units,
     lay_out,
+    part_adapters,
     slice_of,
     tile_rows,
 )
@@ -39,6 +40,7 @@ from outsize.plan.placement import (
 )
 from outsize.run.buffers import collecting_sizes
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
+from outsize.run.mapped_files import FileRange, ranges_in_files
 from outsize.run.tiles import can_use_tiles
 
 HOST_MARGIN = 0.8
@@ -89,12 +91,15 @@ class PlacedModel:
     tiers: tuple[UnitTiers, ...]
     budgets: Budgets
     kept: Kept
-    optimized: frozenset[str]
     split: tuple[int, int] = (0, 1)
     """(this rank, the ranks over which each unit is split)."""
     together: UsedTogether = field(default_factory=dict)
     tile_rows: Mapping[int, int] = field(default_factory=dict)
     """By the index of a unit that is used in tiles: how many rows of its parameter a tile has."""
+    in_files: Mapping[str, FileRange] = field(default_factory=dict)
+    """By name: the parameters of units that are read in place where they rest on disk."""
+    beside: Mapping[int, int] = field(default_factory=dict)
+    """By the index of a unit of adapters: that of the unit they were cut from."""
 
     @property
     def state_bytes(self) -> int:
@@ -121,11 +126,8 @@ def place_model(
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_shared_memory(parameters, dict(model.named_buffers()))
     names = {id(param): name for name, param in parameters.items()}
-    optimized = (
-        _optimized(optimizer, names)
-        if optimizer is not None
-        else frozenset(name for name, param in parameters.items() if param.requires_grad)
-    )
+    wished = frozenset(name for name, param in parameters.items() if dry and param.requires_grad)
+    optimized = wished if optimizer is None else _optimized(optimizer, names)
     stated = set() if optimizer is None else {id(param) for param, state in optimizer.state.items() if state}
     infos = {
         name: _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
@@ -144,10 +146,14 @@ def place_model(
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config))  # alike, whatever part is here
+    cuts, beside = part_adapters(cuts, infos)
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
+    in_files = _in_files(parameters, infos, layouts, config, ranks)
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
     sizes = tuple(
-        _bytes_of(layout, infos, kept, config, size, shared and each)
+        replace(
+            _bytes_of(layout, infos, kept, config, size, shared and each), in_place=layout.slots[0].name in in_files
+        )
         for layout, each in zip(layouts, graded, strict=True)
     )
     wanted = {"params": config.params, "grads": config.grads, "states": config.states}
@@ -170,7 +176,37 @@ def place_model(
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
     rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
-    return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, optimized, (rank, size), together, rows)
+    split = rank, size
+    return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, split, together, rows, in_files, beside)
+
+
+def _in_files(
+    parameters: Mapping[str, nn.Parameter],
+    infos: Mapping[str, ParamInfo],
+    layouts: Sequence[UnitLayout],
+    config: Config,
+    ranks: Ranks | None,
+) -> dict[str, FileRange]:
+    """Where the parameters lie of those frozen units all of whose values can be read from files of others, in the dtype
+    in which they are used, on every rank."""
+    if config.params not in ("auto", "disk"):
+        return {}
+    frozen = {
+        name: param
+        for name, param in parameters.items()
+        if not infos[name].trainable and DTYPE_NAMES[param.dtype] == infos[name].dtype and not is_distributed(param)
+    }
+    with torch._C.DisableTorchFunctionSubclass():
+        found = ranges_in_files(frozen)
+    whole = torch.tensor([all(slot.name in found for slot in layout.slots) for layout in layouts], dtype=torch.int32)
+    for group in ranks.everyone() if ranks is not None else ():
+        group.combine(whole, "prepare", "min")
+    return {
+        slot.name: found[slot.name]
+        for layout, each in zip(layouts, whole.tolist(), strict=True)
+        for slot in layout.slots
+        if each
+    }
 
 
 def _bear_tiles(model: nn.Module) -> set[str]:

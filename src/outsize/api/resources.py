@@ -17,6 +17,7 @@ from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.device import Lanes
 from outsize.move.disk import DiskEngine, RunDirectory, StripedFile, open_engine
+from outsize.move.files import SourceFile
 from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
 from outsize.move.outbox import Outbox
@@ -28,8 +29,15 @@ class Resources:
     """Directories, files, memory and the conveyor's thread of one prepared model; closed once, by its own process."""
 
     def __init__(
-        self, directories: Sequence[Path], slab_bytes: int, slabs: int, device: torch.device, outbox_bytes: int
+        self,
+        directories: Sequence[Path],
+        slab_bytes: int,
+        slabs: int,
+        device: torch.device,
+        outbox_bytes: int,
+        reads: bool,
     ) -> None:
+        """`reads`: there is something on disk, be it only in files of others."""
         self.ledger = Ledger()
         self.lanes = None if device.type == "cpu" else Lanes(device)
         self.shards: list[UnitShard] = []
@@ -37,13 +45,14 @@ class Resources:
         self._pid = os.getpid()
         self._files: list[Generations] = []
         self._runs: list[RunDirectory] = []
+        self._sources: dict[str, SourceFile] = {}
         self.saving: Saving | None = None  # the last one; there is one on its way at a time
         self.disk: DiskEngine | None = None
         self.activations: ActivationStore | None = None
         try:
             for directory in directories:
                 self._runs.append(RunDirectory(directory))
-            if directories:
+            if reads:
                 self.disk = open_engine()
             self.conveyor = Conveyor(slab_bytes, slabs, self.ledger, self.lanes)
         except BaseException:
@@ -60,6 +69,12 @@ class Resources:
         make = partial(_make_file, self.disk, self.run_directories, name, nbytes)
         self._files.append(Generations(make, verify, summed))
         return self._files[-1]
+
+    def open_source(self, path: str) -> SourceFile:
+        """A file of others with weights that are read in place."""
+        if path not in self._sources:
+            self._sources[path] = SourceFile(path)
+        return self._sources[path]
 
     def open_scratch(self, name: str, nbytes: int) -> StripedFile:
         """A file for bytes that nobody wants after the run."""
@@ -117,6 +132,9 @@ class Resources:
         for file in self._files:
             file.close()
         self._files = []
+        for source in self._sources.values():
+            source.close()
+        self._sources = {}
         for run in self._runs:
             run.close()
         self._runs = []

@@ -116,6 +116,7 @@ def _save(
         buffers = {name: each for name, each in buffers.items() if not number or _is_own(name, sums, firsts)}
         reduction.complete()
     settle(prepared)
+    give_own_params(prepared, ranks, "save")
     state.add(buffers, capture_rng(prepared.config.compute_device))
     states = [state]
     if copies is not None:
@@ -325,6 +326,17 @@ def settle(prepared: Prepared) -> None:
     if lanes is not None:  # what the computation still writes is read on other streams
         lanes.current().synchronize()
         lanes.synchronize()
+
+
+def give_own_params(prepared: Prepared, ranks: Ranks | None, verb: str) -> None:
+    """Weights that are read in place get files of their own, which may change, and which checkpoints may link. Nothing
+    may be on its way."""
+
+    def give() -> None:
+        for unit in prepared.engine.parameters.units:
+            unit.shard.own_params()
+
+    everywhere(ranks, give, verb)
 
 
 def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:

@@ -13,10 +13,11 @@ from outsize.api.resources import Resources
 from outsize.config import Config
 from outsize.move.buffer import Buffer
 from outsize.move.codes import BLOCK, CodeKind
+from outsize.move.files import FileStore, Part
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import Scales, StateArray, UnitShard
-from outsize.move.store import CODE_BYTES, MASTER, MASTER_BYTES, SCALE_BYTES, STATE_BYTES, DiskStore, Store
+from outsize.move.store import CODE_BYTES, MASTER, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES, DiskStore, Store
 from outsize.optim.rules import Rule
 from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
@@ -57,9 +58,12 @@ class Shards:
         layouts = self._layouts(layout, [segment for segment in layout.segments if segment.trainable])
         name = f"unit-{layout.index:05d}"
         nbytes = layout.param_bytes if tiers.params == "disk" else 0
+        in_place = tiers.params == "disk" and whole.slots[0].name in self._plan.in_files
+        nbytes = 0 if in_place else nbytes
         file = UnitFile(resources, name, nbytes + (_bytes_of(layouts) if tiers.states == "disk" else 0), config.verify)
         gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
-        params = None if gathered else file.open("params", tiers.params, layout.param_bytes)
+        params = None if gathered or in_place else file.open("params", tiers.params, layout.param_bytes)
+        params = self._in_files(layout) if in_place else params
         grads, rows = [], self._plan.tile_rows.get(layout.index, 0)
         wide, copies = array_layout(layout, STATE_BYTES).nbytes, 2 if config.delayed_update else 1
         if tiers.grads != "device":
@@ -68,13 +72,41 @@ class Shards:
             stores = [scratch.open_on_disk("grads", wide) if on_disk else None for _ in range(copies)]
             grads = [GradShard(layout, store, ledger, resources.outbox, rows > 0) for store in stores]
         buffer, device = Buffer(whole.param_bytes, ledger, lanes), config.compute_device
-        late = self.add_late_arrays
+        late, moved = self.add_late_arrays, self._give_own_params
         shard = UnitShard(
-            layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late, rows
+            layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late, moved, rows
         )
         shard.arrays = self._arrays(shard, layouts, file)
         self._preallocate(shard)
         return shard
+
+    def _in_files(self, layout: UnitLayout) -> FileStore:
+        """The parameters of a unit where others keep them."""
+        span = array_layout(layout, OWN_BYTES).span
+        parts = []
+        for slot in layout.slots:
+            if slot.numel:
+                place, itemsize = self._plan.in_files[slot.name], OWN_BYTES[slot.dtype]
+                file = self._resources.open_source(place.path)
+                parts.append(Part(*span(slot.offset, slot.end), file, place.offset + slot.first * itemsize))
+        assert self._resources.disk is not None
+        return FileStore(layout.param_bytes, parts, self._resources.disk)
+
+    def _give_own_params(self, shard: UnitShard) -> None:
+        """Copy parameters that are read in place into a file of the unit's own."""
+        assert shard.params is not None
+        nbytes, name = shard.params.nbytes, shard.layout.name
+        if not self._resources.run_directories:
+            raise ValueError(
+                f"the weights of unit {name!r} are read in place from the folder that the model was loaded from, and "
+                f"must be written for this: pass disk= to outsize.prepare, where {format_bytes(nbytes)} for it will lie"
+            )
+        file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-params", nbytes, self._config.verify)
+        store = file.open_on_disk("params", nbytes)
+        store.preallocate(0, nbytes)
+        _copy(shard.params, store)
+        shard.params = store
+        shard.known.clear()
 
     def _layouts(self, layout: UnitLayout, segments: Sequence[Segment]) -> Layouts:
         """With values for these segments."""
@@ -121,6 +153,7 @@ class Shards:
     def add_late_arrays(self, shard: UnitShard) -> None:
         """Make room for the state of frozen parameters. Raises `ValueError` where the budget has no room, `OSError`
         where the disk has none."""
+        shard.own_params()
         layouts = self._layouts(shard.layout, shard.layout.segments)
         needed, before = _bytes_of(layouts), shard.tiers
         shard.tiers = replace(before, states=self._late_tier(shard, needed))
@@ -146,7 +179,7 @@ class Shards:
         if there is one; memory is planned already."""
         tiers = [shard.tiers.states if shard.arrays else self._config.states]
         if self._config.states == "auto":
-            tiers = tiers * bool(shard.arrays) + ["device" if self._resources.disk is None else "disk"]
+            tiers = tiers * bool(shard.arrays) + ["disk" if self._resources.run_directories else "device"]
         passing = (KEPT, "host/grads in flight", "device/resident")  # gone or given back when that room is needed
         for tier in tiers:
             field, sharing, room = self._budget(tier)

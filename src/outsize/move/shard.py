@@ -16,6 +16,7 @@ from outsize.move.codes import CODE_DTYPES, CodeKind, blocks_of, decode, encode
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Step
 from outsize.move.device import Lanes
+from outsize.move.files import FileStore
 from outsize.move.generations import Generations
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
@@ -169,6 +170,7 @@ class UnitShard:
     shared: bool  # whether other ranks have the unit too, split or whole
     lanes: Lanes | None  # of an accelerator
     late: Callable[[UnitShard], None]  # replaces the arrays by longer ones with the same values
+    moved: Callable[[UnitShard], None]  # replaces parameters that are read in place by a store with the same values
     tile_rows: int = 0  # rows of its parameter in a tile, where the unit is used in tiles
     arrays: dict[str, StateArray] = field(default_factory=dict)
     has_late_room: bool = False  # whether there is room for the state of frozen parameters too
@@ -229,6 +231,17 @@ class UnitShard:
         way. Raises `ValueError` or `OSError`, with nothing changed."""
         if not all(map(self.has_room, names)):
             self.late(self)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the parameters are read from files of others."""
+        return isinstance(self.params, FileStore)
+
+    def own_params(self) -> None:
+        """Parameters are about to change, or to be linked into a checkpoint: make sure that the unit has a store of its
+        own. Nothing of it may be on its way. Raises `ValueError` or `OSError`, with nothing changed. Blocks."""
+        if self.in_place:
+            self.moved(self)
 
     def before_change(self) -> None:
         """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""

@@ -13,12 +13,20 @@ from math import gcd, prod
 ALIGN_ELEMENTS = 64
 """Parameters start on multiples of 64 elements: 64 bytes or more for every dtype. See Note [Alignment]."""
 
+MOSTLY = 4
+"""A unit is cut in two where it has so many times as many frozen bytes as others. See Note [Adapters]."""
+
 PAGE_ELEMENTS = 4096
 """Segments, chunks and units are multiples of 4096 elements: 4 KiB or more for every dtype, as direct I/O needs."""
 
 # Note [Alignment]
 # Some kernels give other bits when their operand starts at another alignment. A parameter therefore starts at the same
 # offset from a page boundary on every tier; else the promise of tier-independent bits would break.
+
+# Note [Adapters]
+# Small trainable parameters may lie within large frozen layers (LoRA, Hu et al. 2021). They are units of their own
+# beside those of the frozen ones. So they can rest in memory while a layer is read from its file, and a layer is read
+# and never written. Both units of a module are used together: its call opens both.
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,26 @@ def cut_units(
     emit(root.name, visit(root, inside_block=False))
     order = {name: position for position, name in enumerate(dict.fromkeys(root.subtree_params()))}
     return dict(sorted(units.items(), key=lambda unit: min(order[name] for name in unit[1])))
+
+
+def part_adapters(
+    cuts: Mapping[str, tuple[str, ...]], params: Mapping[str, ParamInfo]
+) -> tuple[dict[str, tuple[str, ...]], dict[int, int]]:
+    """The cut with adapters as units of their own: (the units, for each unit of adapters the index of the unit that it
+    was cut from, which comes just before it). See Note [Adapters]."""
+    found: dict[str, tuple[str, ...]] = {}
+    beside: dict[int, int] = {}
+    for name, names in cuts.items():
+        trained = tuple(each for each in names if params[each].trainable)
+        frozen = tuple(each for each in names if not params[each].trainable)
+        if trained and MOSTLY * sum(params[each].nbytes for each in trained) <= sum(
+            params[each].nbytes for each in frozen
+        ):
+            beside[len(found) + 1] = len(found)
+            found |= {name: frozen, f"{name} (trained)".lstrip(): trained}
+        else:
+            found[name] = names
+    return found, beside
 
 
 def _holds_blocks(module: ModuleInfo) -> bool:

@@ -44,6 +44,8 @@ class UnitBytes:
     """What its gradients take beside `grads` once they are sums of several: those of 16 bits are added in fp32."""
     tiles: int = 0
     """Where the unit is used in tiles: what those at work take."""
+    in_place: bool = False
+    """Whether its parameters can be read from files of others: on "disk" they lie there, and take no space of it."""
 
     @property
     def total(self) -> int:
@@ -243,19 +245,22 @@ def place(
     if all_auto_or_device and total + 2 * max(unit.shared for unit in units) <= room:
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
-    stay = wanted["params"] == "device" or (wanted["params"] == "auto" and budgets.disk is None is budgets.device)
+    in_memory = budgets.disk is None is budgets.device and not any(unit.in_place for unit in units)
+    stay = wanted["params"] == "device" or (wanted["params"] == "auto" and in_memory)
     together = NONE_TOGETHER if stay else together  # else they are gathered, and rest nowhere else in that memory
     check_largest_unit(units, budgets, together)
     left = _room_at_rest(units, budgets, wanted, together)
     chosen: list[dict[str, str]] = [{} for _ in units]
-    for kind in sorted(KINDS, key=lambda kind: wanted[kind] == "auto"):
-        for unit, tiers in zip(units, chosen, strict=True):
-            tier = _take(
-                left, unit.most(kind), wanted[kind], budgets.device is None, bool(unit.tiles) and kind != "states"
-            )
-            if tier is None:
-                raise ValueError(_shortage(units, unit, kind, wanted[kind], budgets))
-            tiers[kind] = tier
+    mostly_frozen = 2 * sum(unit.params for unit in units if not unit.states) > sum(unit.params for unit in units)
+    for trained_first in (True, False) if mostly_frozen else (None,):
+        for kind in sorted(KINDS, key=lambda kind: wanted[kind] == "auto"):
+            for unit, tiers in zip(units, chosen, strict=True):
+                if trained_first in (None, bool(unit.states)):
+                    in_tiles = bool(unit.tiles) and kind != "states"
+                    tier = _take(left, unit, kind, wanted[kind], budgets.device is None, in_tiles)
+                    if tier is None:
+                        raise ValueError(_shortage(units, unit, kind, wanted[kind], budgets))
+                    tiers[kind] = tier
     for kind in ("grads", "states"):
         # A frozen unit has none yet. Unless it lies on the device, they will go where those of the others had to go.
         lowest = max((tiers[kind] for tiers in chosen), key=("device", "host", "disk").index)
@@ -281,13 +286,14 @@ def _room_at_rest(
     return left
 
 
-def _take(left: dict[str, int], nbytes: int, wanted: str, on_cpu: bool, in_tiles: bool) -> str | None:
-    """Take so many bytes of the tier that is wanted, or of the first that has them; None where there is none. What is
-    used `in_tiles` never rests where it is computed with."""
+def _take(left: dict[str, int], unit: UnitBytes, kind: str, wanted: str, on_cpu: bool, in_tiles: bool) -> str | None:
+    """Take the bytes of one kind of the tier that is wanted, or of the first that has them; None where there is none.
+    What is used `in_tiles` never rests where it is computed with."""
     memory_tier = "host" if in_tiles else "device"
     automatic = (memory_tier, "disk") if on_cpu or in_tiles else ("device", "host", "disk")
     for tier in automatic if wanted == "auto" else (wanted,):
         memory = "device" if on_cpu and tier == "host" else tier
+        nbytes = 0 if unit.in_place and (kind, tier) == ("params", "disk") else unit.most(kind)
         if nbytes <= left[memory]:
             left[memory] -= nbytes
             return tier

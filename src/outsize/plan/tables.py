@@ -82,7 +82,17 @@ class PlannedUnit:
     def likeness(self) -> tuple[object, ...]:
         """Equal for units that differ in their number only."""
         pattern = re.sub(r"\d+", "#", self.name)
-        return pattern, self.size.params, self.size.grads, self.size.states, self.tiers
+        return pattern, self.size.params, self.size.grads, self.size.states, self.tiers, self.in_place
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its parameters are read where somebody else keeps them."""
+        return self.size.in_place and self.tiers.params == "disk"
+
+    def bytes_on(self, tier: str, kinds: Sequence[str] = KINDS) -> int:
+        """Bytes of its own at rest on a tier."""
+        own = [kind for kind in kinds if not (self.in_place and kind == "params")]
+        return sum(getattr(self.size, kind) for kind in own if getattr(self.tiers, kind) == tier)
 
 
 def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch") -> PlannedUnit:
@@ -118,10 +128,13 @@ class Plan:
         return sum(unit.size.total for unit in self.units)
 
     def bytes_on(self, tier: str) -> int:
-        """Bytes at rest on a tier."""
-        return sum(
-            getattr(unit.size, kind) for unit in self.units for kind in KINDS if getattr(unit.tiers, kind) == tier
-        )
+        """Bytes at rest on a tier; those that are read in place are on none."""
+        return sum(unit.bytes_on(tier) for unit in self.units)
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes of parameters that are read in place, from the folder that the model was loaded from."""
+        return sum(unit.size.params for unit in self.units if unit.in_place)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -131,12 +144,7 @@ class Plan:
     @property
     def generation_bytes(self) -> int:
         """Bytes of `disk` that each checkpoint which is kept on its file system takes beside the state in use."""
-        return sum(
-            getattr(unit.size, kind)
-            for unit in self.units
-            for kind in ("params", "states")
-            if getattr(unit.tiers, kind) == "disk"
-        )
+        return sum(unit.bytes_on("disk", ("params", "states")) for unit in self.units)
 
     @property
     def read_bytes(self) -> int:
@@ -200,6 +208,10 @@ class Plan:
             )
         if budgets.disk is not None:
             lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
+        if self.in_place_bytes:
+            lines.append(
+                f"{format_bytes(self.in_place_bytes)} of weights are read in place from the model's own folder"
+            )
         lines.append(f"a checkpoint is {format_bytes(self.checkpoint_bytes)}{self._sharing()}")
         collected = sum(unit.size.collected for unit in self.units)
         if collected and self.accumulates_whole:
@@ -242,7 +254,7 @@ def _rows(units: Sequence[PlannedUnit]) -> list[tuple[str, ...]]:
     for _, run in groupby(units, key=lambda unit: unit.likeness):
         first, *more = run
         name = f"{first.name} ... {more[-1].name} ({1 + len(more)})" if more else first.name
-        tiers = [getattr(first.tiers, kind) for kind in KINDS]
+        tiers = ["in place" if first.in_place else first.tiers.params, first.tiers.grads, first.tiers.states]
         where = tiers[0] if len(set(tiers)) == 1 else "/".join(tiers)
         rows.append((name, *(format_bytes(getattr(first.size, kind)) for kind in KINDS), where, first.tiers.why))
     return rows

@@ -67,6 +67,9 @@ class Engine:
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self._owned = owned  # by the id of a module: the units that its calls open
         self._frames: list[Frame] = []
+        self.listing = (
+            False  # `state_dict` takes views of parameters, at rest or not; each use of a view passes the gate
+        )
         self.tiles: dict[int, Tiles] = {}  # by the parameter's id: those that are used in tiles
 
     # -- the gate ----------------------------------------------------------------------------------------------------
@@ -240,6 +243,9 @@ class Engine:
         self.owner.take(GATHERED)
         try:
             for unit in units:
+                if modify and unit.shard.in_place:
+                    self.streamer.settle(unit)
+                    unit.shard.own_params()
                 self.streamer.show(unit)
                 unit.shard.buffer.use()
                 unit.holds += 1

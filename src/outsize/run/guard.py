@@ -426,6 +426,8 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     with torch._C.DisableTorchFunctionSubclass():
         guarded = guarded_among(args, kwargs)
         gates = {gate}  # several where parameters of several models meet
+        if gate.listing and func is torch.Tensor.detach and not is_distributed(args[0]):
+            return _wrap(gates, func(*args, **kwargs))
         for tensor in guarded:
             owner = tensor.gate_ref() or _refuse_orphan()
             gates.add(owner)

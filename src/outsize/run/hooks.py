@@ -64,6 +64,7 @@ def install(
             ours["flatten_parameters"] = _leave_parameters
         if any(True for _ in module.parameters()):
             ours |= {"_apply": _checked_apply(engine, module), "_load_from_state_dict": _checked_load(module)}
+            ours["_save_to_state_dict"] = _listed(engine, module)
         if module is model:
             ours |= moves
         if ours:
@@ -145,6 +146,21 @@ def _checked_load(module: nn.Module) -> Callable[..., None]:
         load(state_dict, prefix, local_metadata, *args)
 
     return checked
+
+
+def _listed(engine: Engine, module: nn.Module) -> Callable[..., None]:
+    """`state_dict` of a model at rest: libraries ask for all of it to take a part (PEFT the adapters)."""
+    save: Callable[..., None] = module._save_to_state_dict
+
+    @wraps(save)
+    def listed(*args: Any, **kwargs: Any) -> None:
+        before, engine.listing = engine.listing, True
+        try:
+            save(*args, **kwargs)
+        finally:
+            engine.listing = before
+
+    return listed
 
 
 def _leave_parameters() -> None:

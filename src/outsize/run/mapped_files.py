@@ -1,9 +1,11 @@
-"""Files that loaders have mapped: their pages are given back now and then, so that `init` stays within its budget."""
+"""Files that loaders have mapped: parameters that lie there unchanged, and pages that are given back now and then."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +14,23 @@ from typing import final
 import torch
 
 from outsize.move.memory import PAGE_BYTES, give_back_pages
-
-MIN_COPIED_BYTES = 64 << 10
-"""Smaller parameters may keep their piece of a mapping."""
+from outsize.plan.layout import round_up
 
 MAPPED_BYTES = 64 << 20
 """Resident pages of mapped files that may come together before they are given back."""
 
+PAGEMAP_BYTES = 8
+"""What the system tells of one page: bit 63, it is in memory; 62, it is swapped out; 61, it is a file's."""
+
 # Note [Mapped weights]
 # Loaders map weights from files, and a page of the file counts as this process's memory from its first use until the
-# file is closed: after reading a model of any size, all of it. A parameter that is a piece of such a mapping is copied
-# out of it; one that was cast from it leaves no trace of its source. So the pages of whole mappings go (MADV_DONTNEED:
-# they come back from the file if they are used again) whenever the resident pages of files have grown by a fixed
-# amount. Only mappings that were made since the pager began or that a parameter came from, and that hold no modified
-# page, which would be lost.
+# file is closed: after reading a model of any size, all of it. A parameter may be a piece of such a mapping; one that
+# was cast from it leaves no trace of its source. So the pages of whole mappings go (MADV_DONTNEED: they come back from
+# the file if they are used again) whenever the resident pages of files have grown by a fixed amount. Only mappings that
+# were made since the pager began or that a parameter lies in, and that hold no modified page, which would be lost.
+#
+# A mapping is private: who writes to it gets a page of memory in place of the file's. The system tells which page is
+# which. So a parameter whose pages are all the file's, or not in memory, has the values of the file.
 
 
 @final
@@ -36,19 +41,13 @@ class MappedFiles:
         self._others = {each.identity for each in _file_mappings(detailed=False)}
         self._limit = _resident_file_bytes() + MAPPED_BYTES
 
-    def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor that lies in a mapped file; any other tensor itself."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
-            return tensor
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_COPIED_BYTES or storage.resizable():
-            return tensor
-        address = storage.data_ptr()
-        for each in _file_mappings(detailed=False):
-            if each.address <= address < each.address + each.nbytes:
-                self._others.discard(each.identity)
-                return tensor.detach().clone()
-        return tensor
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is a file's. Its pages may go from now on."""
+        mappings = _in_order()
+        found = None if tensor.untyped_storage().resizable() else _mapping_of(tensor, mappings)
+        if found is not None:
+            self._others.discard(found.identity)
+        return found is not None
 
     def trim(self) -> None:
         """Give back what can be, if enough has come together."""
@@ -67,7 +66,9 @@ class _Mapping:
 
     address: int
     nbytes: int
+    offset: int  # of its first byte in the file
     file: str  # device and inode
+    path: str
     unmodified: bool
 
     @property
@@ -75,7 +76,78 @@ class _Mapping:
         return self.address, self.file
 
 
-_HEAD = r"^([0-9a-f]+)-([0-9a-f]+) [r-][w-]-p \S+ (\S+ [1-9]\d*)\b.*\n"
+@dataclass(frozen=True)
+class FileRange:
+    """Where a parameter's bytes lie in a file."""
+
+    path: str
+    offset: int
+
+
+def ranges_in_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, FileRange]:
+    """Of the tensors that lie in mapped files, and have the values of these files: where. See Note [Mapped weights]."""
+    mappings = _in_order()
+    found = {}
+    for name, tensor in tensors.items():
+        if type(tensor.untyped_storage()) is torch.UntypedStorage and tensor.is_contiguous():
+            mapping = _mapping_of(tensor, mappings)
+            if mapping is not None and not is_modified(tensor) and _is_there(mapping):
+                found[name] = FileRange(mapping.path, mapping.offset + tensor.data_ptr() - mapping.address)
+    return found
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """The values were read: where they are a mapped file's, their pages go. They come back if they are used again."""
+    if tensor.device.type != "cpu" or tensor.untyped_storage().resizable():
+        return
+    first = round_up(tensor.data_ptr(), PAGE_BYTES)
+    nbytes = (tensor.data_ptr() + tensor.numel() * tensor.itemsize - first) // PAGE_BYTES * PAGE_BYTES
+    mappings = _in_order()
+    if nbytes > 0 and _mapping_of(tensor, mappings) is not None and not is_modified(tensor):
+        give_back_pages(first, nbytes)
+
+
+def _in_order() -> list[_Mapping]:
+    return sorted(_file_mappings(detailed=False), key=lambda each: each.address)
+
+
+def _mapping_of(tensor: torch.Tensor, mappings: list[_Mapping]) -> _Mapping | None:
+    """The mapping that all of the tensor lies in."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+    before = bisect_right(mappings, start, key=lambda each: each.address)
+    mapping = mappings[before - 1] if before else None
+    return mapping if mapping is not None and start + nbytes <= mapping.address + mapping.nbytes else None
+
+
+def is_modified(tensor: torch.Tensor) -> bool:
+    """Whether any page of it is memory in place of the file's; also where the system does not tell."""
+    first, end = (
+        tensor.data_ptr() // PAGE_BYTES,
+        -(-(tensor.data_ptr() + tensor.numel() * tensor.itemsize) // PAGE_BYTES),
+    )
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            entries = os.pread(file.fileno(), (end - first) * PAGEMAP_BYTES, first * PAGEMAP_BYTES)
+    except OSError:
+        return True
+    if len(entries) != (end - first) * PAGEMAP_BYTES:
+        return True
+    words = torch.frombuffer(bytearray(entries), dtype=torch.int64)
+    present, swapped, of_file = words < 0, words >> 62 & 1 == 1, words >> 61 & 1 == 1
+    return bool((swapped | (present & ~of_file)).any())
+
+
+def _is_there(mapping: _Mapping) -> bool:
+    """Whether the path leads to the file that is mapped: its inode. The device has other numbers on some systems."""
+    try:
+        return os.stat(mapping.path).st_ino == int(mapping.file.split()[1])
+    except OSError:
+        return False
+
+
+_HEAD = r"^([0-9a-f]+)-([0-9a-f]+) [r-][w-]-p ([0-9a-f]+) (\S+ [1-9]\d*)\b *(.*)\n"
 _MAPS = re.compile(_HEAD, re.MULTILINE)
 _SMAPS = re.compile(
     _HEAD + "".join(rf"(?:[A-Z].*\n)*?{key}: +(\d+) kB\n" for key in ("Rss", "Anonymous", "Swap")), re.M
@@ -88,10 +160,11 @@ def _file_mappings(detailed: bool) -> Iterator[_Mapping]:
         listing = Path("/proc/self/smaps" if detailed else "/proc/self/maps").read_text(errors="replace")
     except OSError:
         return
-    for low, high, file, *kilobytes in (_SMAPS if detailed else _MAPS).findall(listing):
+    for low, high, offset, file, path, *kilobytes in (_SMAPS if detailed else _MAPS).findall(listing):
         resident, *changed = map(int, kilobytes or (0, 0))
         address = int(low, 16)
-        yield _Mapping(address, int(high, 16) - address, file, resident > 0 and not any(changed))
+        unmodified = resident > 0 and not any(changed)
+        yield _Mapping(address, int(high, 16) - address, int(offset, 16), file, path, unmodified)
 
 
 def _resident_file_bytes() -> int:

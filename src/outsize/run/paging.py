@@ -23,7 +23,7 @@ from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
-from outsize.run.mapped_files import MappedFiles
+from outsize.run.mapped_files import MappedFiles, is_modified
 
 ACCOUNT = "host/parameters"
 
@@ -55,13 +55,17 @@ FILE_BYTES = 8 << 40
 @final
 @dataclass(eq=False)
 class Page:
-    """The storage of one parameter, or of several that share it. `[first, first + length)` can go to disk."""
+    """The storage of one parameter, or of several that share it. `[first, first + length)` can go to disk.
+
+    `nbytes` is what it takes of the memory: nothing where it is a mapped file's.
+    """
 
     key: int
     address: int
     nbytes: int
     first: int
     length: int
+    mapped: bool = False  # a file's memory, which the system pages: see run/mapped_files.py
     name: str = "(unnamed)"
     holds: int = 0
     on_disk: bool = False
@@ -69,10 +73,12 @@ class Page:
     owners: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, param: nn.Parameter) -> Page:
+    def of(cls, param: nn.Parameter, mapped: bool) -> Page:
         storage = param.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         first, length = 0, 0
+        if mapped:
+            return cls(storage._cdata, address, 0, first, length, mapped)
         if nbytes >= MIN_PAGED_BYTES and storage.resizable():  # else the memory is not torch's own
             first = round_up(address, PAGE_BYTES)
             length = (address + nbytes) // PAGE_BYTES * PAGE_BYTES - first
@@ -80,7 +86,8 @@ class Page:
 
     def holds_values_of(self, param: nn.Parameter) -> bool:
         storage = param.untyped_storage()
-        return (storage._cdata, storage.data_ptr(), storage.nbytes()) == (self.key, self.address, self.nbytes)
+        nbytes = 0 if self.mapped else storage.nbytes()
+        return (storage._cdata, storage.data_ptr(), nbytes) == (self.key, self.address, self.nbytes)
 
     def params(self) -> list[nn.Parameter]:
         return [param for ref in list(self.owners.values()) if (param := ref()) is not None]
@@ -196,6 +203,8 @@ class Pager:
         finally:
             with self._alone():
                 page.holds -= 1
+                if page.mapped and is_modified(param):  # it takes memory, which is to be paged
+                    param.data = param.data.clone()
                 if not page.holds_values_of(param):  # the operation gave it another storage
                     self._disown(id(param))
                     self._track(param, page.name)
@@ -249,7 +258,7 @@ class Pager:
             )
 
     def _track(self, param: nn.Parameter, name: str) -> None:
-        fresh = Page.of(param)
+        fresh = Page.of(param, self.mapped.holds(param))
         page = self._pages.setdefault(fresh.key, fresh)
         page.name = name
         key = id(param)
