@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -68,14 +69,18 @@ class Collectives:
             return Work(self._stream.record_event(), source)
 
 
-def train_all_on_sim(settings: list[Setting], disk: str, policy: str) -> list[Result]:
-    """On this rank, with races looked for."""
+def on_sim(policy: str) -> AbstractContextManager[Any]:
+    """This rank has a simulated accelerator in the block, and races are looked for."""
     simulator.load()
     if "SIMULATED" not in dist.Backend._plugins:
         dist.Backend.register_backend("simulated", Collectives, devices=["sim"])
+    return simulator.switched_on(policy, seed=dist.get_rank())
+
+
+def train_all_on_sim(settings: list[Setting], disk: str, policy: str) -> list[Result]:
     found = []
     for setting in settings:
-        with simulator.switched_on(policy, seed=dist.get_rank()), pytest.MonkeyPatch.context() as patch:
+        with on_sim(policy), pytest.MonkeyPatch.context() as patch:
             if setting.tiers == "device":  # where the device steps
                 patch.setattr(_native, "adam", None)
             found.append(train(setting, disk))

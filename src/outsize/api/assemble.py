@@ -340,7 +340,7 @@ def _build(
         attached = Attached(optimizer, stepper, parameters, backward, owner)
     for unit, each in zip(units, gradients, strict=True):
         if unit.shard.tile_rows:
-            tiles = Tiles(unit, each, streamer, conveyor, resources.ledger)
+            tiles = Tiles(unit, each, streamer, conveyor, resources.ledger, reduction)
             tiles.hear(engine)
             engine.tiles[id(tiles.param)] = tiles
     activations = Activations(
@@ -534,9 +534,9 @@ def _adopt(
 def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
     slot = shard.slots[name]
     if shard.tile_rows:
-        step = round_up(ADOPTED_NUMEL, PAGE_ELEMENTS)
+        step, own = round_up(ADOPTED_NUMEL, PAGE_ELEMENTS), shard.own(name, value)
         for first in range(0, slot.numel, step):
-            _adopt_part(shard, slot, first, value.reshape(-1)[first : first + step])
+            _adopt_part(shard, slot, first, own[first : first + step])
         return
     target = shard.param(name)
     master = shard.array(MASTER, slot)

@@ -28,6 +28,7 @@ from outsize.plan.layout import (
     part_adapters,
     slice_of,
     tile_rows,
+    with_whole_rows,
 )
 from outsize.plan.placement import (
     Budgets,
@@ -58,7 +59,7 @@ the use but free for the taking: cached files that nobody has read again)."""
 TILES_A_UNIT = 4
 GRADIENT_TILES = 3
 """Of a parameter that is used in tiles: how many a unit of the usual size would hold; how many of the gradient are in
-memory at once, the one that autograd has made, the same in fp32, and one on its way."""
+memory at once, the one that autograd has made, the same in fp32, and one on its way. Several ranks collect one more."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -95,7 +96,7 @@ class PlacedModel:
     """(this rank, the ranks over which each unit is split)."""
     together: UsedTogether = field(default_factory=dict)
     tile_rows: Mapping[int, int] = field(default_factory=dict)
-    """By the index of a unit that is used in tiles: how many rows of its parameter a tile has."""
+    """By the index of a unit that is used in tiles: how many rows of its parameter a tile has of each rank."""
     in_files: Mapping[str, FileRange] = field(default_factory=dict)
     """By name: the parameters of units that are read in place where they rest on disk."""
     beside: Mapping[int, int] = field(default_factory=dict)
@@ -162,17 +163,21 @@ def place_model(
     together = _used_together(model, names, layouts)
     rows: dict[int, int] = {}
     elsewhere = budgets.disk is not None or budgets.device is not None
-    if config.tiles and elsewhere and not (kept.whole or shared or "device" in (config.params, config.grads)):
+    apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
+    if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
         in_tiles = _bear_tiles(model)
         for index, layout in enumerate(layouts):
             slot, wide = layout.slots[0], STATE_BYTES[layout.slots[0].dtype]
             if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
-                count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT)
-                tile = count * (slot.numel // slot.shape[0])
-                working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * GRADIENT_TILES * wide)
+                count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
+                tile = count * size * (slot.numel // slot.shape[0])
+                working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
                 if working < sizes[index].working:
-                    rows[index] = count
-                    sizes = (*sizes[:index], replace(sizes[index], tiles=working), *sizes[index + 1 :])
+                    rows[index], padded = count, with_whole_rows(layout, size)
+                    nbytes = _bytes_of(padded, infos, kept, config, size, shared and graded[index])
+                    nbytes = replace(nbytes, tiles=working, in_place=sizes[index].in_place)
+                    layouts = (*layouts[:index], padded, *layouts[index + 1 :])
+                    sizes = (*sizes[:index], nbytes, *sizes[index + 1 :])
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
     rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
@@ -220,7 +225,7 @@ def _bear_tiles(model: nn.Module) -> set[str]:
     return {
         name
         for name, param in model.named_parameters()
-        if all(can_use_tiles(module, param) for module in users[id(param)])
+        if not is_distributed(param) and all(can_use_tiles(module, param) for module in users[id(param)])
     }
 
 

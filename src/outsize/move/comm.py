@@ -91,6 +91,8 @@ class Turn:
     key: int
     expected: bool
     """Whether all ranks know that this is what comes here."""
+    row: int = -1
+    """With what row of a rank a tile begins."""
 
 
 @dataclass(eq=False)
@@ -111,6 +113,7 @@ class Model:
 
     def words(self, turn: Turn) -> str:
         unit = f" of unit {self.names[turn.unit]!r}" if 0 <= turn.unit < len(self.names) else ""
+        unit += f" from row {turn.row}" if turn.row >= 0 else ""
         return f"{turn.kind}{unit} in step {self.step} ({turn.numel} elements)"
 
     def check(self, words: str, remedy: str = ": start the job again and load the last checkpoint") -> None:
@@ -170,14 +173,14 @@ class Lane:
         self.waits: dict[int, tuple[float, Turn]] = {}  # by thread: since when, for what
         model.lanes.append(self)
 
-    def next(self, kind: str, unit: int = -1, numel: int = 0, fixed: bool = False) -> Turn:
-        """The turn of what comes next here; `fixed`: all ranks know it."""
+    def next(self, kind: str, unit: int = -1, numel: int = 0, fixed: bool = False, row: int = -1) -> Turn:
+        """The turn of what comes next here; `fixed`: all ranks know it; `row`: of a tile."""
         if len(self.come) == MOST_TURNS:
             self.step(alike=False)
-        at, key = len(self.come), crc32(f"{kind} {unit} {numel}".encode())
+        at, key = len(self.come), crc32(f"{kind} {unit} {numel} {row}".encode())
         self.come.append(key)
         self._expected = self._expected and self._known[at : at + 1] == [key]
-        return Turn(self, self.before + at, kind, unit, numel, key, self._expected or fixed)
+        return Turn(self, self.before + at, kind, unit, numel, key, self._expected or fixed, row)
 
     def step(self, alike: bool) -> None:
         """The next step begins; `alike`: all ranks had the same turns in this one."""
@@ -306,20 +309,22 @@ class Ranks:
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
-    def turn_to_gather(self, unit: int, numel: int) -> Turn:
+    def turn_to_gather(self, unit: int, numel: int, row: int = -1) -> Turn:
         """The place of a gather that the conveyor will start. Called by the thread that uses the model."""
-        return self._lanes[GATHER].next(GATHER, unit, numel)
+        return self._lanes[GATHER].next(GATHER, unit, numel, row=row)
 
     def all_gather(self, flat: torch.Tensor, turn: Turn) -> Going:
         """Start to complete `flat` (1-D, a multiple of `size`), of which this rank has its own part in place."""
         return self._start(turn, lambda group: group._allgather_base(flat, self._part(flat)), flat.numel())
 
-    def reduce(self, flat: torch.Tensor, unit: int, split: bool, fixed: bool = False) -> tuple[Going, torch.Tensor]:
+    def reduce(
+        self, flat: torch.Tensor, unit: int, split: bool, fixed: bool = False, row: int = -1
+    ) -> tuple[Going, torch.Tensor]:
         """Start to add up `flat` over the ranks; the sum, or with `split` this rank's part of it, where it will be.
         `flat` is spent.
 
-        `fixed`: it comes in the order of the model, whatever this rank has used."""
-        turn = self._lanes[REDUCE].next(REDUCE, unit, flat.numel(), fixed)
+        `fixed`: it comes in the order of the model, whatever this rank has used; `row`: of a tile."""
+        turn = self._lanes[REDUCE].next(REDUCE, unit, flat.numel(), fixed, row)
         sent = flat.numel() if split else 2 * flat.numel()
         own = self._part(flat) if split else flat
         if split and flat.device.type != "cpu":  # gloo's own reduce-scatter takes twice the time of an all-reduce

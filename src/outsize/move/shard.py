@@ -6,7 +6,7 @@ Here the rooms `run`, `optim` and `checkpoint` meet: they know units by their sh
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -171,7 +171,7 @@ class UnitShard:
     lanes: Lanes | None  # of an accelerator
     late: Callable[[UnitShard], None]  # replaces the arrays by longer ones with the same values
     moved: Callable[[UnitShard], None]  # replaces parameters that are read in place by a store with the same values
-    tile_rows: int = 0  # rows of its parameter in a tile, where the unit is used in tiles
+    tile_rows: int = 0  # rows of its parameter that a rank has of a tile, where the unit is used in tiles
     arrays: dict[str, StateArray] = field(default_factory=dict)
     has_late_room: bool = False  # whether there is room for the state of frozen parameters too
     slot_states: dict[str, SlotState] = field(default_factory=dict)
@@ -385,15 +385,15 @@ def _bytes_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def read_step(shard: UnitShard, start: int, end: int, tile: tuple[Buffer, int] | None = None) -> Step:
-    """Parameters on their way from their store into the gathered buffer, or into that of a `tile`, with the element
-    that it begins with."""
+    """Parameters on their way from their store into the gathered buffer, or into that of a `tile`: with it the element
+    of what rests here that would be its first."""
     params, buffer = shard.params, shard.buffer
     assert params is not None
     first, nbytes = shard.param_layout.span(start, end)
     if tile is None:
         into = shard.buffer_span(start, end)[0]
     else:
-        buffer, into = tile[0], first - shard.param_layout.span(tile[1], end)[0]
+        buffer, into = tile[0], (start - tile[1]) * shard.segment_at(start).itemsize
     if shard.device.type == "cpu":  # straight into place
         return Step(lambda _: [params.read(first, buffer.flat[into : into + nbytes])])
     source = params.in_place(first, nbytes)
@@ -415,18 +415,22 @@ def read_step(shard: UnitShard, start: int, end: int, tile: tuple[Buffer, int] |
 class Gathering:
     """The parts of the other ranks on their way into the gathered buffer, of which this rank's part is in place."""
 
-    def __init__(self, shard: UnitShard, ranks: Ranks) -> None:
-        self._shard = shard
+    def __init__(self, shard: UnitShard, ranks: Ranks, tile: tuple[Buffer, int, int] | None = None) -> None:
+        """`tile`: the buffer of one, its elements, and the row of each rank that it begins with."""
+        self._buffer, self._segments, row = shard.buffer, shard.whole.segments, -1
+        if tile is not None:
+            self._buffer, numel, row = tile
+            self._segments = (replace(shard.whole.segments[0], numel=numel),)
         self._ranks = ranks
-        self._turns = [ranks.turn_to_gather(shard.layout.index, segment.numel) for segment in shard.whole.segments]
+        self._turns = [ranks.turn_to_gather(shard.layout.index, segment.numel, row) for segment in self._segments]
         self._going: list[Transfer] = []
 
     def start(self) -> Sequence[Transfer]:
         """As the last step of what brings this rank's part."""
-        with self._shard.buffer.filling():  # behind the copies of this rank's part
-            for segment, turn in zip(self._shard.whole.segments, self._turns, strict=True):
+        with self._buffer.filling():  # behind the copies of this rank's part
+            for segment, turn in zip(self._segments, self._turns, strict=True):
                 end = segment.byte_start + segment.numel * segment.itemsize
-                flat = self._shard.buffer.flat[segment.byte_start : end]  # as many equal parts as there are ranks
+                flat = self._buffer.flat[segment.byte_start : end]  # as many equal parts as there are ranks
                 going = self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), turn)
                 if going.on_stream:
                     going.wait()
@@ -452,10 +456,11 @@ def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:
 
 
 def read_tile(shard: UnitShard, start: int, end: int, buffer: Buffer, slab_bytes: int) -> Iterator[Step]:
-    """The fetch of the elements [start, end), whole pages, into a buffer of their own."""
+    """The fetch of the elements [start, end), whole pages, into a buffer of their own: with several ranks to where this
+    rank's part is among as many of each."""
     numel = read_numel(shard, shard.segment_at(start).itemsize, slab_bytes)
     for low in range(start, end, numel):
-        yield read_step(shard, low, min(low + numel, end), (buffer, start))
+        yield read_step(shard, low, min(low + numel, end), (buffer, start - shard.rank * (end - start)))
 
 
 def read_numel(shard: UnitShard, itemsize: int, slab_bytes: int) -> int:

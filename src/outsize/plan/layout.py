@@ -274,11 +274,29 @@ def slice_of(layout: UnitLayout, rank: int, ranks: int) -> UnitLayout:
     return UnitLayout(layout.index, layout.name, tuple(slots[slot.name] for slot in layout.slots), tuple(segments))
 
 
-def tile_rows(shape: Sequence[int], itemsize: int, nbytes: int) -> int:
-    """Rows of a parameter in a tile of at most `nbytes`, or a few more: every tile begins at a whole page."""
-    row = prod(shape[1:])
-    step = PAGE_ELEMENTS // gcd(row, PAGE_ELEMENTS)
-    return min(max(nbytes // (row * itemsize * step), 1) * step, shape[0])
+def tile_rows(shape: Sequence[int], itemsize: int, nbytes: int, ranks: int = 1) -> int:
+    """Rows of a parameter that each rank has of a tile of at most `nbytes`, or of a few more: every tile begins at a
+    whole page."""
+    row, step = prod(shape[1:]), _whole_pages(shape)
+    return min(max(nbytes // (ranks * row * itemsize * step), 1) * step, _rank_rows(shape, ranks))
+
+
+def with_whole_rows(layout: UnitLayout, ranks: int) -> UnitLayout:
+    """The same unit, of one parameter, padded so that each of several ranks has whole rows, in whole pages."""
+    if ranks == 1:
+        return layout
+    ((slot,), (segment,)) = layout.slots, layout.segments
+    numel = ranks * _rank_rows(slot.shape, ranks) * prod(slot.shape[1:])
+    return replace(layout, segments=(replace(segment, numel=numel),))
+
+
+def _rank_rows(shape: Sequence[int], ranks: int) -> int:
+    return shape[0] if ranks == 1 else round_up(-(-shape[0] // ranks), _whole_pages(shape))
+
+
+def _whole_pages(shape: Sequence[int]) -> int:
+    """The fewest rows that are whole pages."""
+    return PAGE_ELEMENTS // gcd(prod(shape[1:]), PAGE_ELEMENTS)
 
 
 def chunk_ranges(segment: Segment, chunk_numel: int) -> Iterator[tuple[int, int]]:

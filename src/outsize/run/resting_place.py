@@ -122,6 +122,9 @@ class RestingPlace:
         if first in self._tiles:  # the weight was used twice
             previous = AS_IT_IS
         source = grad.reshape(-1).cpu()
+        if not source.numel():  # the last of several ranks may have none
+            self._tiles[first] = torch.zeros(())
+            return
         if shard.store is None:
             target = content = shard.place_of_tile(slot, first, source.numel())
         else:

@@ -157,7 +157,8 @@ class Room:
         self.arrive(unit)
         with self._live.waiting():
             unit.await_written()
-        unit.release()
+        if unit.state is Residency.RESIDENT:  # one that is used in tiles may only have paid its update
+            unit.release()
 
     def arrive(self, unit: Unit) -> None:
         """Wait for the unit if it is on its way."""

@@ -181,7 +181,7 @@ class Products(NamedTuple):
                 continue
             if result is None:
                 shape = list(part.shape)
-                shape[self.of_result.dim] = x.shape[0] if self.of_result.ends else tiles.all[-1].end
+                shape[self.of_result.dim] = x.shape[0] if self.of_result.ends else tiles.rows
                 result = part.new_zeros(shape)
             self.of_result.of(result, tile).copy_(part)
         assert result is not None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -19,16 +20,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from outsize.move.buffer import Buffer
-from outsize.move.conveyor import Conveyor, Job
+from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.memory import Ledger
-from outsize.move.shard import read_tile
+from outsize.move.shard import Gathering, read_tile
 from outsize.move.store import DTYPES
 from outsize.plan.layout import page_range
+from outsize.run.buffers import collecting_dtype
 from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack
 from outsize.run.vocabulary import Largest, Losses
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
+    from outsize.run.reduction import Reduction
     from outsize.run.streamer import Streamer
     from outsize.run.unit import Unit
     from outsize.run.unit_gradients import UnitGradients
@@ -72,18 +75,35 @@ class Tiles:
     of all tiles are at rest, however often the parameter was used."""
 
     def __init__(
-        self, unit: Unit, gradients: UnitGradients, streamer: Streamer, conveyor: Conveyor, ledger: Ledger
+        self,
+        unit: Unit,
+        gradients: UnitGradients,
+        streamer: Streamer,
+        conveyor: Conveyor,
+        ledger: Ledger,
+        reduction: Reduction | None,
     ) -> None:
         self.unit = unit
+        self._reduction = reduction  # None with one rank
         ((self.name, self.param),) = unit.parameters.items()
         self._gradients = gradients
         self._streamer = streamer
         self._conveyor = conveyor
         self._ledger = ledger
-        slot, rows = unit.shard.slots[self.name], unit.shard.tile_rows
-        self._slot, self._row = slot, slot.numel // slot.shape[0]
-        self.all = [Tile(start, min(start + rows, slot.shape[0])) for start in range(0, slot.shape[0], rows)]
-        self.rows = slot.shape[0]
+        slot, ranks = unit.shard.whole_slots[self.name], unit.shard.ranks
+        self._slot, self._row, self.rows = slot, slot.numel // slot.shape[0], slot.shape[0]
+        self._share = self.rows if ranks == 1 else unit.shard.layout.numel // self._row  # rows of a rank
+        step = unit.shard.tile_rows
+        self._parts = [Tile(low, min(low + step, self._share)) for low in range(0, self._share, step)]
+        of_ranks = [
+            Tile(*(min(rank * self._share + row, self.rows) for row in part))
+            for part in self._parts
+            for rank in range(ranks)
+        ]
+        self.all = [tile for tile in of_ranks if tile.start < tile.end]
+        self._collected: tuple[Tile, torch.Tensor] | None = (
+            None  # the gradients of ranks' rows, before they are reduced
+        )
         self.is_stack = len(slot.shape) == 3
         self.token = torch.zeros((), device=unit.shard.device)
 
@@ -100,59 +120,135 @@ class Tiles:
 
         self.token.requires_grad_().register_post_accumulate_grad_hook(arrived)
 
+    # Note [Tiles of several ranks]
+    # Each rank has a run of whole rows of the parameter. A part is some rows of every run; it is gathered at once, so
+    # all ranks start the same collectives. What a rank of a part has is a tile: operations see rows that are
+    # neighbours. The gradients of a part are collected, and reduced so that each rank has those of its own rows.
+
     def weights(self, wanted: Sequence[Tile]) -> Iterator[tuple[Tile, torch.Tensor]]:
-        """The tiles in turn, each as a tensor that is gone when the next one is asked for."""
-        shard = self.unit.shard
-        itemsize = DTYPES[self._slot.dtype].itemsize
-        nbytes = max((self._span(tile)[1] - self._span(tile)[0] for tile in wanted), default=0) * itemsize
-        buffers = [Buffer(nbytes, self._ledger, shard.lanes) for _ in wanted[:2]]
+        """The tiles in turn, each as a tensor that is gone when the next one is asked for. See Note [Tiles of several
+        ranks]: those of one part follow each other."""
+        shard, dtype = self.unit.shard, DTYPES[self._slot.dtype]
+        parts: dict[Tile, list[Tile]] = {}
+        for tile in wanted:
+            parts.setdefault(self._part_with(tile), []).append(tile)
+        order = list(parts)
+        nbytes = max((self._numel(part) for part in order), default=0) * dtype.itemsize
+        buffers = [Buffer(nbytes, self._ledger, shard.lanes) for _ in order[:2]]
         self._streamer.use_tiles(self.unit, nbytes * len(buffers))
         with ExitStack() as undo:
-            going: dict[int, Job] = {}
+            going: dict[int, tuple[Job, Gathering | None]] = {}
             for buffer in buffers:
                 undo.callback(buffer.drop)
             undo.callback(_await, going)
-            for place, tile in enumerate(wanted):
-                for ahead in range(max(place, len(going) and place + 1), min(place + 2, len(wanted))):
-                    going[ahead] = self._read(wanted[ahead], buffers[ahead % 2])
+            for place, part in enumerate(order):
+                for ahead in range(max(place, len(going) and place + 1), min(place + 2, len(order))):
+                    going[ahead] = self._read(order[ahead], buffers[ahead % 2])
+                job, gathering = going.pop(place)
                 with self._streamer.live.waiting():
-                    going.pop(place).wait()
+                    job.wait()
+                if gathering is not None:
+                    gathering.arrive()
                 buffer = buffers[place % 2]
                 buffer.use()
-                first = (self._slot.offset + tile.start * self._row - self._span(tile)[0]) * itemsize
-                numel = (tile.end - tile.start) * self._row
-                values = buffer.values[first : first + numel * itemsize].view(DTYPES[self._slot.dtype])
-                yield tile, values.view(tile.end - tile.start, *self._slot.shape[1:])
+                values = buffer.values[: self._numel(part) * dtype.itemsize].view(dtype)
+                for tile in parts[part]:
+                    first = self._place(tile, part)
+                    found = values[first : first + (tile.end - tile.start) * self._row]
+                    yield tile, found.view(tile.end - tile.start, *self._slot.shape[1:])
+                    del found
+                del values
                 buffer.leave()
 
-    def _read(self, tile: Tile, buffer: Buffer) -> Job:
+    def _read(self, part: Tile, buffer: Buffer) -> tuple[Job, Gathering | None]:
         buffer.materialize()
-        steps = read_tile(self.unit.shard, *self._span(tile), buffer, self._conveyor.slab_bytes)
-        return self.unit.submit(self._conveyor, steps)
+        shard, gathering = self.unit.shard, None
+        steps = read_tile(shard, *self._span(part), buffer, self._conveyor.slab_bytes)
+        if shard.ranks > 1 and self._reduction is not None:
+            gathering = Gathering(shard, self._reduction.ranks, (buffer, self._numel(part), part.start))
+            steps = chain(steps, [Step(finish=gathering.start)])
+        return self.unit.submit(self._conveyor, steps), gathering
 
-    def _span(self, tile: Tile) -> tuple[int, int]:
-        """The whole pages of a tile, in elements of the unit."""
-        return page_range(self._slot.offset + tile.start * self._row, self._slot.offset + tile.end * self._row)
+    def _part_with(self, tile: Tile) -> Tile:
+        """The rows of each rank among which a tile is, counted from the first of a rank."""
+        if self.unit.shard.ranks == 1:
+            return tile
+        return self._parts[tile.start % self._share // self.unit.shard.tile_rows]
+
+    def _span(self, part: Tile) -> tuple[int, int]:
+        """The whole pages of a part, in elements of what rests here."""
+        return page_range(part.start * self._row, part.end * self._row)
+
+    def _numel(self, part: Tile) -> int:
+        """The elements of a part of all ranks, in whole pages."""
+        start, end = self._span(part)
+        return self.unit.shard.ranks * (end - start)
+
+    def _place(self, tile: Tile, part: Tile) -> int:
+        """The first element of a tile among those of its part."""
+        start, end = self._span(part)
+        return tile.start // self._share * (end - start) + tile.start % self._share * self._row - start
+
+    def with_rows(self, rows: set[int]) -> list[Tile]:
+        """The tiles that these rows lie in; other ranks may ask for others, so all of them there."""
+        if self.unit.shard.ranks > 1:
+            return self.all
+        return [self.all[index] for index in sorted({row // self.unit.shard.tile_rows for row in rows})]
 
     def with_row(self, row: int) -> Tile:
         """The tile that the row lies in."""
-        return self.all[row // self.unit.shard.tile_rows]
+        return next(tile for tile in self.all if tile.start <= row < tile.end)
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Around what calls `take`."""
+        self._collected = None  # of a backward that did not end
+        yield
+        self._reduce()
 
     def take(self, tile: Tile, grad: torch.Tensor) -> None:
-        """The gradient of a tile goes to rest."""
-        self._gradients.take_tile(self.name, tile.start * self._row, grad)
+        """The gradient of a tile goes to rest, that of several ranks when the next part comes."""
+        part = self._part_with(tile)
+        if self._reduction is None:
+            return self._gradients.take_tile(self.name, part.start * self._row, grad)
+        if self._collected is None or self._collected[0] != part:
+            self._reduce()
+            dtype = collecting_dtype(self._slot.dtype, self._reduction.dtype)
+            self._collected = part, torch.zeros(self._numel(part), dtype=dtype, device=grad.device)
+        first = self._place(tile, part)
+        self._collected[1][first : first + grad.numel()] += grad.reshape(-1)
+
+    def _reduce(self) -> None:
+        """The mean of what the ranks have collected; this rank's rows go to rest."""
+        if self._collected is None or self._reduction is None:
+            return
+        (part, own), self._collected = self._collected, None
+        for ranks, split in (self._reduction.ranks, self.unit.shard.ranks > 1), (self._reduction.ranks.copies, False):
+            if ranks is not None:
+                going, own = ranks.reduce(own, self.unit.index, split, row=part.start)
+                going.wait()
+                ranks.await_device()
+                own.div_(ranks.size)
+        self._gradients.take_tile(self.name, part.start * self._row, own[: self._own_numel(part)])
+
+    def _own_numel(self, part: Tile) -> int:
+        """Elements of a part that rest here: the parameter may end before."""
+        left = self.unit.shard.slots[self.name].numel - part.start * self._row
+        return max(min((part.end - part.start) * self._row, left), 0)
 
     def take_nothing(self) -> None:
-        """The gradient of tiles that a backward did not use is zero."""
-        for tile in self.all:
-            if not self._gradients.place.has_tile(tile.start * self._row):
-                shape = tile.end - tile.start, *self._slot.shape[1:]
-                self.take(tile, torch.zeros(shape, dtype=DTYPES[self._slot.dtype], device="cpu"))
+        """The gradient of tiles that no rank has used in a backward is zero."""
+        for part in self._parts:
+            if not self._gradients.place.has_tile(part.start * self._row):
+                zeros = torch.zeros(self._own_numel(part), dtype=DTYPES[self._slot.dtype], device="cpu")
+                self._gradients.take_tile(self.name, part.start * self._row, zeros)
 
 
-def _await(going: dict[int, Job]) -> None:
-    for job in going.values():
+def _await(going: dict[int, tuple[Job, Gathering | None]]) -> None:
+    for job, gathering in going.values():
         job.written.wait()
+        if gathering is not None:
+            gathering.arrive()
 
 
 class _Sum(NamedTuple):
@@ -165,14 +261,15 @@ class _Sum(NamedTuple):
     casts: bool = True
 
     def forward(self, tiles: Tiles, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        parts, result = tiles.all, torch.empty(0)
-        for tile, weight in tiles.weights(parts):
+        result = None
+        for tile, weight in tiles.weights(tiles.all):
             part = self._part(x, weight, None if bias is None else bias[tile.start : tile.end])
-            if tile.start == 0:
+            if result is None:
                 shape = list(part.shape)
-                shape[self.dim] = parts[-1].end
+                shape[self.dim] = tiles.rows
                 result = part.new_empty(shape)
             result.narrow(self.dim, tile.start, tile.end - tile.start).copy_(part)
+        assert result is not None
         return result
 
     def _part(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -212,13 +309,12 @@ class _Rows(NamedTuple):
     padding: int | None
 
     def forward(self, tiles: Tiles, ids: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows, width = tiles.all[-1].end, tiles.param.shape[1:]
+        rows, width = tiles.rows, tiles.param.shape[1:]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
             raise IndexError(f"index out of range in self: {tiles.name!r} has {rows} rows")
         result = torch.empty((*ids.shape, *width), dtype=DTYPES[tiles.unit.shard.slots[tiles.name].dtype])
         result = result.to(ids.device)
-        touched = {int(each) for each in torch.unique(ids // tiles.unit.shard.tile_rows)}
-        for tile, weight in tiles.weights([tiles.all[index] for index in sorted(touched)]):
+        for tile, weight in tiles.weights(tiles.with_rows(set(torch.unique(ids).tolist()))):
             here = (ids >= tile.start) & (ids < tile.end)
             result[here] = weight[ids[here] - tile.start]
         return result
@@ -261,7 +357,8 @@ class _InTiles(torch.autograd.Function):
             engine.backward.watch()
             engine.streamer.settle(ctx.tiles.unit)
             for_weight, _, _, _, for_x, for_bias = ctx.needs_input_grad
-            found = ctx.operation.backward(ctx.tiles, x, grad, (for_weight, for_x, for_bias))
+            with ctx.tiles.taking():
+                found = ctx.operation.backward(ctx.tiles, x, grad, (for_weight, for_x, for_bias))
         return grad.new_zeros(()) if for_weight else None, None, None, None, *found
 
 
@@ -284,10 +381,11 @@ class _Connected(torch.autograd.Function):
             engine.parameters.check(ctx.reference)
             engine.backward.watch()
             engine.streamer.settle(tiles.unit)
-            for tile in tiles.all:
-                of_tile = ctx.gradient_of(tile, grad)
-                if of_tile is not None:
-                    tiles.take(tile, of_tile)
+            with tiles.taking():
+                for tile in tiles.all:
+                    of_tile = ctx.gradient_of(tile, grad)
+                    if of_tile is not None:
+                        tiles.take(tile, of_tile)
         return grad.new_zeros(()), None, None, None
 
 

@@ -129,9 +129,7 @@ class Unit:
             steps = updater.steps(self.shard, pending, fetch)
         else:
             steps = read_steps(self.shard, slab_bytes)
-        if self._ranks is not None:
-            self._gather = Gathering(self.shard, self._ranks)
-            steps = chain(steps, [Step(finish=self._gather.start)])
+        steps = self._gathered(steps)
         light = self._ranks is None and updater is not None and updater.is_light(self.shard)
         self._job = conveyor.submit(Job(steps, after=self._unwritten()), light)
         self.state = Residency.FETCHING
@@ -141,8 +139,16 @@ class Unit:
         pending, self.pending = self.pending, {}
         self._job = conveyor.submit(Job(updater.steps(self.shard, pending, fetch=False), after=self._unwritten()))
         if self.state is Residency.RESIDENT:  # somebody has gathered it
-            self._job = conveyor.submit(Job(read_steps(self.shard, slab_bytes), after=self._unwritten()))
+            steps = self._gathered(read_steps(self.shard, slab_bytes))
+            self._job = conveyor.submit(Job(steps, after=self._unwritten()))
         self.state = Residency.FETCHING
+
+    def _gathered(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Steps that bring this rank's part, and then those of the others."""
+        if self._ranks is None:
+            return steps
+        self._gather = Gathering(self.shard, self._ranks)
+        return chain(steps, [Step(finish=self._gather.start)])
 
     def _fill_from_memory(self) -> bool:
         """Start to fill the buffer where that takes no thread's work; whether it was so."""

@@ -96,6 +96,9 @@ class UnitGradients:
 
     def take_tile(self, name: str, first: int, grad: torch.Tensor) -> None:
         """Lay some elements of a gradient to rest, those from `first` on; `take` follows when all are there."""
+        if self.collector is not None and self._reduction is not None and not self.place.has_tiles:
+            self.collector.reduce()  # what other uses have left is added to
+            self._reduction.flush()
         previous = self._unit.parameters[name].grad
         if previous is not None and not isinstance(previous, RestingGrad):
             self._lay_waiting_down()
