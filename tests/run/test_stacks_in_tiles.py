@@ -79,7 +79,15 @@ def of_two(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x @ torch.bmm(down, up).mean(0) + x @ torch.einsum("ehw,ehv->ewv", up, up).mean(0) / 9
 
 
+def several_at_once(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The experts of each row: one of them twice, one from the end."""
+    experts = torch.tensor([3, 7, 3, -1, 0, 20], device=x.device)
+    hidden = torch.tanh(torch.einsum("td,tkhd->tkh", x, up[torch.stack([experts, experts.flip(0)], 1)]))
+    return torch.bmm(hidden.sum(1, keepdim=True), down.index_select(0, experts % EXPERTS).mT)[:, 0]
+
+
 USES = [
+    several_at_once,
     of_two,
     by_own_function,
     in_a_reentrant_checkpoint,
@@ -200,6 +208,19 @@ def test_experts_that_are_not_hit_keep_earlier_gradients_and_have_none_of_their_
         found = gradients(pair.model)["layers.0.up"]
         assert found is not None
         assert bool((found[5] == 0).all()) is (uses == [one_by_one])
+
+
+def test_several_experts_at_once_read_no_others(workshop: Workshop) -> None:
+    if workshop.device != "cpu":
+        pytest.skip("the weights are in host memory")
+    pair = pair_of(workshop, several_at_once)
+    with torch.no_grad():
+        pair.model(inputs(1)[0])
+        before = outsize.memory(pair.model).bytes_read
+        pair.model(inputs(1)[0])
+    used = 2 * 2 * 5 * WIDTH * HIDDEN * 4  # five of each stack
+    head = 16384  # its whole pages
+    assert used <= outsize.memory(pair.model).bytes_read - before <= used + head
 
 
 def test_a_frozen_stack_and_evaluation(workshop: Workshop) -> None:

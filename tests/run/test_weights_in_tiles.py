@@ -218,6 +218,16 @@ def test_whole_uses_beside_the_tiles_are_right(workshop: Workshop) -> None:
     pair.train(ids(3), rel=2e-5, loss_of=mean_square)
 
 
+def test_rows_by_their_numbers_are_right(workshop: Workshop) -> None:
+    class Indexed(Wide):
+        def forward(self, ids: Tensor) -> Tensor:
+            rows = self.words.weight[ids - WORDS] + self.words.weight[ids[0, 0]]
+            return super().forward(ids).mean() + rows.square().mean() + self.up.weight[ids.flatten()[:0]].sum()
+
+    pair = pair_of(workshop, Indexed)
+    pair.train(ids(2), rel=2e-5, loss_of=mean_square)
+
+
 def test_two_weights_in_tiles_meet(workshop: Workshop) -> None:
     class Meets(Wide):
         def forward(self, ids: Tensor) -> Tensor:

@@ -193,6 +193,8 @@ class Tiles:
         """The tiles that these rows lie in; other ranks may ask for others, so all of them there."""
         if self.unit.shard.ranks > 1:
             return self.all
+        if self.is_stack:  # only these matrices are read
+            return [Tile(row, row + 1) for row in sorted(rows)]
         return [self.all[index] for index in sorted({row // self.unit.shard.tile_rows for row in rows})]
 
     def with_row(self, row: int) -> Tile:
@@ -304,7 +306,7 @@ class _Sum(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """`y = w[ids]`."""
+    """`y = w[ids]`, of rows or of matrices."""
 
     padding: int | None
 
@@ -323,10 +325,8 @@ class _Rows(NamedTuple):
         padding = -1 if self.padding is None else self.padding
         for tile in tiles.all:
             here = (ids >= tile.start) & (ids < tile.end) & (ids != padding)
-            rows = torch.ops.aten.embedding_dense_backward(
-                grad[here], ids[here] - tile.start, tile.end - tile.start, -1, False
-            )
-            tiles.take(tile, rows)
+            rows = grad[here].flatten(1), ids[here] - tile.start
+            tiles.take(tile, torch.ops.aten.embedding_dense_backward(*rows, tile.end - tile.start, -1, False))
         return None, None
 
 
@@ -460,6 +460,17 @@ def _embedding(
     )
 
 
+def _indexing(weight: torch.Tensor, index: Any) -> Any:
+    """`weight[ids]` of several rows or matrices."""
+    if isinstance(weight, Part) or not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
+        return None
+    return _Rows(None), torch.where(index < 0, index + weight.shape[0], index), weight, None
+
+
+def _selection(input: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+    return _indexing(input, index) if dim == 0 else None
+
+
 def _convolution(
     function: Any,
     input: torch.Tensor,
@@ -483,5 +494,7 @@ def _convolution(
 _READERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: _embedding,
+    torch.Tensor.__getitem__: _indexing,
+    **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _selection),
     **{function: partial(_convolution, function) for function in _CONVOLUTIONS},
 }
