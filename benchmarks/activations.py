@@ -1,6 +1,6 @@
 """What layers keep for their backward: memory and time of each way, against plain torch and its own ways.
 
-    python -m benchmarks.activations [memory] [time] [auto] [micro_batches] [tiles] [loss] [loss_bf16]
+    python -m benchmarks.activations [memory] [time] [auto] [moving] [micro_batches] [tiles] [loss] [loss_bf16]
                                      [longest] [weight] --disk DIR
 
 memory         48, 24 and 12 layers, `activations="offload"` to disk: peak memory of a process of its own over that of
@@ -9,6 +9,8 @@ time           a step with the inputs on disk, or all computed again, in turns i
                `save_on_cpu` around a plain model, which on a CPU copies.
 auto           4 models under 4 budgets each, from all that layers keep to a twentieth of it: a step of
                `activations="auto"` over one of the best single mode that fits, in turns in one process.
+moving         all on disk, half of what layers save spare: a step of `activations="auto"`, which may move out all that
+               a layer saves, over one that computes all layers again, and over one that keeps all, in turns.
 micro_batches  8 micro-batches in each layer against 8 that are accumulated, all on disk: bytes and time.
 tiles          an MLP of a long sequence, whole and in tiles: peak memory.
 loss           4,096 tokens and a vocabulary of 131,072 in fp32: peak memory and time of the head and its loss.
@@ -72,7 +74,8 @@ def prepared(depth: int, directory: str, width: int = WIDTH, **fields: Any) -> t
     model = Stack(depth, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     places = dict.fromkeys(("params", "grads", "states"), fields.pop("place", "host"))
-    outsize.prepare(model, optimizer, device="cpu", host_memory="2GiB", disk=directory, **places, **fields)
+    fields = {"host_memory": "2GiB", **places, **fields}
+    outsize.prepare(model, optimizer, device="cpu", disk=directory, **fields)
     return model, optimizer
 
 
@@ -258,6 +261,45 @@ def auto_of(name: str) -> list[Row]:
         rows.append(Row(what, told, "<= 1.03 x", ratios[best] <= 1.03 and peak <= min(found.spare, before)))
         before = peak
     return rows
+
+
+def moving(directory: str) -> list[Row]:
+    """Wide layers take long for each byte that they save."""
+    shape, width, depth, rounds = (1, 512, 1024), 1024, 6, 7
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def loop(**fields: Any) -> tuple[nn.Module, Any]:
+        return prepared(depth, directory, width, place="disk", **fields)
+
+    everything = loop()
+    step(*everything, x)
+    step(*everything, x)
+    found = outsize.plan(everything[0]).activations
+    assert found is not None
+    budget = (2 << 30) - found.spare + found.nbytes * 55 // 100
+    loops = {
+        "auto": loop(host_memory=budget),
+        "keep": loop(activations="keep"),
+        "recompute": loop(activations="recompute"),
+    }
+    taken: dict[str, list[float]] = {kind: [] for kind in loops}
+    for number in range(rounds + 4):  # the choice is made in the first four
+        for kind, (model, optimizer) in loops.items():
+            began = time.perf_counter()
+            step(model, optimizer, x)
+            taken[kind] += [time.perf_counter() - began] * (number >= 4)
+    found = outsize.plan(loops["auto"][0]).activations
+    assert found is not None
+    report = outsize.memory(loops["auto"][0])
+    modes = ", ".join(f"{count} {mode}" for mode, count in Counter(found.modes.values()).items())
+    out = report.peak.get("disk/activations", 0) / MIB
+    over = {
+        kind: statistics.median(map(operator.truediv, taken["auto"], taken[kind])) for kind in ("recompute", "keep")
+    }
+    kept = f"{found.bytes_if_all['keep'] / MIB:.0f} MiB saved, {found.spare / MIB:.0f} MiB spare"
+    what = f"{depth} layers, {kept}: a step of auto over one that computes all again, and over one that keeps all"
+    told = f"{over['recompute']:.2f} x, {over['keep']:.2f} x; {modes}; {out:.0f} MiB out at once"
+    return [Row(what, told, "< 1 x", over["recompute"] < 1.0)]
 
 
 def micro_batches(directory: str) -> list[Row]:
@@ -467,6 +509,7 @@ if __name__ == "__main__":
         "memory": memory,
         "time": timed,
         "auto": auto,
+        "moving": moving,
         "micro_batches": micro_batches,
         "tiles": tiles,
         "loss": loss,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
+from outsize.move.activations import ActivationStore
 from outsize.run import choice
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import same_bits, weights_of
@@ -24,6 +26,8 @@ ONCE, TWICE = DEPTH, 2 * DEPTH
 class Layer(nn.Module):
     """Counts its forwards. `speaks`: it asks the other ranks something."""
 
+    ran: ClassVar[int] = 0
+
     def __init__(self, model: Layers, speaks: bool) -> None:
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
@@ -32,6 +36,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts[-1] += 1
+        Layer.ran += 1
         if self.speaks:
             dist.all_reduce(torch.ones(1))
         return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
@@ -126,6 +131,23 @@ def test_under_a_budget_all_ranks_choose_the_same_layers() -> None:
         parts += ONCE < one["counts"][-1] < TWICE
         assert one["chosen"] is None or one["chosen"].nbytes <= one["chosen"].spare
     assert parts > 0
+
+
+def moved_out(disk: str) -> list[dict[str, Any]]:
+    """Where a forward takes a second, and all else nothing."""
+    choice.time = SimpleNamespace(perf_counter=lambda: Layer.ran)  # type: ignore[assignment]
+    ActivationStore.seconds_a_byte = 0.0  # type: ignore[assignment,method-assign]
+    at = dict.fromkeys(("params", "grads", "states"), "disk")
+    rows = [[16 * ROWS, 12 * ROWS]] * 5
+    return [run(rows, activations=mode, host_memory="7MiB", disk=disk, **at) for mode in ("auto", "keep")]
+
+
+def test_all_ranks_move_out_what_layers_save(tmp_path: Path) -> None:
+    for auto, keep in run_on_ranks(2, moved_out, str(tmp_path)):
+        assert set(auto["modes"].values()) == {"offload"}
+        assert auto["counts"][-1] == ONCE
+        assert auto["losses"] == keep["losses"]
+        assert same_bits(auto["weights"], keep["weights"])
 
 
 def others() -> list[list[int]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+from outsize.move.activations import ActivationStore
 from outsize.run import choice
 from tests.conftest import AT_REST_TIERS, Trace, Workshop, adamw, assert_same_gradients, batches, train, weights
 
@@ -118,22 +119,22 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_compiles", bool)
 
 
-def spare_of(workshop: Workshop, budget: int, build: Any = Deep) -> int:
+def spare_of(workshop: Workshop, budget: int, build: Any = Deep, **fields: Any) -> int:
     """Bytes that the layers of a model may keep under the budget; 0 too where it does not hold the model."""
     try:
-        model, _ = prepared(workshop, budget, build)
+        model, _ = prepared(workshop, budget, build, **fields)
     except ValueError:
         return 0
     found = outsize.plan(model).activations
     return 0 if found is None else found.spare
 
 
-def budget_for(workshop: Workshop, spare: int, build: Any = Deep, enough: int = AMPLE) -> int:
+def budget_for(workshop: Workshop, spare: int, build: Any = Deep, enough: int = AMPLE, **fields: Any) -> int:
     """The smallest budget that leaves layers so many bytes, to some KiB."""
     too_small = 0
     while enough - too_small > enough // 1024:
         middle = (too_small + enough) // 2
-        if spare_of(workshop, middle, build) >= spare:
+        if spare_of(workshop, middle, build, **fields) >= spare:
             enough = middle
         else:
             too_small = middle
@@ -476,3 +477,117 @@ def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undistur
     kept, expected = trained(activations="keep")
     assert losses == expected
     assert all(torch.equal(weights(kept)[key], value) for key, value in weights(model).items())
+
+
+class Two(nn.Module):
+    """Saves two tensors: its input, and what `tanh` gives, which two operations save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Residual.ran[0] += 1
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Six(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Two() for _ in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+ON_DISK = {"params": "disk", "grads": "disk", "states": "disk"}
+SAVED = 2 * 1024 * WIDTH * 4
+"""Bytes that one layer saves of so many rows."""
+
+BUDGETS: dict[str, int] = {}
+"""By device: it takes a while to find."""
+
+
+class Clock:
+    """Forwards take a second each, all else nothing."""
+
+    def perf_counter(self) -> float:
+        return float(sum(Residual.ran.values()))
+
+
+def trained_on_disk(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, seconds: float, clock: Any = None, **fields: Any
+) -> tuple[nn.Module, list[int], tuple[list[float], dict[str, Tensor]]]:
+    """Six layers, of whose saved tensors those of four are spare; `seconds`: of the transfer of a byte."""
+    monkeypatch.setattr(ActivationStore, "seconds_a_byte", seconds)
+    monkeypatch.setattr(choice, "time", clock or Clock())
+    monkeypatch.setattr(choice, "_compiles", lambda: True)  # products are no choice
+    if workshop.device not in BUDGETS:
+        BUDGETS[workshop.device] = budget_for(workshop, SAVED * 9 // 4, Six, **ON_DISK)
+    model, optimizer = prepared(workshop, BUDGETS[workshop.device], Six, **ON_DISK, **fields)
+    counts: list[int] = []
+    losses: list[float] = []
+    for batch in data(5, rows=1024):
+        Residual.ran.clear()
+        losses += train(model, optimizer, [batch]).losses
+        counts.append(Residual.ran[0])
+    loss = model(data(1, rows=1024)[0][0]).square().mean()
+    loss.backward(retain_graph=True)  # whose graph is used twice
+    loss.backward()
+    losses.append(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item())
+    del loss
+    return model, counts, (losses, weights(model))
+
+
+def assert_same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(other[1][name], value) for name, value in one[1].items())
+
+
+@pytest.mark.parametrize("tier", ["auto", "disk"])
+def test_all_that_layers_save_moves_out_where_that_is_hidden(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """The first step computes again, the second one tries. What two operations save moves once; parameters never do."""
+    model, counts, found = trained_on_disk(workshop, monkeypatch, 0.0, activations_tier=tier)
+    assert counts == [2 * DEPTH, *[DEPTH] * 4]
+    assert set(chosen(model).modes.values()) == {"offload"}
+    assert f"{DEPTH} move it out" in str(outsize.plan(model))
+    report = outsize.memory(model)
+    there = "disk" if workshop.device == "cpu" or tier == "disk" else "host"
+    assert report.peak[f"{there}/activations"] == (DEPTH - 1) * SAVED, "the last one stays"
+    assert not report.now.get("disk/activations")
+    _, _, kept = trained_on_disk(workshop, monkeypatch, 0.0, activations="keep")
+    assert_same(found, kept)
+
+
+def test_nothing_moves_where_that_takes_longer_than_the_forward(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counts, _ = trained_on_disk(workshop, monkeypatch, 1.01 / SAVED)
+    assert counts == [2 * DEPTH, *[DEPTH + 2] * 4]
+    assert set(chosen(model).modes.values()) == {"keep", "recompute"}
+    assert not outsize.memory(model).peak.get("disk/activations")
+
+
+class Slow(Clock):
+    """Each look at it takes a second."""
+
+    def __init__(self) -> None:
+        self._looks = itertools.count()
+
+    def perf_counter(self) -> float:
+        return super().perf_counter() + next(self._looks)
+
+
+def test_what_has_not_been_hidden_when_it_was_tried_is_computed_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counts, found = trained_on_disk(workshop, monkeypatch, 0.0, Slow())
+    assert counts == [2 * DEPTH, DEPTH, *[DEPTH + 2] * 3]
+    assert set(chosen(model).modes.values()) == {"keep", "recompute"}
+    _, _, kept = trained_on_disk(workshop, monkeypatch, 0.0, activations="keep")
+    assert_same(found, kept)

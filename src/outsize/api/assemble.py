@@ -164,11 +164,12 @@ def _moves_to_disk(config: Config) -> bool:
 
 
 def _open_activations(
-    plan: PlacedModel, config: Config, resources: Resources, ranks: Ranks | None
+    plan: PlacedModel, config: Config, resources: Resources, ranks: Ranks | None, chosen: bool
 ) -> ActivationStore | None:
-    """Where the inputs of layers go; None where they stay, for computation on the CPU has them in host memory."""
+    """Where the inputs of layers go; None where they stay, for computation on the CPU has them in host memory.
+    `chosen`: "auto" may move all that layers save, on disk where something of the model is on disk."""
     lanes, ledger = resources.lanes, resources.ledger
-    if config.activations != "offload":
+    if config.activations != "offload" and not chosen:
         return None
 
     def room(tier: str, budget: int) -> int:
@@ -177,7 +178,7 @@ def _open_activations(
     host = disk = None
     if lanes is not None and config.activations_tier != "disk":
         host = HostPlace(lanes, ledger, lambda: room("host", plan.budgets.host), ranks and ranks.await_device)
-    if _moves_to_disk(config):
+    if _moves_to_disk(config) or (chosen and resources.disk is not None and config.activations_tier != "host"):
         file = resources.open_scratch("activations", max(min(room("disk", plan.budgets.disk or 0), LARGEST_FILE), 0))
         disk = DiskPlace(file, resources.conveyor, lanes, ledger)
     if host is None and disk is None:
@@ -282,12 +283,12 @@ def _build(
         Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
     ]
     _refuse_unseen(model, units)
-    resources.activations = _open_activations(plan, config, resources, ranks)
     agree = ranks is None or (ranks.tensor is None and config.unused != "sync")
     scopes, owned, framed, layers = _modules(model, units, plan, config, "auto" if agree else "recompute")
     capacity = _capacity(plan, units, 0 if resources.outbox is None else resources.outbox.nbytes)
     spare = _spare(units, plan, capacity) if "auto" in layers.values() else 0
-    choice = Choice(spare, resources.ledger, config.compute_device, in_turn=ranks is None)
+    resources.activations = _open_activations(plan, config, resources, ranks, chosen=spare > 0)
+    choice = Choice(spare, resources.ledger, config.compute_device, resources.activations, in_turn=ranks is None)
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]

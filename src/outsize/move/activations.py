@@ -7,12 +7,14 @@ one call's tensors are used, those of the call before it come back.
 from __future__ import annotations
 
 import errno
+import math
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -30,9 +32,16 @@ from outsize.plan.sizes import format_bytes
 LEAST_BYTES = 256
 """What is smaller stays where it is."""
 
+PROBED_BYTES = 8 << 20
+"""Which are moved out and back to see how fast that is."""
+
 
 class Place(ABC):
     """Room for bytes that come and go: uint8, 1-D, on the computing device."""
+
+    @abstractmethod
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more can be put, as far as one can tell."""
 
     @abstractmethod
     def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
@@ -126,6 +135,9 @@ class DiskPlace(Place):
         self._file, self._conveyor, self._lanes, self._ledger = file, conveyor, lanes, ledger
         self._holes = [(0, file.nbytes)]
         self._freed: deque[tuple[int, int]] = deque()  # the collector adds to it at any time
+
+    def has_room(self, nbytes: int) -> bool:
+        return nbytes <= self._file.nbytes - self._ledger.now.get("disk/activations", 0)
 
     def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
         start = self._take(round_up(source.numel(), PAGE_BYTES))
@@ -379,6 +391,26 @@ class ActivationStore:
             span = _Span(tensor.as_strided((numel,), (1,)).view(torch.uint8), tensor)
             self._known[key], self._alive[key] = span, StorageWeakRef(storage)
         return span
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more can move out."""
+        return any(place is not None and place.has_room(nbytes) for place in (self._host, self._disk))
+
+    @cached_property
+    def seconds_a_byte(self) -> float:
+        """What one byte takes one way, measured once: some are moved out and back."""
+        if not self.has_room(PROBED_BYTES):
+            return math.inf
+        content = torch.zeros(PROBED_BYTES, dtype=torch.uint8, device=self.device)
+        span = _Span(content, content)
+        began = time.perf_counter()
+        span.send(self._place_for(PROBED_BYTES))
+        span.let_go()
+        span.uses = 1
+        span.lend()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - began) / (2 * PROBED_BYTES)
 
     def forget_gone(self) -> None:
         """Keep nothing that is not on its way out any more."""

@@ -17,6 +17,7 @@ WORDS = {
     "keep": "keep what they save",
     "pack": "keep it packed",
     "selective": "keep results of products",
+    "offload": "move it out",
     "recompute": "compute it again",
 }
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from outsize.move.activations import ActivationStore
 from outsize.run.caches import is_cache, is_filled, refuse_reading
-from outsize.run.choice import Choice, Cost, Lease, Measurement
+from outsize.run.choice import Choice
+from outsize.run.costs import Cost, Lease, Measurement, Moving
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.packing import Packing
 from outsize.run.parts import Call, Parts
@@ -154,9 +155,16 @@ class Layer:
         options = tuple(each for each in leaves if isinstance(each, (int, str)))
         lease = choice.lease(self._costs, self._short.strip("'"), (options, *self._form(inputs)), inputs)
         del leaves
-        if lease.mode not in ("keep", "pack"):
+        module = self._modules[0]
+        if lease.mode in ("recompute", "selective"):
             return self._checkpointed(lease.mode, lease, *args, **kwargs)
-        packing = Packing([*inputs, *self._modules[0].buffers()]) if lease.mode == "pack" else None
+        if lease.mode == "offload":
+            moving = Moving(choice, lease, [*module.parameters(), *module.buffers()])
+            with holding(lease, moving.hooks):
+                result = self._forward(*args, **kwargs)
+            moving.ends()
+            return result
+        packing = Packing([*inputs, *module.buffers()]) if lease.mode == "pack" else None
         with holding(lease, packing and packing.hooks):
             return self._forward(*args, **kwargs)
 
@@ -203,7 +211,8 @@ class Layer:
             return None
         assert self._activations.choice is not None
         module = self._modules[0]
-        return Measurement(self._activations.choice, lease, [*inputs, *module.parameters(), *module.buffers()])
+        there_anyway = [*module.parameters(), *module.buffers()]
+        return Measurement(self._activations.choice, lease, inputs, there_anyway)
 
     def _saving_inputs(self, mode: str, inputs: list[torch.Tensor]) -> AbstractContextManager[Any]:
         """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""

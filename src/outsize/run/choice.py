@@ -10,27 +10,26 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, final
-from zlib import crc32
+from typing import final
 
 import torch
-from torch.utils._pytree import tree_flatten
 
-from outsize.move.comm import Ranks, collectives
+from outsize.move.activations import ActivationStore
+from outsize.move.comm import Ranks
 from outsize.move.memory import Ledger
 from outsize.plan.choice import Chosen, cheapest
-from outsize.run.packing import packed
-from outsize.run.storages import Storages
+from outsize.run.costs import MOST_FORMS, Cost, Figures, Key, Lease, Shapes
 
 # Note [Measured, then chosen]
 # A call of which nothing is known computes everything again, and counts what it would have kept. If the calls of all
 # layers fit, all are kept from the next pass on. If not, the next pass also counts and times what "selective" would
-# keep, and then those modes are chosen that cost the fewest seconds. What was measured holds for calls alike: the same
-# things are trained, and no input is larger in any dimension. Whatever was chosen, a call keeps nothing where the
-# bytes that are held leave no room for it: two graphs may be alive at once.
+# keep. Where all that a layer saves would have left before the forward of the next one is over, one more pass moves it
+# out, and measures what of that the computation has not hidden. Then those modes are chosen that cost the fewest
+# seconds. What was measured holds for calls alike: the same things are trained, and no input is larger in any
+# dimension. Whatever was chosen, a call keeps nothing where the bytes that are held leave no room for it: two graphs
+# may be alive at once.
 
 # Note [Ranks choose alike]
 # Ranks tell each other in the exchange of a step whether any has measured something new. If so, they exchange all that
@@ -41,172 +40,28 @@ from outsize.run.storages import Storages
 # itself always computes again.
 
 ACCOUNT = "device/activations"
-DISPATCH_SECONDS = 5e-6
-"""What "selective" takes for each operation of the first forward, which it sees one by one."""
 
-PAYS = 0.95
-"""Of what is kept, what packing must leave at most."""
-
-MOST_FORMS = 8
-"""Of one layer's calls, which are remembered."""
-
-Shapes = tuple[tuple[int, ...], ...]
-Key = tuple[str, int]
-"""Of a layer's calls of one form, the same on every rank."""
-Figures = tuple[float, ...]
-FIGURES = ("kept", "packed", "products", "packing", "again", "cheap", "speaks", "most_alive")
-
-
-@final
-@dataclass(eq=False)
-class Cost:
-    """What calls of one form keep, in bytes, and take, in seconds; the bytes are -1 as long as they are unknown."""
-
-    layer: str
-    form: object
-    shapes: Shapes  # of the inputs: none is larger
-    mode: str = "recompute"
-    kept: int = -1  # by "keep", beside inputs and parameters
-    packed: int = -1  # by "pack": masks and indices in fewer bytes
-    products: int = -1  # by "selective"
-    packing: float = 0.0  # of "pack": there and back
-    again: float = math.inf  # of "recompute": its second forward
-    cheap: float = math.inf  # of "selective": what both of its forwards take beside one plain one
-    counts_products: bool = False  # in the next call
-    speaks: bool = False  # to other ranks
-    alive: int = 0  # calls whose graph is there
-    most_alive: int = 0
-
-    @property
-    def key(self) -> Key:
-        return self.layer, crc32(repr(self.form).encode())
-
-    @property
-    def figures(self) -> Figures:
-        """For other ranks: the more, the worse."""
-        return tuple(math.inf if getattr(self, name) == -1 else getattr(self, name) for name in FIGURES)
-
-    def learn(self, figures: Figures) -> None:
-        for name, value in zip(FIGURES, figures, strict=True):
-            setattr(self, name, -1 if name == "products" and value == math.inf else value)
-
-    def covers(self, form: object, shapes: Shapes) -> bool:
-        """Whether a call takes no more than these."""
-        return self.form == form and len(shapes) == len(self.shapes) and all(map(_is_within, shapes, self.shapes))
-
-    def bytes_of(self, mode: str) -> int:
-        return max({"keep": self.kept, "pack": self.packed, "selective": self.products}.get(mode, 0), 0)
-
-    def options(self) -> dict[str, tuple[int, float]]:
-        """(bytes, seconds) of each mode, for all of its calls that are alive at once."""
-        seconds = {"recompute": self.again} if self.speaks else {"keep": 0.0, "recompute": self.again}
-        if "keep" in seconds and self.packed < PAYS * self.kept:
-            seconds["pack"] = self.packing
-        if "keep" in seconds and self.products >= 0:
-            seconds["selective"] = self.cheap
-        return {mode: (self.most_alive * self.bytes_of(mode), self.most_alive * each) for mode, each in seconds.items()}
-
-
-def _is_within(shape: tuple[int, ...], most: tuple[int, ...]) -> bool:
-    return len(shape) == len(most) and all(one <= other for one, other in zip(shape, most, strict=True))
-
-
-@final
-class Lease:
-    """What one call may keep. Whatever it saves holds the lease, and the bytes are free again when that is gone."""
-
-    def __init__(self, cost: Cost, mode: str, given_back: deque[tuple[Cost, int]]) -> None:
-        self.cost, self.mode = cost, mode
-        self.nbytes = cost.bytes_of(mode)
-        self.counts_saved = cost.kept < 0
-        self.counts_products = cost.counts_products
-        self._given_back = given_back
-
-    def __del__(self) -> None:
-        self._given_back.append((self.cost, self.nbytes))  # the collector may run inside of anything: no locks here
-
-    @property
-    def measures(self) -> bool:
-        return self.counts_saved or self.counts_products
-
-
-@final
-class Measurement:
-    """Of the forward of one call, and of what "selective" would keep of it where that is asked for."""
-
-    def __init__(self, choice: Choice, lease: Lease, there_anyway: Iterable[torch.Tensor]) -> None:
-        self._saved = Storages(there_anyway)
-        self._choice, self._lease = choice, lease
-        self._packed, self._packing = 0, 0.0
-        self._products, self._product_seconds, self._operations = Storages(), 0.0, 0
-
-    @property
-    def counts_products(self) -> bool:
-        return self._lease.counts_products
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """An operation of the first forward saves this."""
-        before = self._saved.nbytes
-        if self._saved.add(tensor) and self._lease.counts_saved:
-            small, seconds = self._timed(lambda: packed(tensor))
-            if small is None:
-                self._packed += self._saved.nbytes - before
-            else:
-                self._packed += small.values.untyped_storage().nbytes()
-                self._packing += seconds + self._timed(lambda: small.tensor)[1]
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        cost, before = self._lease.cost, collectives()
-        result, seconds = self._timed(run)
-        cost.speaks = cost.speaks or collectives() != before
-        if self._lease.counts_saved:
-            cost.kept, cost.packed = self._saved.nbytes, self._packed
-            cost.again, cost.packing = max(seconds - self._packing, 0.0), self._packing
-        if self.counts_products:
-            cost.products = self._products.nbytes
-            cost.cheap = max(seconds - self._product_seconds, 0.0) + self._operations * DISPATCH_SECONDS
-            cost.counts_products = False
-        self._choice.outdated = True
-        return result
-
-    def operation(self, run: Callable[[], Any], is_product: bool) -> Any:
-        """`is_product`: "selective" keeps the result."""
-        self._operations += 1
-        if not is_product:
-            return run()
-        result, seconds = self._timed(run)
-        self._product_seconds += seconds
-        for each in tree_flatten(result)[0]:
-            if isinstance(each, torch.Tensor):
-                self._products.add(each)
-        return result
-
-    def again(self, run: Callable[[], Any]) -> Any:
-        """The second forward. It may end by an exception: all that the backward needs is there."""
-        began = self._now()
-        try:
-            return run()
-        finally:
-            self._lease.cost.again = min(self._lease.cost.again, self._now() - began)
-
-    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        began = self._now()
-        result = run()
-        return result, self._now() - began
-
-    def _now(self) -> float:
-        if self._choice.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
+MOVING = 2
+"""Calls whose saved tensors are on their way at once, out or back, beside those of the one that runs."""
 
 
 @final
 class Choice:
     """Chooses for each call of a layer; what the calls keep stays within `spare` bytes."""
 
-    def __init__(self, spare: int, ledger: Ledger, device: torch.device, in_turn: bool = True) -> None:
-        """`in_turn`: it chooses between two passes. Several ranks choose in a step instead, by `choose_alike`."""
+    def __init__(
+        self,
+        spare: int,
+        ledger: Ledger,
+        device: torch.device,
+        store: ActivationStore | None = None,
+        in_turn: bool = True,
+    ) -> None:
+        """`store`: where "offload" moves all that a layer saves. `in_turn`: it chooses between passes; several ranks
+        choose in a step, by `choose_alike`."""
         self.spare = spare
+        self.store = store
+        self._moving = 0  # bytes that are on their way to the store at once, or back
         self.device = device
         self._in_turn = in_turn
         self._apart = False  # whether the ranks could not choose alike
@@ -224,14 +79,16 @@ class Choice:
         self.settle()
         if not self._alive:
             if self.outdated and self._in_turn:
-                costs = [cost for cost in self._pass if cost.kept >= 0]
-                _take_least(costs)
-                self._choose(costs)
+                self._choose(self._measured(self._pass))
             elif self.outdated and len(self._passes) < MOST_FORMS:
                 self._passes[tuple(self._pass)] = None
             self._pass.clear()
         cost = self._cost(known, layer, form, tuple(tuple(each.shape) for each in inputs))
-        fits = self._held + cost.bytes_of(cost.mode) <= self.spare and not self._apart
+        moving = max(self._moving, MOVING * cost.moved if cost.mode == "offload" else 0)
+        fits = self._held + cost.bytes_of(cost.mode) + moving <= self.spare and not self._apart
+        if cost.mode == "offload" and self.store is not None:
+            fits = fits and self.store.has_room(MOVING * cost.moved)
+            self._moving = moving if fits else self._moving
         lease = Lease(cost, cost.mode if fits else "recompute", self._given_back)
         self._held += lease.nbytes
         self._alive += 1
@@ -265,8 +122,7 @@ class Choice:
         """Called by all ranks of these groups, in a step. See Note [Ranks choose alike]."""
         self.settle()
         self._passes[tuple(self._pass)] = None
-        costs = [cost for cost in dict.fromkeys(chain(*self._passes)) if cost.kept >= 0]
-        _take_least(costs)
+        costs = self._measured(chain(*self._passes))
         passes = dict.fromkeys(
             tuple(dict.fromkeys(cost.key for cost in each if cost in costs)) for each in self._passes
         )
@@ -285,17 +141,49 @@ class Choice:
         for cost in costs:
             cost.mode, cost.counts_products = most[cost.key].mode, most[cost.key].counts_products
 
+    def now(self) -> float:
+        """Seconds, when the device has done what it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _is_short(self, costs: Iterable[Cost]) -> bool:
+        return sum(cost.options().get("keep", (0, 0))[0] for cost in costs) > self.spare > 0
+
+    def _measured(self, calls: Iterable[Cost]) -> list[Cost]:
+        """What is known of these calls, each once; of a transfer that was not tried, whether it would be hidden."""
+        costs = [cost for cost in dict.fromkeys(calls) if cost.kept >= 0]
+        _take_least(costs)
+        if self.store is not None and (not self._in_turn or self._is_short(costs)):  # on another rank, maybe
+            for cost in costs:
+                if cost.untried and MOVING * cost.moved <= self.spare:
+                    hidden = cost.moved * self.store.seconds_a_byte <= cost.again
+                    cost.moving = 0.0 if hidden else math.inf
+        return costs
+
     def _choose(self, costs: Sequence[Cost]) -> None:
         """For the calls of a pass."""
         self.outdated = False
-        if sum(cost.options().get("keep", (0, 0))[0] for cost in costs) > self.spare > 0 and not _compiles():
+        is_short = self._is_short(costs)
+        if is_short and not _compiles():
             for cost in costs:
                 cost.counts_products = cost.products < 0 and not cost.speaks
         options = [cost.options() for cost in costs]
-        chosen = cheapest([list(each.values()) for each in options], self.spare)
+        seconds, chosen = _chosen(options, self.spare, moves=False)
+        self._moving = 0
+        moving = MOVING * max(
+            (cost.moved for cost, each in zip(costs, options, strict=True) if "offload" in each), default=0
+        )
+        if 0 < moving <= self.spare:
+            less, moved = _chosen(options, self.spare - moving, moves=True)
+            chosen, self._moving = (moved, moving) if less < seconds else (chosen, 0)
         for cost, each, index in zip(costs, options, chosen, strict=True):
             cost.mode = "recompute" if cost.counts_products else list(each)[index]
-        taken = [each[cost.mode] for cost, each in zip(costs, options, strict=True)]
+        if is_short and not any(cost.counts_products for cost in costs):
+            for cost in costs:
+                if cost.untried and cost.moving == 0.0 and MOVING * cost.moved <= self.spare and not cost.speaks:
+                    cost.mode, self._moving = "offload", max(self._moving, MOVING * cost.moved)
+        taken = [each.get(cost.mode, (0, 0.0)) for cost, each in zip(costs, options, strict=True)]
         known = set.intersection(*(set(each) for each in options)) if options else set()
         self.chosen = Chosen(
             {cost.layer: cost.mode for cost in costs},
@@ -325,6 +213,14 @@ def _of_all(told: Sequence[Told | None]) -> Told | None:
     return *first[:2], _most(chain(*(each[2].items() for each in told if each is not None)))
 
 
+def _chosen(options: Sequence[Mapping[str, tuple[int, float]]], spare: int, moves: bool) -> tuple[float, list[int]]:
+    """The fewest seconds, and of each call the number of its option; without "offload" unless it `moves`."""
+    left_out = spare + 1, 0.0
+    lists = [[left_out if name == "offload" and not moves else of for name, of in each.items()] for each in options]
+    chosen = cheapest(lists, spare)
+    return sum(each[index][1] for each, index in zip(lists, chosen, strict=True)), chosen
+
+
 def _take_least(costs: Iterable[Cost]) -> None:
     """Layers that are alike take the same time; whatever else the machine did only adds to it."""
     alike: dict[object, list[Cost]] = {}
@@ -335,6 +231,10 @@ def _take_least(costs: Iterable[Cost]) -> None:
             least = min(getattr(cost, name) for cost in group)
             for cost in group:
                 setattr(cost, name, least)
+        tried = [cost for cost in group if not cost.untried]
+        mean = sum(cost.moving for cost in tried) / max(len(tried), 1)  # one waits for what another one moves
+        for cost in tried:
+            cost.moving = mean
 
 
 def _compiles() -> bool:

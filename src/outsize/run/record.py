@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_flatten
 
-from outsize.run.choice import Lease, Measurement
+from outsize.run.costs import Lease, Measurement
 from outsize.run.selective import Counting
 
 

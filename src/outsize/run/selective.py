@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from outsize.run.choice import Measurement
+from outsize.run.costs import Measurement
 from outsize.run.layer_state import version_of
 
 _KEPT_OPERATIONS = frozenset(
