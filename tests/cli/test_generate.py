@@ -1,0 +1,124 @@
+"""`outsize generate`: the answers of plain transformers, from a model larger than the budget."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outsize.cli import main
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("rich")
+
+WORDS = [f"w{index}" for index in range(180)]
+PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
+NEW = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=200,
+        max_position_embeddings=40,
+        eos_token_id=199,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, **{word: at for at, word in enumerate(WORDS, 1)}}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def prompts_in(path: Path, *prompts: str) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    else:
+        path.write_text("\n".join(prompts) + "\n")
+    return path
+
+
+def generate(folder: Path, *words: Any) -> int:
+    return main(["generate", str(folder), "--device", "cpu", "--host-memory", "2MiB", *map(str, words)])
+
+
+def expected(folder: Path) -> list[str]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
+        answer = model.generate(tokens, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        found.append(tokenizer.decode(answer[0, tokens.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_answers_are_those_of_plain_transformers(folder: Path, tmp_path: Path, batch: int) -> None:
+    out = tmp_path / "answers.jsonl"
+    before = sorted(os.listdir(folder))
+    prompts = prompts_in(tmp_path / "prompts.jsonl", *PROMPTS)
+    assert generate(folder, "--prompts", prompts, "--out", out, "--batch", batch, "--max-new-tokens", NEW) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == PROMPTS
+    assert [line["answer"] for line in lines] == expected(folder)
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_answers_go_to_the_standard_output_as_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(folder, "--prompts", prompts_in(tmp_path / "p.txt", *PROMPTS), "--max-new-tokens", NEW) == 0
+    shown = capsys.readouterr()
+    for prompt, answer in zip(PROMPTS, expected(folder), strict=True):
+        assert f"{prompt}{answer}\n" in shown.out
+    assert "tokens" in shown.err
+
+
+LONG = " ".join(WORDS[:38])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "more", "message"),
+    [
+        (
+            ["w1", LONG],
+            [],
+            "prompt 2 has 38 tokens, and 43 with an answer of --max-new-tokens 5, but the model takes 40",
+        ),
+        ([], [], "holds no prompts"),
+        (["w1"], ["--host-memory", "8KiB"], "take .* lower --batch, or raise --host-memory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: list[str], more: list[str], message: str
+) -> None:
+    out = tmp_path / "answers.txt"
+    file = prompts_in(tmp_path / "p.txt", *prompts)
+    assert generate(folder, "--prompts", file, "--out", out, "--max-new-tokens", NEW, *more) == 2
+    found = capsys.readouterr().err.strip().splitlines()[-1]
+    assert found.startswith("outsize: ")
+    assert pytest.importorskip("re").search(message, found), found
+    assert not out.exists()
+
+
+def test_an_existing_file_is_not_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "answers.txt"
+    out.write_text("mine")
+    assert generate(folder, "--prompts", prompts_in(tmp_path / "p.txt", "w1"), "--out", out) == 2
+    assert "exists" in capsys.readouterr().err
+    assert out.read_text() == "mine"
