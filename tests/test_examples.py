@@ -69,3 +69,15 @@ def test_a_job_that_loses_a_rank_goes_on_from_the_last_checkpoint(tmp_path: Path
     assert (tmp_path / "broken" / "died").exists()
     assert sorted(each.name for each in (tmp_path / "broken" / "ckpts").iterdir()) == ["step-20", "step-25"]
     assert 0 < run_on_ranks(3, on_a_rank, tmp_path / "broken", 27)[0] < 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_learn_on_a_base_that_is_read_where_it_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    loss = example("lora").main(tmp_path, 5e6, "16MiB", 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert float(lines[0].split()[3].rstrip(",")) > loss
+    assert all(line.endswith(" 0 bytes written") for line in lines)
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
