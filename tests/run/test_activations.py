@@ -2,11 +2,14 @@
 
 import errno
 import os
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -304,6 +307,42 @@ def test_the_users_own_checkpoints_and_autocast(workshop: Workshop, mode: str) -
             return (model.head(x).float() - y).square().mean()
 
     pair.train(sequences(2), rel=2e-2, atol=1e-1, loss_of=loss_of)
+
+
+class Segments(Layers):
+    """Six layers, some in one checkpoint of the user's (Chen et al. 2016). `seen`: the memory of each layer's input."""
+
+    seen: ClassVar[list[StorageWeakRef]] = []
+
+    def __init__(self, size: int) -> None:
+        super().__init__(6, dropout=0.1)
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        Segments.seen.clear()
+        for first in range(0, len(self.blocks), max(self.size, 1)):
+            some = partial(self.run, self.blocks[first : first + max(self.size, 1)])
+            x = checkpoint(some, x, use_reentrant=False) if self.size else some(x)
+        return self.head(x)
+
+    def run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+        for block in blocks:
+            Segments.seen.append(StorageWeakRef(x.untyped_storage()))
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_layers_in_one_checkpoint_of_the_users_keep_one_input(workshop: Workshop, tier: str) -> None:
+    expected, model = trained(workshop, tier, lambda: Segments(0), activations="keep")
+    wanted = weights(model)
+    for size, mode, inputs in ((3, "recompute", 2), (2, "auto", 3), (0, "recompute", 6)):
+        trace, model = trained(workshop, tier, partial(Segments, size), activations=mode)
+        assert trace == expected
+        assert all(torch.equal(value, wanted[key]) for key, value in weights(model).items())
+        output = model(sequences(1)[0][0])
+        assert sum(not each.expired() for each in Segments.seen[:6]) == inputs
+        del output
 
 
 def test_what_the_user_saves_by_hooks_of_their_own_is_theirs(workshop: Workshop) -> None:
