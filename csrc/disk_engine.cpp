@@ -86,20 +86,50 @@ void DiskEngine::expect_known(std::uint64_t ticket) const {
         throw std::invalid_argument("ticket " + std::to_string(ticket) + " was never issued");
 }
 
-std::uint64_t DiskEngine::start(Operation operation, int fd, std::uint64_t offset, char* address, std::size_t nbytes) {
-    expect_own_process();
-    std::vector<Piece> pieces;
-    pieces.reserve(nbytes / options_.request_bytes + 1);
+void DiskEngine::cut(std::vector<Piece>& pieces, Piece whole) const {
+    const std::size_t nbytes = whole.nbytes;
     for (std::size_t at = 0; at < nbytes; at += options_.request_bytes) {
-        Piece piece;
-        piece.fd = fd;
-        piece.operation = operation;
-        piece.offset = offset + at;
-        piece.address = address + at;
+        Piece piece = whole;
+        piece.offset += at;
+        piece.address += at;
         piece.nbytes = std::min(options_.request_bytes, nbytes - at);
         pieces.push_back(piece);
     }
+}
 
+std::uint64_t DiskEngine::start(Operation operation, int fd, std::uint64_t offset, char* address, std::size_t nbytes) {
+    std::vector<Piece> pieces;
+    pieces.reserve(nbytes / options_.request_bytes + 1);
+    Piece whole;
+    whole.fd = fd;
+    whole.operation = operation;
+    whole.offset = offset;
+    whole.address = address;
+    whole.nbytes = nbytes;
+    cut(pieces, whole);
+    return submit(std::move(pieces));
+}
+
+std::uint64_t DiskEngine::start_pages(Operation operation, int fd, const std::int64_t* pages, std::size_t count,
+                                      char* address) {
+    std::vector<Piece> pieces;
+    for (std::size_t at = 0; at < count;) {
+        std::size_t end = at + 1;
+        while (end < count && pages[end] == pages[end - 1] + 1) ++end;
+        Piece run;
+        run.fd = fd;
+        run.operation = operation;
+        run.offset = static_cast<std::uint64_t>(pages[at]) * kBlockBytes;
+        run.address = address + at * kBlockBytes;
+        run.nbytes = (end - at) * kBlockBytes;
+        cut(pieces, run);
+        at = end;
+    }
+    return submit(std::move(pieces));
+}
+
+std::uint64_t DiskEngine::submit(std::vector<Piece> pieces) {
+    expect_own_process();
     std::uint64_t ticket;
     std::shared_ptr<PieceQueue> queue;
     {

@@ -98,6 +98,10 @@ class DiskEngine final : private PieceListener {
     // The memory belongs to the engine until the ticket is finished.
     std::uint64_t start(Operation operation, int fd, std::uint64_t offset, char* address, std::size_t nbytes);
 
+    // The pages of these numbers, in order, as one ticket; they lie one after the other at `address`. Neighbours are one
+    // piece.
+    std::uint64_t start_pages(Operation operation, int fd, const std::int64_t* pages, std::size_t count, char* address);
+
     // Blocks until every piece of the ticket has finished, then throws its first error, once.
     void wait(std::uint64_t ticket);
     bool done(std::uint64_t ticket);
@@ -127,6 +131,8 @@ class DiskEngine final : private PieceListener {
         std::int64_t short_bytes;
     };
 
+    void cut(std::vector<Piece>& pieces, Piece whole) const;
+    std::uint64_t submit(std::vector<Piece> pieces);
     void on_attempt() override { requests_.fetch_add(1, std::memory_order_relaxed); }
     void on_finished(const Piece& piece) override;
     void expect_own_process() const;

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from outsize.api.ahead import lookahead
 from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered, no_sync
@@ -21,6 +22,7 @@ __all__ = [
     "gathered",
     "init",
     "load",
+    "lookahead",
     "memory",
     "no_sync",
     "plan",

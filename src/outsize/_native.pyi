@@ -40,6 +40,10 @@ class DiskEngine:
         """Start reading; return a ticket. Raise RuntimeError when closed, or in a forked child."""
     def write(self, fd: int, offset: int, address: int, nbytes: int) -> int:
         """Start writing; return a ticket. Raise RuntimeError when closed, or in a forked child."""
+    def read_pages(self, fd: int, pages: int, count: int, address: int) -> int:
+        """As `read`, of the pages of 4096 bytes whose numbers (int64) lie at `pages`, into consecutive memory."""
+    def write_pages(self, fd: int, pages: int, count: int, address: int) -> int:
+        """As `write`, out of consecutive memory into the pages of these numbers."""
     def wait(self, ticket: int) -> None:
         """Block until all pieces have finished; then raise the OSError of the first failed one, once.
 

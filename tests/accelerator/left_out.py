@@ -42,7 +42,6 @@ LEFT_OUT = {
     RUN + "errors.py::test_moves_of_a_prepared_model_are_refused_with_the_remedy[share_memory": ON_CPU,
     RUN + "errors.py::test_moves_that_change_nothing_are_let_through": ON_CPU,
     RUN + "errors.py::test_wrapping_a_prepared_model_for_data_parallelism_is_refused": COLLECTIVES,
-    RUN + "gradients.py::test_gradients_of_a_sparse_embedding_are_refused_by_name": NO_KERNEL,
     RUN + "open_units.py::test_a_model_whose_own_parameters_never_move_begins_its_passes": BUDGET,
     RUN + "param_groups.py::test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go": BUDGET,
     RUN + "parity.py::test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit[device]": DEVICE_BITS,

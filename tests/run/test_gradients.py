@@ -499,15 +499,6 @@ def test_a_penalty_on_weights_read_inside_gathered_reaches_them(workshop: Worksh
     pair.check()
 
 
-def test_gradients_of_a_sparse_embedding_are_refused_by_name(workshop: Workshop) -> None:
-    model = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    workshop.prepare(model, optimizer, "disk")
-    with pytest.raises(TypeError, match=r"'0\.weight' is sparse"):
-        model(torch.arange(4)).sum().backward()
-        optimizer.step()
-
-
 def test_frozen_then_clipped_gradients_are_those_of_the_rest(workshop: Workshop, tier: str) -> None:
     def frozen() -> nn.Module:
         model = Stack()

@@ -31,13 +31,14 @@ from outsize.optim.rules import Rule, split_master
 from outsize.optim.update import ChunkUpdater, UpdateClock
 from outsize.plan.choice import Chosen
 from outsize.plan.layout import PAGE_ELEMENTS, Slot, round_up
-from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
+from outsize.plan.placement import KINDS, accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import Activations, can_recompute
 from outsize.run.attached import Attached, refuse_own_step
 from outsize.run.backward import Backward
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.choice import Choice
+from outsize.run.embedding import Table
 from outsize.run.engine import Engine
 from outsize.run.guard import ManagedParameter
 from outsize.run.live_state import LiveState
@@ -109,7 +110,12 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
     """What the rule keeps in the format that the user asked for."""
     if rule is None:
         return Kept()
-    return Kept(rule.arrays, frozenset(rule.codes) if config.state_format == "compact" else frozenset(), rule.whole)
+    return Kept(
+        rule.arrays,
+        frozenset(rule.codes) if config.state_format == "compact" else frozenset(),
+        rule.whole,
+        rule.tables_have_arrays,
+    )
 
 
 def assemble(
@@ -132,6 +138,8 @@ def assemble(
         plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
         _check_devices(plan, config)
         _check_existing(plan, optimizer)
+        if rule is not None and optimizer is not None:
+            _check_tables(plan, rule, optimizer)
         resources = _open_resources(plan, config)
         undo.callback(resources.close)
         prepared = _build(model, optimizer, config, plan, rule, resources, load, ranks)
@@ -246,6 +254,22 @@ def _check_devices(plan: PlacedModel, config: Config) -> None:
             raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
 
 
+def _check_tables(plan: PlacedModel, rule: Rule, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer updates what it is given: rows of tables, and whole parameters."""
+    tables = {plan.layouts[index].slots[0].name for index in plan.tables}
+    names = {id(param): name for name, param in plan.parameters.items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names[id(param)]
+            if name in tables:
+                rule.check_rows(group, name, type(optimizer).__name__)
+            elif rule.only_rows and param.requires_grad:
+                raise ValueError(
+                    f"{type(optimizer).__name__} updates only the rows of tables, embeddings with sparse=True, and "
+                    f"parameter {name!r} is none; use outsize.optim.LazyAdamW, which updates both"
+                )
+
+
 def _check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -> None:
     """Gradients and optimizer state that exist already can be taken over."""
     for name, param in plan.parameters.items():
@@ -285,8 +309,11 @@ def _build(
     _refuse_unseen(model, units)
     agree = ranks is None or (ranks.tensor is None and config.unused != "sync")
     scopes, owned, framed, layers = _modules(model, units, plan, config, "auto" if agree else "recompute")
-    capacity = _capacity(plan, units, 0 if resources.outbox is None else resources.outbox.nbytes)
-    spare = _spare(units, plan, capacity) if "auto" in layers.values() else 0
+    leaving = 0 if resources.outbox is None else resources.outbox.nbytes
+    capacity = _capacity(plan, units, leaving)
+    spare = _spare(units, plan, capacity)
+    hot = _keep_hot_rows(units, plan, spare, leaving)
+    capacity, spare = capacity - hot, spare - hot if "auto" in layers.values() else 0
     resources.activations = _open_activations(plan, config, resources, ranks, chosen=spare > 0)
     choice = Choice(spare, resources.ledger, config.compute_device, resources.activations, in_turn=ranks is None)
     reduction = None
@@ -340,7 +367,10 @@ def _build(
     if optimizer is not None and stepper is not None:
         attached = Attached(optimizer, stepper, parameters, backward, owner)
     for unit, each in zip(units, gradients, strict=True):
-        if unit.shard.tile_rows:
+        if unit.shard.rows is not None:
+            table = Table(unit, streamer)
+            engine.tables[id(table.param)] = table
+        elif unit.shard.tile_rows:
             tiles = Tiles(unit, each, streamer, conveyor, resources.ledger, reduction)
             tiles.hear(engine)
             engine.tiles[id(tiles.param)] = tiles
@@ -386,9 +416,32 @@ def _capacity(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
     return plan.budgets.computing[1] - resting - in_flight
 
 
+def _keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving: int) -> int:
+    """Give tables on disk memory for their hot rows, each its share. Returns how much of what is `spare` it takes."""
+    tables = [unit.shard.rows for unit in units if unit.shard.rows is not None and unit.shard.rows.disk_bytes]
+    total = sum(rows.disk_bytes for rows in tables)
+    on_cpu = plan.budgets.device is None
+    if not on_cpu:
+        spare = plan.budgets.host - plan.budgets.staging_bytes - leaving - plan.budgets.passing_bytes(plan.unit_bytes)
+        spare -= sum(
+            size.most(kind)
+            for size, tiers in zip(plan.unit_bytes, plan.tiers, strict=True)
+            for kind in KINDS
+            if getattr(tiers, kind) == "host"
+        )
+    if not tables or spare <= 0:
+        return 0
+    taken = [rows.use_memory(spare * rows.disk_bytes // total) for rows in tables]
+    return sum(taken) if on_cpu else 0
+
+
 def _spare(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:
     """Bytes that units which come and go never take: all of them fit at once, and their gradients on their way."""
-    moving = [(unit, size) for unit, size in zip(units, plan.unit_bytes, strict=True) if not unit.always_resident]
+    moving = [
+        (unit, size)
+        for unit, size in zip(units, plan.unit_bytes, strict=True)
+        if not unit.always_resident and unit.shard.rows is None
+    ]
     passing = sum(size.leaving for unit, size in moving if unit.shard.tiers.grads == "disk")
     least = PASSING_UNITS * max((size.leaving for _, size in moving), default=0)
     whole = [size.collected for size in plan.unit_bytes]  # gradients of several ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from outsize.plan.placement import (
     with_free_staging,
 )
 from outsize.run.buffers import collecting_sizes
+from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 from outsize.run.mapped_files import FileRange, ranges_in_files
 from outsize.run.tiles import can_use_tiles
@@ -58,8 +59,10 @@ the use but free for the taking: cached files that nobody has read again)."""
 
 TILES_A_UNIT = 4
 GRADIENT_TILES = 3
+ROWS_AT_WORK = PAGE_ELEMENTS
 """Of a parameter that is used in tiles: how many a unit of the usual size would hold; how many of the gradient are in
-memory at once, the one that autograd has made, the same in fp32, and one on its way. Several ranks collect one more."""
+memory at once, the one that autograd has made, the same in fp32, and one on its way. Several ranks collect one more.
+Of a table: what the plan counts for the rows at work, which are the batch's."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -72,6 +75,8 @@ class Kept:
     arrays: tuple[str, ...] = ()
     compact: frozenset[str] = frozenset()
     whole: bool = False
+    tables: bool = True
+    """Whether tables have arrays too; else one value a row, in host memory."""
 
     def nbytes(self, dtype: str, numel: int) -> int:
         """Bytes at rest of a parameter's state, the rest of its master included."""
@@ -101,6 +106,8 @@ class PlacedModel:
     """By name: the parameters of units that are read in place where they rest on disk."""
     beside: Mapping[int, int] = field(default_factory=dict)
     """By the index of a unit of adapters: that of the unit they were cut from."""
+    tables: frozenset[int] = frozenset()
+    """The indices of the units of which only the rows that a batch touches move."""
 
     @property
     def state_bytes(self) -> int:
@@ -146,10 +153,14 @@ def place_model(
     _refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
-    cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config))  # alike, whatever part is here
+    tables = tables_of(model)
+    _refuse_tables(tables, infos, config, shared)
+    # Alike, whatever part is here.
+    cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config), tables)
     cuts, beside = part_adapters(cuts, infos)
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
-    in_files = _in_files(parameters, infos, layouts, config, ranks)
+    by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
+    in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
     sizes = tuple(
         replace(
@@ -161,6 +172,14 @@ def place_model(
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
     together = _used_together(model, names, layouts)
+    sizes = tuple(
+        replace(each, grads=0, states=_table_states(layouts[at], infos, kept), tiles=ROWS_AT_WORK)
+        if at in by_rows
+        else each
+        for at, each in enumerate(sizes)
+    )
+    if not kept.tables:
+        budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows))
     rows: dict[int, int] = {}
     elsewhere = budgets.disk is not None or budgets.device is not None
     apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
@@ -181,8 +200,12 @@ def place_model(
     tiers = place(sizes, budgets, wanted, together)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
     rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
-    split = rank, size
-    return PlacedModel(infos, parameters, layouts, sizes, tiers, budgets, kept, split, together, rows, in_files, beside)
+    rows.update((index, layouts[index].slots[0].shape[0]) for index in by_rows)
+    tiers = tuple(replace(each, grads="device") if at in by_rows else each for at, each in enumerate(tiers))
+    tabled, split = frozenset(by_rows), (rank, size)
+    return PlacedModel(
+        infos, parameters, layouts, sizes, tiers, budgets, kept, split, together, rows, in_files, beside, tabled
+    )
 
 
 def _in_files(
@@ -212,6 +235,34 @@ def _in_files(
         for slot in layout.slots
         if each
     }
+
+
+def _table_states(layout: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kept) -> int:
+    (slot,) = layout.slots
+    kept = kept if kept.tables else replace(kept, arrays=(), compact=frozenset())
+    return kept.nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
+
+
+def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int]) -> int:
+    """Bytes of one value for each row of the tables."""
+    slots = [layouts[index].slots[0] for index in by_rows]
+    return sum(slot.shape[0] * STATE_BYTES[slot.dtype] for slot in slots)
+
+
+def _refuse_tables(tables: Collection[str], infos: Mapping[str, ParamInfo], config: Config, shared: bool) -> None:
+    """Raise `ValueError` for what tables that are used by rows do not serve."""
+    what = {
+        "several ranks": shared,
+        f"delayed_update={config.delayed_update}": config.delayed_update is not False,
+        "state_format='compact'": config.state_format == "compact",
+        "an empty table": any(not infos[name].numel for name in tables),
+    }
+    found = next((words for words, is_so in what.items() if is_so), None)
+    if tables and found is not None:
+        raise ValueError(
+            f"table {min(tables)!r} is an embedding with sparse=True, and its rows cannot be moved alone with {found}; "
+            f"use sparse=False"
+        )
 
 
 def _bear_tiles(model: nn.Module) -> set[str]:

@@ -140,6 +140,11 @@ class MemoryReport:
     skipped_steps: int
     predicted: int
     mispredicted: int
+    rows: int = 0
+    """Of tables on disk: the distinct rows that batches have asked for, how many of them were in memory, and how many
+    of these `lookahead` had read."""
+    row_hits: int = 0
+    rows_ahead: int = 0
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.peak) if self.peak else 10
@@ -150,6 +155,8 @@ class MemoryReport:
             f"model states {format_bytes(self.state_bytes)}; disk read {format_bytes(self.bytes_read)}, written "
             f"{format_bytes(self.bytes_written)}; waited {self.wait_seconds:.2f} s, updates {self.update_seconds:.2f} s"
         )
+        if self.rows:
+            lines.append(f"rows of tables on disk: {self.rows:,} asked for, {self.row_hits / self.rows:.1%} in memory")
         if self.skipped_steps:
             lines.append(f"{self.skipped_steps} steps skipped because a gradient was not finite")
         return "\n".join(lines)
@@ -160,6 +167,7 @@ def memory(model: nn.Module) -> MemoryReport:
     prepared = require(model)
     prepared.choice.settle()
     ledger, schedule = prepared.resources.ledger, prepared.engine.streamer.schedule
+    counts = [table.rows.counts for table in prepared.engine.tables.values()]
     return MemoryReport(
         now=MappingProxyType(dict(ledger.now)),
         peak=MappingProxyType(dict(ledger.peak)),
@@ -171,4 +179,7 @@ def memory(model: nn.Module) -> MemoryReport:
         skipped_steps=prepared.stepper.skipped_steps if prepared.stepper is not None else 0,
         predicted=schedule.right,
         mispredicted=schedule.wrong,
+        rows=sum(each.wanted for each in counts),
+        row_hits=sum(each.hits for each in counts),
+        rows_ahead=sum(each.ahead for each in counts),
     )

@@ -16,8 +16,19 @@ from outsize.move.codes import BLOCK, CodeKind
 from outsize.move.files import FileStore, Part
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
+from outsize.move.rows import RowArray, Rows
 from outsize.move.shard import Scales, StateArray, UnitShard
-from outsize.move.store import CODE_BYTES, MASTER, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES, DiskStore, Store
+from outsize.move.store import (
+    CODE_BYTES,
+    DTYPES,
+    MASTER,
+    MASTER_BYTES,
+    OWN_BYTES,
+    SCALE_BYTES,
+    STATE_BYTES,
+    DiskStore,
+    Store,
+)
 from outsize.optim.rules import Rule
 from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
@@ -55,6 +66,7 @@ class Shards:
         """`whole` is the layout of the whole unit; what rests here is this rank's slice of it."""
         resources, config, (rank, ranks) = self._resources, self._config, self._plan.split
         layout, lanes, ledger = slice_of(whole, rank, ranks), resources.lanes, resources.ledger
+        by_rows = layout.index in self._plan.tables
         layouts = self._layouts(layout, [segment for segment in layout.segments if segment.trainable])
         name = f"unit-{layout.index:05d}"
         nbytes = layout.param_bytes if tiers.params == "disk" else 0
@@ -62,6 +74,7 @@ class Shards:
         nbytes = 0 if in_place else nbytes
         file = UnitFile(resources, name, nbytes + (_bytes_of(layouts) if tiers.states == "disk" else 0), config.verify)
         gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
+        gathered = gathered and not by_rows
         params = None if gathered or in_place else file.open("params", tiers.params, layout.param_bytes)
         params = self._in_files(layout) if in_place else params
         grads, rows = [], self._plan.tile_rows.get(layout.index, 0)
@@ -77,6 +90,8 @@ class Shards:
             layout, tiers, buffer, params, grads, device, whole, rank, ranks, self._shared, lanes, late, moved, rows
         )
         shard.arrays = self._arrays(shard, layouts, file)
+        if by_rows:
+            shard.rows = self._rows(shard)
         self._preallocate(shard)
         return shard
 
@@ -108,10 +123,21 @@ class Shards:
         shard.params = store
         shard.known.clear()
 
+    def _rows(self, shard: UnitShard) -> Rows:
+        """The rows of a table, which is a unit of one parameter."""
+        (slot,) = shard.layout.slots
+        assert shard.params is not None
+        count, width = slot.shape[0], slot.numel // slot.shape[0]
+        arrays = {"params": RowArray(shard.params, 0, count, width, DTYPES[slot.dtype])}
+        for name, array in shard.arrays.items():
+            arrays[name] = RowArray(array.store, 0, count, width, array.dtype(slot.dtype))
+        return Rows(arrays, self._resources.ledger)
+
     def _layouts(self, layout: UnitLayout, segments: Sequence[Segment]) -> Layouts:
         """With values for these segments."""
         found: Layouts = {}
-        for name in self._plan.kept.arrays:
+        kept = self._plan.kept
+        for name in kept.arrays if kept.tables or layout.index not in self._plan.tables else ():
             scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codes else None
             bytes_of = STATE_BYTES if scales is None else CODE_BYTES
             found[name] = array_layout(layout, bytes_of, 1, segments), scales if scales and scales.nbytes else None
@@ -163,6 +189,8 @@ class Shards:
             on_disk = needed if shard.tiers.states == "disk" else 0
             file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", on_disk, self._config.verify)
             shard.arrays = self._arrays(shard, layouts, file)
+            if shard.rows is not None:
+                shard.rows = self._rows(shard)
         except BaseException:
             shard.tiers = before
             raise

@@ -115,7 +115,9 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, stri
     else:
         problems += _moved(stored, live, strict)
     for name, record in manifest.parameters.items():
-        if record.scalars is not None and set(record.state) != set(stored.arrays):
+        scalars = record.scalars if isinstance(record.scalars, dict) else {}
+        absent = {key for key, value in scalars.items() if value is None} - set(record.state)
+        if record.scalars is not None and set(record.state) | absent & set(stored.arrays) != set(stored.arrays):
             problems.append(f"the optimizer arrays of {name!r} are incomplete")
     if problems:
         raise ValueError(

@@ -306,6 +306,32 @@ class StripedFile:
             transfer.add(ticket, self._paths[index])
         return transfer
 
+    def read_pages(self, pages: torch.Tensor, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
+        """Start to fill `out` with the pages of these numbers (int64, ascending), one after the other."""
+        transfer = DiskTransfer(self._engine, then=then)
+        self._start_pages(transfer, self._engine.read_pages, pages, out)
+        return transfer
+
+    def write_pages(self, pages: torch.Tensor, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
+        """Start to write `source` into the pages of these numbers (int64, ascending)."""
+        transfer = DiskTransfer(self._engine, beside)
+        self._start_pages(transfer, self._engine.write_pages, pages, source)
+        return transfer
+
+    def _start_pages(
+        self, transfer: DiskTransfer, start: Callable[..., int], pages: torch.Tensor, memory: torch.Tensor
+    ) -> None:
+        """Each stripe lies in one file."""
+        count = len(self._files)
+        stripes = pages // (STRIPE_BYTES // PAGE_BYTES) if count > 1 else torch.zeros_like(pages[:1])
+        at = 0
+        for stripe, length in zip(*(each.tolist() for each in _runs_of(stripes, pages.numel())), strict=True):
+            row, index = divmod(stripe, count)
+            own = pages[at : at + length] - (stripe - row) * (STRIPE_BYTES // PAGE_BYTES)
+            address = memory.data_ptr() + at * PAGE_BYTES
+            transfer.add(start(self._files[index], own.data_ptr(), length, address), self._paths[index])
+            at += length
+
     def read_now(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` without the engine, so that other threads may read while it is being closed. Blocks."""
         for index, offset, at, length in self._pieces(start, out.numel()):
@@ -347,6 +373,14 @@ class StripedFile:
             row, index = divmod(stripe, len(self._files))
             yield index, row * STRIPE_BYTES + within, position - start, length
             position += length
+
+
+def _runs_of(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each run of equal values, how long it is); one value stands for all `count`."""
+    if values.numel() <= 1:
+        return values, torch.full_like(values, count)
+    found: tuple[torch.Tensor, torch.Tensor] = torch.unique_consecutive(values, return_counts=True)
+    return found
 
 
 def _create(path: str) -> int:

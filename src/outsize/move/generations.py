@@ -120,6 +120,25 @@ class Generation:
             raise OSError(errno.EIO, message, self.file.path)
         self._checked[pages] = True
 
+    def record_pages(self, pages: torch.Tensor, source: torch.Tensor) -> None:
+        """As `record`, of the pages of these numbers (int64)."""
+        sums = torch.empty(pages.numel(), dtype=torch.int32, device="cpu")
+        sums_of(source, sums)
+        self.sums[pages] = sums
+        self.touched[pages] = True
+        self._checked[pages] = False
+
+    def check_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
+        """As `check`, of the pages of these numbers (int64)."""
+        sums = torch.empty(pages.numel(), dtype=torch.int32, device="cpu")
+        sums_of(content, sums)
+        wrong = (sums != self.sums[pages]).nonzero().view(-1)
+        if wrong.numel():
+            at = int(pages[wrong[0]]) * PAGE_BYTES
+            message = f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written"
+            raise OSError(errno.EIO, message, self.file.path)
+        self._checked[pages] = True
+
     def read_checked(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` and compare it with the checksums. Blocks; needs no engine."""
         self.file.read_now(start, out)
@@ -190,10 +209,25 @@ class Generations:
         check = partial(self.now.check, start, out) if self._verify else None
         return self.now.file.read(start, out, check)
 
-    def write(self, start: int, source: torch.Tensor) -> Transfer:
+    def read_pages(self, pages: torch.Tensor, out: torch.Tensor) -> Transfer:
+        """As `read`, of the pages of these numbers (int64, ascending)."""
+        check = partial(self.now.check_pages, pages, out) if self._verify else None
+        return self.now.file.read_pages(pages, out, check)
+
+    def write_pages(self, pages: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """As `write`, into the pages of these numbers (int64, ascending)."""
+        self._leave_frozen()
+        assert self._turned is None, "a file of which single pages are written has no turn under way"
+        record = partial(self.now.record_pages, pages, source) if self._summed else None
+        return self.now.file.write_pages(pages, source, record)
+
+    def _leave_frozen(self) -> None:
         if self.frozen and self._turned is None:
             self.begin_turn()
             self.end_turn()
+
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        self._leave_frozen()
         if self._turned is None:
             return self._write(self.now, start, source)
         assert self._next is not None

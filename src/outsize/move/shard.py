@@ -21,6 +21,7 @@ from outsize.move.generations import Generations
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
+from outsize.move.rows import Rows
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, OWN_BYTES, SCALE_BYTES, STATE_DTYPES, DiskStore, Store
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import (
@@ -177,6 +178,7 @@ class UnitShard:
     slot_states: dict[str, SlotState] = field(default_factory=dict)
     hold: Callable[[], None] | None = None  # blocks until nobody needs the bytes in memory as they are
     known: dict[Hashable, Any] = field(default_factory=dict)  # to the update, of these stores
+    rows: Rows | None = None  # of a table, of which only the rows that a batch touches move
 
     def __post_init__(self) -> None:
         self.param_layout = array_layout(self.layout, OWN_BYTES)
@@ -206,7 +208,7 @@ class UnitShard:
     @property
     def on_device(self) -> bool:
         """Whether parameters, gradients and states all lie on the computing device, and are this rank's alone."""
-        return self._all_on_device and not self.shared
+        return self._all_on_device and not self.shared and self.rows is None
 
     @property
     def updates_on_device(self) -> bool:
@@ -244,7 +246,13 @@ class UnitShard:
             self.moved(self)
 
     def before_change(self) -> None:
-        """Parameters or states in memory are about to change: wait for whoever still needs them as they are."""
+        """Parameters or states are about to change: wait for whoever still needs them as they are."""
+        if self.rows is not None:
+            self.rows.forget()
+        self.before_update()
+
+    def before_update(self) -> None:
+        """As `before_change`, where rows of a table change in memory."""
         if self.hold is not None:
             self.hold()
             self.hold = None
@@ -372,6 +380,8 @@ class UnitShard:
 
     def close(self) -> None:
         self.known.clear()
+        if self.rows is not None:
+            self.rows.close()
         for store in self.lasting_stores():
             store.drop()
         for grads in self.grad_shards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outsize.optim.native import AdagradRule, AdamRule, Lion, LionRule, SGDRule
+from outsize.optim.rows import LazyAdamW, LazyAdamWRule, RowwiseAdagrad, RowwiseAdagradRule, SparseAdamRule
 from outsize.optim.rules import Rule
 from outsize.optim.streamed import StreamedRule
 
@@ -35,6 +36,12 @@ def _rule_for(optimizer: torch.optim.Optimizer) -> Rule:
         return SGDRule(any(group["momentum"] != 0 for group in groups))
     if kind is torch.optim.Adagrad:
         return AdagradRule()
+    if kind is torch.optim.SparseAdam:
+        return SparseAdamRule()
+    if kind is LazyAdamW:
+        return LazyAdamWRule()
+    if kind is RowwiseAdagrad:
+        return RowwiseAdagradRule()
     if kind is Lion:
         return LionRule()
     return StreamedRule(optimizer)

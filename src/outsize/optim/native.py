@@ -204,6 +204,15 @@ class SGDRule(NativeRule):
     def needs(self, hyper: Mapping[str, object]) -> tuple[str, ...]:
         return (_BUFFER,) if Options(hyper).number("momentum") != 0 else ()
 
+    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
+        options = Options(hyper)
+        _refuse_options(name, momentum=options.number("momentum"), weight_decay=options.number("weight_decay"))
+
+    def apply_rows(self, piece: Piece) -> dict[str, object]:
+        options = self.read(Options(piece.hyper))
+        sgd([piece.param], [piece.grad], [None], has_sparse_grad=True, foreach=False, fused=False, **options)
+        return self.next_scalars({"first": not piece.state.initialised}, ())
+
     def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {_BUFFER: None} if self.arrays and options["first"] and not names else {}
 
@@ -235,6 +244,15 @@ class AdagradRule(NativeRule):
         else:
             total.fill_(value)
 
+    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
+        _refuse_options(name, weight_decay=Options(hyper).number("weight_decay"))
+
+    def apply_rows(self, piece: Piece) -> dict[str, object]:
+        options, step = self.read(Options(piece.hyper)), self.counted(piece.state)["step"]
+        sums, counts = [piece.states["sum"]], [_count(step - 1)]
+        adagrad([piece.param], [piece.grad], sums, counts, has_sparse_grad=True, foreach=False, fused=False, **options)
+        return {"step": float(step)}
+
     def read(self, options: Options) -> Mapping[str, Any]:
         _initial_sum(options)
         return {
@@ -242,6 +260,17 @@ class AdagradRule(NativeRule):
             **options.numbers("lr_decay", "eps", least=0),
             **options.flags("maximize"),
         }
+
+
+def _refuse_options(name: str, **values: float) -> None:
+    """Raise `ValueError` where an option of the table's group changes rows that the batch does not touch."""
+    for key, value in values.items():
+        if value != 0:
+            raise ValueError(
+                f"{key} of the parameter group of table {name!r}, an embedding with sparse=True, is {value:g}, and "
+                f"would change rows that the batch does not touch: give the table a group of its own with {key}=0, or "
+                f"use outsize.optim.LazyAdamW, or sparse=False"
+            )
 
 
 def _initial_sum(options: Options) -> float:

@@ -38,6 +38,9 @@ class Piece:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     noted: Any = None
     """What the rule had noted of the parameter when the step was called."""
+    ids: torch.Tensor | None = None
+    """Where these are rows of a table: which of its `rows` each is (int64); None: all."""
+    rows: int = 0
 
 
 class Rule(ABC):
@@ -66,6 +69,24 @@ class Rule(ABC):
 
     optional: frozenset[str] = frozenset()
     """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
+
+    tables_have_arrays: bool = True
+    """Whether the arrays have values for tables too, of which only the rows that a batch touches move."""
+
+    only_rows: bool = False
+    """Whether it updates rows of tables and nothing else."""
+
+    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
+        """Raise `ValueError` for a table `name` of which the update cannot change single rows."""
+        raise ValueError(
+            f"table {name!r} is an embedding with sparse=True, and {optimizer} cannot update single rows of it; use "
+            f"SGD without momentum, Adagrad, SparseAdam, outsize.optim.LazyAdamW or outsize.optim.RowwiseAdagrad, or "
+            f"sparse=False"
+        )
+
+    def apply_rows(self, piece: Piece) -> dict[str, object]:
+        """As `apply`, of rows [n, width] whose `grad` is sparse, [n, width] too: as torch does it."""
+        raise NotImplementedError
 
     def note(self, param: torch.Tensor) -> object:
         """What the update will read beside options, as it is now: from the parameter and from the optimizer itself."""

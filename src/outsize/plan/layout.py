@@ -134,14 +134,18 @@ def page_range(start: int, end: int) -> tuple[int, int]:
 
 
 def cut_units(
-    root: ModuleInfo, params: Mapping[str, ParamInfo], unit_bytes: int, chosen: frozenset[str] | None = None
+    root: ModuleInfo,
+    params: Mapping[str, ParamInfo],
+    unit_bytes: int,
+    chosen: frozenset[str] | None = None,
+    alone: Iterable[str] = (),
 ) -> dict[str, tuple[str, ...]]:
     """Cut the module tree into units: the parameters of each, by the name of the module that it is named after.
 
     A module is a unit when its bytes fit, else its children are looked at. `chosen` holds the names of modules that
     must be units, where the user gave them; then nothing else is cut. The modules of a list (a model's layers) are
     units of their own even where the whole list would fit, so that there is something to overlap. Parameters left over
-    join their parent's unit; tied parameters stay with their first user.
+    join their parent's unit; tied parameters stay with their first user. Parameters of `alone` are units of their own.
     """
     small_bytes = min(unit_bytes // 32, 1 << 20)
     assigned: set[str] = set()
@@ -187,6 +191,8 @@ def cut_units(
             left_over = [name for name in left_over if params[name].nbytes <= small_bytes]
         return emit(module.name, left_over) if nbytes(left_over) > small_bytes else left_over
 
+    for name in alone:
+        emit(name, take([name]))
     emit(root.name, visit(root, inside_block=False))
     order = {name: position for position, name in enumerate(dict.fromkeys(root.subtree_params()))}
     return dict(sorted(units.items(), key=lambda unit: min(order[name] for name in unit[1])))

@@ -13,6 +13,7 @@ from outsize.run import refusals
 from outsize.run.activations import in_backward
 from outsize.run.backward import Backward
 from outsize.run.beside_the_gate import in_transform, on_copies, see_script_functions
+from outsize.run.embedding import Table
 from outsize.run.guard import Classes, hear_no_more, hear_of_gradients
 from outsize.run.local import is_distributed, local_gradient
 from outsize.run.owner import FORWARD, GATHERED, Owner
@@ -71,6 +72,7 @@ class Engine:
             False  # `state_dict` takes views of parameters, at rest or not; each use of a view passes the gate
         )
         self.tiles: dict[int, Tiles] = {}  # by the parameter's id: those that are used in tiles
+        self.tables: dict[int, Table] = {}  # those that are used by rows
 
     # -- the gate ----------------------------------------------------------------------------------------------------
 
@@ -285,6 +287,8 @@ class Engine:
             param.__class__ = self.classes.guarded_distributed
         else:
             param.__class__ = self.classes.resident if unit.resident else self.classes.guarded
+        if unit.shard.rows is not None:  # autograd keeps gradients of rows itself
+            return
         if not (unit.shard.on_device and param.dtype in (torch.float32, torch.float64)):  # autograd keeps these itself
             hear_of_gradients(param, self)
 

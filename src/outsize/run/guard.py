@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from outsize.run import refusals
+from outsize.run.embedding import look_up
 from outsize.run.local import is_distributed
 from outsize.run.saved import run_saving
 from outsize.run.tiles import run_in_tiles
@@ -417,6 +418,8 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
                 return None
         if func in _SET_DATA and isinstance(args[0], _Guarded):
             refusals.set_data(args[0].gate.parameters.name_of(args[0]))  # type: ignore[arg-type]
+    if gate.tables and (answer := look_up(gate, func, args, kwargs)) is not NotImplemented:
+        return answer
     if gate.tiles:
         result = run_in_tiles(gate, func, args, kwargs)
         if result is not NotImplemented:

@@ -42,6 +42,16 @@ def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object])
     return SlotUpdate(hyper, AS_IT_IS, grad if unit.shard.on_device else grad.clone())  # the user's own may change
 
 
+def owed_to_rows(name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
+    """The update of a table's rows by this gradient."""
+    if grad.layout is not torch.sparse_coo:
+        raise RuntimeError(
+            f"the gradient of table {name!r}, an embedding with sparse=True, is dense: its weight was also used "
+            f"without sparse=True. Nothing was updated"
+        )
+    return SlotUpdate(hyper, AS_IT_IS, grad.detach())
+
+
 def told(pendings: Mapping[Unit, Pending], factor: float, counted: bool) -> dict[str, str]:
     """What a step does, for comparison with other ranks: by parameter its operations, a loss scale's `factor` after
     them, and hyper-parameters; `counted`: also how many reductions the gradient is the sum of, which differs where a
@@ -103,7 +113,7 @@ def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:
                 names.append((unit, name))
                 norms.append(grad.finite)
             elif owed.loose is not None and owed.loose.numel():
-                plain.append(((unit, name), owed.loose))
+                plain.append(((unit, name), _values_of(owed.loose)))
     if plain:
         names += [name for name, _ in plain]
         norms += torch._foreach_norm([grad for _, grad in plain])
@@ -118,7 +128,13 @@ def _is_finite(unit: Unit, name: str) -> bool:
     """The sum of squares of large elements may overflow: look at the elements."""
     grad = unit.parameters[name].grad
     assert grad is not None
-    return grad.home.resting.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
+    if isinstance(grad, RestingGrad):
+        return grad.home.resting.all_finite(grad)
+    return bool(torch.isfinite(_values_of(grad)).all())
+
+
+def _values_of(grad: torch.Tensor) -> torch.Tensor:
+    return grad._values() if grad.is_sparse else grad
 
 
 def check_promises(applied: Mapping[Unit, Pending], groups: Mapping[int, dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.move.store import MASTER
+from outsize.optim.rows import update_rows
 from outsize.optim.update import ChunkUpdater
 from outsize.run.grads import RestingGrad
 from outsize.run.owner import Owner
@@ -23,10 +24,11 @@ from outsize.run.step_record import (
     hyper_of,
     not_finite,
     owed_to,
+    owed_to_rows,
     told,
 )
 from outsize.run.streamer import Streamer
-from outsize.run.unit import Unit
+from outsize.run.unit import Residency, Unit
 from outsize.run.unit_gradients import UnitGradients
 
 # Note [The update happens at the fetch]
@@ -142,7 +144,9 @@ class Stepper:
         self._check_masters(pendings)
         check_finite(pendings, factor)
         for unit, pending in pendings.items():
-            if pending or self._delays:
+            if unit.shard.rows is not None:
+                self._expect_alone(unit, pending)
+            elif pending or self._delays:
                 self._streamer.settle(unit)  # what an earlier step has left fails before this one is marked
         change_groups = self._look_ahead(pendings)
         with self._streamer.live.changing("optimizer.step()"):
@@ -172,7 +176,9 @@ class Stepper:
             if not pending:
                 continue
             self._note(unit, pending)
-            if unit.shard.on_device:
+            if unit.shard.rows is not None:
+                self._update_rows(unit, pending)
+            elif unit.shard.on_device:
                 self._update_in_place(unit, pending)
             else:
                 self._streamer.owe(unit, pending)
@@ -187,13 +193,30 @@ class Stepper:
                 grad = unit.parameters[name].grad
                 assert grad is not None
                 grad.mul_(factor)
-                pending[name] = owed_to(unit, name, grad, owed.hyper)
+                pending[name] = self._owed_to(unit, name, grad, owed.hyper)
 
     def _update_in_place(self, unit: Unit, pending: Pending) -> None:
         self._updater.update_in_place(unit.shard, pending)
         unit.updates += 1
         for name in pending:  # a graph of before must not be used
             torch.autograd.graph.increment_version(unit.parameters[name])
+
+    def _expect_alone(self, unit: Unit, pending: Pending) -> None:
+        """Nobody has gathered the table, which the update of rows would not reach."""
+        if unit.holds or unit.viewed:
+            raise RuntimeError(
+                f"optimizer.step() while outsize.gathered shows table {unit.name!r}, or somebody holds a view of it; "
+                f"call step() outside the block. Nothing was updated"
+            )
+        for name in pending:
+            self._updater.rule.check_rows(pending[name].hyper, name, type(self._optimizer).__name__)
+        if pending and unit.state is not Residency.AT_REST:
+            self._streamer.room.release(unit)
+
+    def _update_rows(self, unit: Unit, pending: Pending) -> None:
+        for name, owed in pending.items():
+            update_rows(self._updater.rule, unit.shard, name, owed)
+        unit.updates += 1
 
     def _note(self, unit: Unit, pending: Pending) -> None:
         for name, owed in pending.items():
@@ -280,6 +303,8 @@ class Stepper:
     def _owed_to(self, unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
         expect_own(unit, name, grad, self._gradients[unit.index])
         self.make_room(unit, [name])
+        if unit.shard.rows is not None:
+            return owed_to_rows(name, grad, hyper)
         return owed_to(unit, name, grad, hyper)
 
     def make_room(self, unit: Unit, names: Collection[str]) -> None:

@@ -133,6 +133,8 @@ class Streamer:
 
     def _bring(self, unit: Unit) -> None:
         self.room.arrive(unit)
+        if unit.shard.rows is not None:
+            unit.shard.rows.flush()
         while not unit.current:
             self._fetch(unit)
             self.room.arrive(unit)
@@ -217,6 +219,8 @@ class Streamer:
             if unit.pending:
                 self._fetch(unit)
                 self.room.arrive(unit)
+            if unit.shard.rows is not None:
+                unit.shard.rows.flush()
 
     def settle_viewed(self) -> None:
         """Run the updates that are owed to what somebody holds a view of: the view shows the step at once."""

@@ -1,0 +1,275 @@
+"""The update of the rows of a table that a sparse gradient has; `LazyAdamW` and `RowwiseAdagrad`, and SparseAdam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch.optim._functional import sparse_adam
+
+from outsize.move.grad_ops import AS_IT_IS
+from outsize.move.shard import SlotState, SlotUpdate, UnitShard
+from outsize.move.store import MASTER
+from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula
+from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, number, split_master
+
+
+def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> None:
+    """Update the rows of a table by a sparse gradient. Blocks."""
+    rows, slot, grad = shard.rows, shard.slots[name], owed.loose
+    assert rows is not None and grad is not None
+    shard.before_update()
+    whole = rows.whole()
+    state = shard.slot_states.get(name, SlotState())
+    ids = None
+    if whole is None or MASTER in whole or whole["params"].device != grad.device:
+        ids, among = torch.unique(grad._indices()[0].cpu(), return_inverse=True)
+        whole, width = rows.get(ids), slot.numel // slot.shape[0]
+        grad = torch.sparse_coo_tensor(
+            among[None],
+            grad._values().cpu(),
+            (ids.numel(), width),
+            is_coalesced=grad.is_coalesced(),
+            check_invariants=False,
+        )
+    param, master = whole["params"], whole.get(MASTER)
+    if master is not None:
+        param = join_master(param.view(-1), master.view(-1)).view(param.shape)
+    states = {key: value for key, value in whole.items() if key not in ("params", MASTER)}
+    piece = Piece(param, None, states, grad.to(param.dtype), AS_IT_IS, owed.hyper, state, ids=ids, rows=slot.shape[0])
+    after = rule.apply_rows(piece)
+    if master is not None:
+        split_master(param.view(-1), whole["params"].view(-1), master.view(-1))
+    if ids is not None:
+        rows.put(ids, whole)
+    shard.slot_states[name] = SlotState(after, initialised=True)
+
+
+@final
+class SparseAdamRule(Rule):
+    """torch's SparseAdam, which has no update for dense gradients."""
+
+    arrays = ("exp_avg", "exp_avg_sq")
+    counts = scalars = ("step",)
+    only_rows = True
+
+    def read(self, options: Options) -> Mapping[str, float]:
+        found = {**options.numbers("lr"), **options.numbers("eps", least=0), **options.betas()}
+        return {**found, **options.flags("maximize")}
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self.read(Options(hyper, where))
+
+    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
+        self.check(hyper, f"the parameter group of {name!r}")
+
+    def apply(self, piece: Piece) -> dict[str, object]:
+        raise AssertionError("prepare refuses dense parameters")
+
+    def apply_rows(self, piece: Piece) -> dict[str, object]:
+        step = int(number(piece.state.scalars.get("step", 0))) + 1
+        states = piece.states
+        sparse_adam(
+            [piece.param],
+            [piece.grad],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [step],
+            **self.read(Options(piece.hyper)),  # type: ignore[arg-type]
+        )
+        return {"step": step}
+
+
+# Note [Rows that a batch does not touch]
+# In torch a dense optimizer moves every weight in every step: momentum goes on, weights decay. A lazy one moves a row
+# only in steps whose batch touches it, with the count of all steps (as torch's SparseAdam). So a table costs a step
+# what the batch costs, and trains a little differently: rows that come seldom decay less.
+
+
+def _read_adam(options: Options) -> dict[str, Any]:
+    found = {**options.numbers("lr", "weight_decay"), **options.numbers("eps", least=0), **options.betas()}
+    return {**found, **options.flags("maximize")}
+
+
+def lazy_adamw(param: torch.Tensor, grad: torch.Tensor, states: Mapping[str, torch.Tensor], **options: Any) -> None:
+    """AdamW on the rows that a sparse gradient has."""
+    grad = grad.coalesce()
+    ids = grad._indices()[0]
+    rows = Opened(param[ids], grad._values(), {name: states[name][ids] for name in ("exp_avg", "exp_avg_sq")})
+    if ids.numel():
+        adam_formula(rows, decoupled=True, amsgrad=False, **options)
+    param.index_copy_(0, ids, rows.param)
+    for name, values in rows.states.items():
+        states[name].index_copy_(0, ids, values)
+
+
+def rowwise_adagrad(
+    param: torch.Tensor, grad: torch.Tensor, total: torch.Tensor, ids: torch.Tensor | None, *, lr: float, eps: float
+) -> None:
+    """`total` [rows] has the sum of each row of the table; `ids` says which row each of `param` is, None: its own."""
+    grad = grad.coalesce()
+    places, values = grad._indices()[0], grad._values()
+    own = places if ids is None else ids[places]
+    total.index_add_(0, own, values.square().mean(1))
+    param.index_add_(0, places, values / (total[own].sqrt() + eps)[:, None], alpha=-lr)
+
+
+class LazyAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) for a model with tables, embeddings with `sparse=True`.
+
+    Dense parameters are updated as by `torch.optim.AdamW`. Of a table only the rows that the batch touches move and
+    decay, so a step costs what the batch costs and not what the table does. Rows that come seldom decay less than in
+    `torch.optim.AdamW`; bias is corrected by the count of all steps, as in `torch.optim.SparseAdam`. Works with and
+    without outsize.
+
+    Example::
+
+        table = torch.nn.Embedding(20_000_000, 64, sparse=True)
+        optimizer = outsize.optim.LazyAdamW(table.parameters(), lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        _read_adam(Options(defaults, "LazyAdamW"))
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step; return the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = _read_adam(Options(group))
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(param) for key in _MOMENTS}}
+                state["step"] += 1
+                step = int(state["step"])
+                if param.grad.is_sparse:
+                    lazy_adamw(param, param.grad, state, step=step, **options)
+                else:
+                    moments = {key: state[key] for key in _MOMENTS}
+                    opened = Opened(param, param.grad, moments)
+                    adam_formula(opened, decoupled=True, amsgrad=False, step=step, **options)
+        return loss
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@final
+class LazyAdamWRule(Rule):
+    """The update of `LazyAdamW`."""
+
+    merges = True
+
+    def __init__(self) -> None:
+        self._dense = AdamRule(False, True)
+        self.arrays, self.codes = self._dense.arrays, self._dense.codes
+        self.counts = self.scalars = ("step",)
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self._dense.check(hyper, where)
+
+    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
+        self.check(hyper, f"the parameter group of {name!r}")
+
+    def apply(self, piece: Piece) -> dict[str, object]:
+        return self._dense.apply(piece)
+
+    def apply_rows(self, piece: Piece) -> dict[str, object]:
+        step = int(number(piece.state.scalars.get("step", 0))) + 1
+        lazy_adamw(piece.param, piece.grad, piece.states, step=step, **_read_adam(Options(piece.hyper)))
+        return {"step": float(step)}
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one sum a row of a table, an embedding with `sparse=True` (FBGEMM's exact row-wise Adagrad; Gupta et
+    al. 2014, "Training highly multiclass classifiers", section 5).
+
+    The sum of a row is that of the means of its squared gradients, so the state of a table of [rows, width] has `rows`
+    values; they stay in host memory. Dense parameters are updated as by `torch.optim.Adagrad`. Works with and without
+    outsize.
+
+    Example::
+
+        table = torch.nn.Embedding(20_000_000, 64, sparse=True)
+        optimizer = outsize.optim.RowwiseAdagrad(table.parameters(), lr=0.05)
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-8) -> None:
+        defaults = {"lr": lr, "eps": eps, "lr_decay": 0.0, "weight_decay": 0.0}
+        Options(defaults, "RowwiseAdagrad").numbers("lr", "eps", least=0)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step; return the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = Options(group).numbers("lr", "eps")
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, rows = self.state[param], param.grad.is_sparse
+                if not state:
+                    first = param.new_zeros(len(param)) if rows else torch.zeros_like(param)
+                    state |= {"step": torch.tensor(0.0), _ROW_SUM if rows else "sum": first}
+                state["step"] += 1
+                if rows:
+                    rowwise_adagrad(param, param.grad, state[_ROW_SUM], None, **options)
+                else:
+                    dense = {"lr_decay": 0.0, "weight_decay": 0.0, "maximize": False, **options}
+                    opened = Opened(param, param.grad, {"sum": state["sum"]})
+                    adagrad_formula(opened, step=int(state["step"]), **dense)
+        return loss
+
+
+_ROW_SUM = "row_sum"
+
+
+@final
+class RowwiseAdagradRule(Rule):
+    """The update of `RowwiseAdagrad`. A table has no array: its sums are a value of the parameter, in memory."""
+
+    merges = True
+    tables_have_arrays = False
+
+    def __init__(self) -> None:
+        self._dense = AdagradRule()
+        self.arrays, self.counts = self._dense.arrays, ("step",)
+        self.scalars, self.optional = ("step", _ROW_SUM, "sum"), frozenset({"sum"})
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self._dense.check(hyper, where)
+
+    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
+        self._dense.check_rows(hyper, name, optimizer)
+
+    def apply(self, piece: Piece) -> dict[str, object]:
+        return self._dense.apply(piece)
+
+    def apply_rows(self, piece: Piece) -> dict[str, object]:
+        options, state = Options(piece.hyper).numbers("lr", "eps"), piece.state.scalars
+        total = state.get(_ROW_SUM)
+        if not isinstance(total, torch.Tensor):
+            total = torch.zeros(piece.rows, dtype=piece.param.dtype, device="cpu")
+        rowwise_adagrad(piece.param, piece.grad, total, piece.ids, **options)
+        return {"step": number(state.get("step", 0.0)) + 1.0, _ROW_SUM: total, "sum": None}

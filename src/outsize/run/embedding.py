@@ -1,0 +1,173 @@
+"""A table, an embedding with `sparse=True`, is used by rows: only those that a batch touches move.
+
+The operation is torch's own, on the rows that the batch needs, with ids that count among these. So autograd makes the
+gradient that torch makes, a sparse tensor of these rows, and leaves it in `param.grad`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from outsize.move.rows import Rows
+
+if TYPE_CHECKING:
+    from outsize.run.engine import Engine
+    from outsize.run.streamer import Streamer
+    from outsize.run.unit import Unit
+
+_LOOKUPS: dict[Any, inspect.Signature] = {each: inspect.signature(each) for each in (F.embedding, F.embedding_bag)}
+
+
+def tables_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The weights of embeddings with `sparse=True`, by their first name, and one of the modules that use each.
+
+    Raises `ValueError` for one that something else uses too, and for one with a hook or a parametrization.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    users: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users.setdefault(names[id(param)], []).append((name, module))
+        if _is_table(module) and (parametrize.is_parametrized(module, "weight") or "weight" not in module._parameters):
+            raise ValueError(
+                f"table {f'{name}.weight'!r} is an embedding with sparse=True and has a parametrization, which would "
+                f"need all of its rows; use sparse=False, or remove the parametrization"
+            )
+    return {
+        param: modules[0][1]
+        for param, modules in users.items()
+        if any(_is_table(module) for _, module in modules) and _check(param, modules)
+    }
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def _check(name: str, users: list[tuple[str, nn.Module]]) -> bool:
+    other = next((user for user, module in users if not _is_table(module)), None)
+    param = users[0][1].weight
+    assert isinstance(param, nn.Parameter)
+    problem = None
+    if other is not None:
+        problem = f"module {other!r} uses it too, without sparse=True: set sparse=False, or untie the two"
+    elif param._backward_hooks or param._post_accumulate_grad_hooks:
+        problem = "it has a hook, which would be given rows in place of the whole gradient: remove the hook"
+    elif any(module.scale_grad_by_freq for _, module in users):
+        problem = "torch has no scale_grad_by_freq for it: set scale_grad_by_freq=False"
+    elif any(module.max_norm is not None for _, module in users):
+        found = next(module.max_norm for _, module in users if module.max_norm is not None)
+        problem = f"max_norm={found} would write its weight in every forward: set max_norm=None"
+    if problem is not None:
+        raise ValueError(f"table {name!r} is an embedding with sparse=True, and {problem}")
+    return True
+
+
+@final
+class Table:
+    """One table at work."""
+
+    def __init__(self, unit: Unit, streamer: Streamer) -> None:
+        self.unit = unit
+        ((self.name, self.param),) = unit.parameters.items()
+        self._streamer = streamer
+        self.seen: list[torch.Tensor] | None = None  # the ids of this batch, where somebody wants to know them
+
+    @property
+    def rows(self) -> Rows:
+        rows = self.unit.shard.rows
+        assert rows is not None
+        return rows
+
+    @property
+    def count(self) -> int:
+        return int(self.unit.shard.slots[self.name].shape[0])
+
+    def rows_for(self, ids: torch.Tensor, padding: int | None) -> _Fetched:
+        """What the operation is given: all rows where they rest where it computes, else those that it needs, that of
+        the `padding` among them: torch sums bags in another order where there is none."""
+        rows = self.rows
+        self._streamer.live.check()
+        if self.seen is not None:
+            self.seen.append(ids)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.count:
+            raise IndexError(
+                f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from "
+                f"{int(ids.min())} to {int(ids.max())}"
+            )
+        whole = rows.whole()
+        if whole is not None and whole["params"].device == ids.device:
+            return _Fetched(whole["params"], ids, padding, None)
+        every = ids.reshape(-1) if padding is None else torch.cat([ids.reshape(-1), ids.new_tensor([padding])])
+        wanted, among = torch.unique(every, return_inverse=True)
+        wanted, among = wanted.to("cpu", torch.int64), among.to(ids.dtype)
+        with self._streamer.live.waiting():
+            values = rows.get(wanted, asked=True)["params"].to(ids.device)
+        place = None if padding is None else int(among[-1])
+        return _Fetched(values, among[: ids.numel()].view(ids.shape), place, wanted)
+
+
+class _Fetched(NamedTuple):
+    rows: torch.Tensor  # [n, width]
+    ids: torch.Tensor  # among these rows, as the next
+    padding: int | None
+    wanted: torch.Tensor | None  # int64 [n], which these rows are; None: all
+
+
+class _Rows(torch.autograd.Function):
+    """Rows in the graph. Their gradient becomes one of the table."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, engine: Engine, fetched: list[_Fetched]) -> torch.Tensor:
+        ctx.engine, ctx.wanted, ctx.shape = weakref.ref(engine), fetched[0].wanted, param.shape
+        return fetched[0].rows.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.engine().backward.watch()
+        if ctx.wanted is None:
+            return grad, None, None
+        ids = ctx.wanted.to(grad.device)[grad._indices()[0]][None]
+        of_table = torch.sparse_coo_tensor(
+            ids, grad._values(), ctx.shape, is_coalesced=grad.is_coalesced(), check_invariants=False
+        )
+        return of_table, None, None
+
+
+def look_up(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation on a table; `NotImplemented` where it needs all of it."""
+    signature = _LOOKUPS.get(func)
+    if signature is None:
+        return NotImplemented
+    given = signature.bind(*args, **kwargs).arguments
+    table = engine.tables.get(id(given["weight"]))
+    if table is None or table.unit.current or torch._C._functorch.peek_interpreter_stack() is not None:
+        return NotImplemented
+    engine.check_use(table.param, func.__name__)
+    if not given.get("sparse", False) and torch.is_grad_enabled() and table.param.requires_grad:
+        raise RuntimeError(
+            f"table {table.name!r} is an embedding with sparse=True, and {func.__name__} without sparse=True would "
+            f"make a gradient of all its rows: pass sparse=True"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        padding = given.get("padding_idx")
+        if padding is not None:
+            if not -table.count <= padding < table.count:
+                raise IndexError(f"padding_idx={padding}, and table {table.name!r} has {table.count} rows")
+            padding %= table.count
+        fetched = table.rows_for(given["input"], padding)
+        given |= {"input": fetched.ids, "padding_idx": fetched.padding}
+        given["weight"] = _Rows.apply(table.param, engine, [fetched])
+        operation: Callable[..., Any] = func
+        return operation(**given)
