@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
 import warnings
@@ -26,11 +25,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.assemble import prepared_of
-from outsize.api.saving import buffers_of, settle
-from outsize.checkpoint.differences import Live
-from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
-from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
-from outsize.move.store import DTYPES
 
 Chunk = tuple[Sequence[int], Tensor]
 """(offsets, values)"""
@@ -125,69 +119,10 @@ def other_run(
     return model, optimizer
 
 
-def prepared(model: nn.Module) -> Any:
-    found = prepared_of(next(model.parameters()))
-    assert found is not None
-    return found
-
-
-def aliases_of(model: nn.Module) -> dict[str, str]:
-    first = {id(param): name for name, param in model.named_parameters()}
-    everything = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in everything if first[id(param)] != name}
-
-
-def persistent(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, (value, kept) in buffers_of(model).items() if kept}
-
-
-def live_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Live:
-    engine = prepared(model).engine
-    record = None
-    if optimizer is not None:
-        names = [
-            tuple(engine.parameters.name_of(param) for param in group["params"]) for group in optimizer.param_groups
-        ]
-        groups = tuple(GroupRecord({}, each) for each in names)
-        record = OptimizerRecord(type(optimizer).__name__, prepared(model).placed.kept.arrays, groups)
-    slots = [slot for unit in engine.parameters.units for slot in unit.shard.layout.slots]
-    return Live(
-        {slot.name: (slot.shape, DTYPES[slot.dtype]) for slot in slots},
-        {name: (tuple(value.shape), value.dtype) for name, value in persistent(model).items()},
-        record,
-    )
-
-
-def fill(value: Tensor, stored: Tensor | None) -> None:
-    if stored is not None:
-        value.copy_(stored)
-
-
 def load(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    strict: bool = True,
-    weights: bool = True,
-) -> DcpCheckpoint:
-    """What `outsize.load` does with such a folder."""
-    live = live_of(model, optimizer)
-    live = live if weights else dataclasses.replace(live, buffers=None)  # type: ignore[arg-type]
-    checkpoint = open_dcp(folder, live, str(folder), aliases_of(model), strict)
-    settle(prepared(model))
-    for unit in prepared(model).engine.parameters.units:
-        if weights:
-            checkpoint.load_weights(unit.shard)
-        if optimizer is not None:
-            checkpoint.load_state(unit.shard)
-    for name, value in persistent(model).items() if weights else ():
-        fill(value, checkpoint.buffer(name))
-    if optimizer is not None:
-        prepared(model).stepper.forget()
-        for group, hyper in zip(optimizer.param_groups, checkpoint.hyper, strict=True):
-            group.update(hyper)
-    checkpoint.close()
-    return checkpoint
+    folder: Path, model: nn.Module | None, optimizer: torch.optim.Optimizer | None = None, strict: bool = True
+) -> None:
+    assert outsize.load(folder, model, optimizer, strict=strict) is None  # such a folder has no `extra`
 
 
 def plain_save(state: dict[str, Any], folder: Path) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import outsize
+from outsize.checkpoint import files
 from outsize.checkpoint.arrays import SLAB_BYTES
-from outsize.formats import dcp_folder
 from outsize.formats.dcp_folder import DcpFolder
 from tests.api.checkpoint_runs import peak_of
 from tests.api.dcp_runs import (
@@ -79,7 +79,7 @@ def test_any_piece_of_a_tensor_that_was_cut_anyhow_is_as_torch_loads_it(data: st
         plain_load(expected, Path(root) / "folder")
         folder = DcpFolder(Path(root) / "folder")
         folder.check(["x"])
-        assert torch.equal(folder.tensor("x"), expected["x"])
+        assert torch.equal(folder.readable("x").whole(), expected["x"])
         for _ in range(4):
             start = data.draw(st.integers(0, value.numel()))
             end = data.draw(st.integers(start, value.numel()))
@@ -106,7 +106,7 @@ def grid(value: Tensor, parts: int = 3) -> list[Chunk]:
 def test_a_run_whose_tensors_are_grids_goes_on_as_it_was(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_folder, "MOST_OPEN", 2)
+    monkeypatch.setattr(files, "MOST_OPEN", 2)
     plain, plain_optimizer = plain_run()
     weights, states = get_state_dict(plain, plain_optimizer)
     flat = {f"model.{name}": value for name, value in weights.items()}
@@ -210,7 +210,7 @@ def test_a_file_that_is_cut_after_it_was_checked_is_named(tmp_path: Path) -> Non
     folder.check(["x"])
     os.truncate(tmp_path / "folder" / "__0_0.distcp", 100)
     with pytest.raises(ValueError, match="__0_0.distcp ends at .*; it was changed while it was being read"):
-        folder.tensor("x")
+        folder.readable("x").whole()
     folder.close()
 
 

@@ -170,7 +170,7 @@ def test_a_cut_or_missing_file_is_refused(target: Target, tmp_path: Path) -> Non
     os.mkfifo(data)
     target.refuses(tmp_path / "folder", "not a regular file")
     (tmp_path / "folder" / ".metadata").unlink()
-    target.refuses(tmp_path / "folder", "metadata is written last", FileNotFoundError)
+    target.refuses(tmp_path / "folder", "not a complete checkpoint", FileNotFoundError)
 
 
 def cut_chunk(found: Metadata) -> None:

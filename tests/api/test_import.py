@@ -315,13 +315,15 @@ def test_without_strict_what_only_one_side_has_is_passed_over_and_listed(
     target = prepared(Small(2), tmp_path, tier)
     before = values(target)
     with pytest.raises(
-        ValueError, match=r"2 missing weights: norm.running_mean, wide.bias; 1 unexpected weights: gate\..*strict=False"
+        ValueError,
+        match=r"1 missing parameters: wide.bias; 1 missing buffers: norm.running_mean; 1 unex.*: gate\..*strict=False",
     ):
         outsize.load(tmp_path, target)
     assert equal(values(target), before)
     with caplog.at_level(logging.WARNING, "outsize"):
         outsize.load(tmp_path, target, strict=False)
-    assert "2 missing weights, passed over: norm.running_mean, wide.bias" in caplog.text
+    assert "1 missing parameters, passed over: wide.bias" in caplog.text
+    assert "1 missing buffers, passed over: norm.running_mean" in caplog.text
     assert "1 unexpected weights, passed over: gate" in caplog.text
     assert equal(values(target), {**before, **tensors, **{name: before[name] for name in missing}})
     safetensors.save_file({**tensors, "wide.bias": torch.ones(7)}, tmp_path / "model.safetensors")
@@ -384,7 +386,7 @@ TWICE = (
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another shape": (single(one(shape=[4, 2])), "weight is 4x2 there and 2x4 here"),
     "another kind": (single(one(dtype="I32")), "weight is torch.int32 there and torch.float32 here"),
-    "another name": (single({"bias": one()["weight"]}), "1 missing weights: weight; 1 unexpected weights: bias"),
+    "another name": (single({"bias": one()["weight"]}), "1 missing parameters: weight; 1 unexpected weights: bias"),
     "a name twice": (single(TWICE), "stands there twice"),
     "two holders": (repeated, "holds 'weight', which model.safetensors.index.json does not list there"),
     "a file with less": (single(one(), bytes(31)), "should have"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,20 +26,20 @@ from outsize.api.saving import (
     whole,
     with_own,
 )
+from outsize.checkpoint.arrays import Readable, place_state, place_weights
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.differences import Live
 from outsize.checkpoint.directory import checkpoints_in, is_checkpoint
+from outsize.checkpoint.opened import Opened
 from outsize.checkpoint.peers import Peers
-from outsize.checkpoint.reader import LATEST, Checkpoint, open_checkpoint
-from outsize.checkpoint.regions import AnyRegion
+from outsize.checkpoint.reader import LATEST, open_checkpoint
 from outsize.checkpoint.rng import restore_rng
 from outsize.formats.dcp_metadata import is_dcp
-from outsize.formats.dcp_reading import DcpCheckpoint, open_dcp
-from outsize.formats.hugging import SafetensorsWeights, is_safetensors, open_safetensors
+from outsize.formats.dcp_reading import open_dcp
+from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.store import DTYPES
 from outsize.run.unit import Unit
 
-Opened = Checkpoint | SafetensorsWeights | DcpCheckpoint
 logger = logging.getLogger("outsize")
 
 
@@ -89,11 +89,9 @@ def _load(
     ranks = None if reduction is None else reduction.ranks
     opened = everywhere(ranks, partial(_open, prepared, path, model, optimizer, label, strict), "load")
     try:
-        own = opened if isinstance(opened, Checkpoint) else None
-        if own is not None and ranks is not None:
+        if ranks is not None:
             # A directory's newest checkpoint may be another one where a file system shows it later.
-            mine = {"the checkpoint": f"{own.folder.name}, saved at {own.manifest.saved_at}"}
-            check_same(ranks.everyone(), "what they load", mine, "load")
+            check_same(ranks.everyone(), "what they load", {"the checkpoint": opened.name}, "load")
         for what, names in opened.passed_over.items():
             logger.warning("%s: %d %s, passed over: %s", path, len(names), what, ", ".join(names))
         settle(prepared)
@@ -101,7 +99,7 @@ def _load(
             give_own_params(prepared, ranks, "load")
         with prepared.engine.streamer.live.changing("outsize.load"), _gathered_anew(prepared):
             everywhere(ranks, partial(_fill, prepared, opened, model, optimizer), "load")
-        return None if own is None else own.extra
+        return opened.extra
     finally:
         opened.close()
 
@@ -132,10 +130,8 @@ def _open(
     if not ours and is_safetensors(path):
         if model is None or optimizer is not None:
             raise ValueError(f"{path} holds weights alone: load it with outsize.load(path, model)")
-        buffers = {name: value for name, (value, kept) in buffers_of(model).items() if kept}
         optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        slots = [slot for unit in prepared.engine.parameters.units for slot in unit.shard.whole.slots]
-        return open_safetensors(path, slots, buffers, tied_names(model), optional, strict)
+        return open_safetensors(path, live, tied_names(model), optional, strict)
     if not ours and is_dcp(path):
         return open_dcp(path, live, label, tied_names(prepared.model), strict)
     reduction = prepared.engine.reduction
@@ -180,27 +176,23 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
 
 
 def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-    """Overwrite the live state. Only a checkpoint of ours has gradients, extra states and random numbers."""
-    own = opened if isinstance(opened, Checkpoint) else None
+    """Overwrite the live state."""
     for unit in prepared.engine.parameters.units:
-        if optimizer is not None and not isinstance(opened, SafetensorsWeights):
-            unit.shard.make_room(opened.stated(unit.shard))  # before the weights, whose masters lie there too
+        shard = unit.shard
+        if optimizer is not None:
+            shard.make_room(opened.scalars.keys() & shard.slots.keys())  # before the weights, whose masters lie there
         if model is not None:
-            opened.load_weights(unit.shard)
+            place_weights(shard, opened.weights, opened.resting)
             unit.updates += 1  # a graph of before must not be used
-        if optimizer is not None and not isinstance(opened, SafetensorsWeights):
-            opened.load_state(unit.shard)
-            _fill_gradients(prepared, own, unit)
+        if optimizer is not None:
+            place_state(shard, opened.arrays, opened.scalars, opened.absent)
+            _fill_gradients(prepared, opened, unit)
     if model is not None:
-        buffers = buffers_of(model)
-        _fill_buffers(
-            buffers, partial(_own_buffer, opened, buffers) if isinstance(opened, Checkpoint) else opened.buffer
-        )
-        extra_states = {} if own is None else own.extra_states
+        _fill_buffers(buffers_of(model), opened.buffers)
         for name, module in with_own(model, "set_extra_state").items():
-            if name in extra_states:
-                module.set_extra_state(extra_states[name])
-    if optimizer is not None and not isinstance(opened, SafetensorsWeights):
+            if name in opened.extra_states:
+                module.set_extra_state(opened.extra_states[name])
+    if optimizer is not None:
         assert prepared.stepper is not None
         prepared.stepper.forget()
         prepared.stepper.state.keep()
@@ -210,21 +202,8 @@ def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer
         for group, values in zip(optimizer.param_groups, opened.hyper, strict=True):
             group.update(values)
         prepared.stepper.state.put_options_right()
-        if own is not None and model is not None:
-            restore_rng(own.rng, prepared.config.compute_device)
-
-
-def _own_buffer(
-    checkpoint: Checkpoint, buffers: Mapping[str, tuple[torch.Tensor, bool]], name: str
-) -> torch.Tensor | None:
-    """Persistent buffers were checked to match; of the others those that do are restored too."""
-    value, persistent = buffers[name]
-    region = checkpoint.buffers.get(name)
-    same = region is not None and (region.shape, region.dtype) == (tuple(value.shape), value.dtype)
-    if region is not None and (persistent or same):
-        return checkpoint.data.read(region)
-    logger.info("buffer %r, which is not persistent, does not match the checkpoint and stays as it is", name)
-    return None
+        if opened.rng is not None and model is not None:
+            restore_rng(opened.rng, prepared.config.compute_device)
 
 
 # Note [Expanded buffers]
@@ -233,19 +212,19 @@ def _own_buffer(
 # it has not: the run that saved may have replaced it. The tensor is the same object, so that all who share it see it.
 
 
-def _fill_buffers(
-    buffers: Mapping[str, tuple[torch.Tensor, bool]], stored: Callable[[str], torch.Tensor | None]
-) -> None:
-    """Give each buffer what `stored` has under its name; None: it keeps its values. See Note [Expanded buffers]."""
+def _fill_buffers(buffers: Mapping[str, tuple[torch.Tensor, bool]], stored: Mapping[str, Readable]) -> None:
+    """Give each buffer its stored values. Persistent ones were checked to match, the others keep theirs unless they do.
+    See Note [Expanded buffers]."""
     expanded = {name for name, (value, _) in buffers.items() if _is_expanded(value)}
-    for name in sorted(buffers, key=expanded.__contains__):
-        value, found = buffers[name][0], stored(name)
-        if found is None:
+    for name in sorted(buffers.keys() & stored.keys(), key=expanded.__contains__):
+        (value, persistent), found = buffers[name], stored[name]
+        if not persistent and (found.shape, found.dtype) != (tuple(value.shape), value.dtype):
+            logger.info("buffer %r, which is not persistent, does not match the checkpoint and stays as it is", name)
             continue
         with torch.inference_mode(value.is_inference()), torch.no_grad():
             if name not in expanded:
-                value.copy_(found)
-            elif not _has_bits(value, fresh := found.to(value.device, value.dtype)):
+                value.copy_(found.whole())
+            elif not _has_bits(value, fresh := found.whole().to(value.device, value.dtype)):
                 value.data = fresh
 
 
@@ -257,40 +236,32 @@ def _has_bits(value: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.equal(torch.empty_like(wanted).copy_(value).view(torch.uint8), wanted.view(torch.uint8))
 
 
-def _fill_gradients(prepared: Prepared, checkpoint: Checkpoint | None, unit: Unit) -> None:
+def _fill_gradients(prepared: Prepared, opened: Opened, unit: Unit) -> None:
     """Drop the unit's gradients, and take those of the checkpoint."""
     gradients = prepared.engine.gradients[unit.index]
     gradients.place.flush_and_drop()
     for param in unit.parameters.values():
         param.grad = None
-    if checkpoint is None:
-        gradients.place.restore_held({})
-        return
-    found = {name: checkpoint.records[name] for name in unit.parameters if name in checkpoint.records}
+    held, grads = opened.grads.get("held", {}), opened.grads.get("grad", {})
     gradients.place.restore_held(
-        {
-            name: (_own_part(checkpoint, unit, name, record.arrays["held"]), record.grads["held"][0])
-            for name, record in found.items()
-            if "held" in record.grads
-        }
+        {name: (_own_part(unit, name, held[name][0]), held[name][1][0]) for name in unit.parameters if name in held}
     )
-    for name, record in found.items():
-        if "grad" not in record.grads:
-            continue
-        param, (ops, norms) = unit.parameters[name], record.grads["grad"]
-        content = _own_part(checkpoint, unit, name, record.arrays["grad"]).to(param.device)
+    for name in (name for name in unit.parameters if name in grads):
+        param, (stored, (ops, norms)) = unit.parameters[name], grads[name]
+        content = _own_part(unit, name, stored).to(param.device)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
             param.grad = ops.apply_(content.to(param.dtype))
         else:
             # Norms of whole gradients are found anew where this is a part of one.
             gradients.restore(name, content, ops, norms if prepared.engine.reduction is None else {})
-    gradients.finish()
-    gradients.place.flush_and_drop()
+    if grads:
+        gradients.finish()
+        gradients.place.flush_and_drop()
 
 
-def _own_part(checkpoint: Checkpoint, unit: Unit, name: str, region: AnyRegion) -> torch.Tensor:
+def _own_part(unit: Unit, name: str, stored: Readable) -> torch.Tensor:
     """What of an array rests with this rank."""
     if unit.shard.ranks == 1:
-        return checkpoint.data.read(region)
+        return stored.whole()
     slot = unit.shard.slots[name]
-    return checkpoint.data.read(region, slot.first, slot.first + slot.numel)
+    return stored.read(slot.first, slot.first + slot.numel)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import final
+from typing import Any, final
 
 import torch
 
 from outsize.move.memory import HostBuffer, copy, zero
-from outsize.move.shard import StateArray, UnitShard
+from outsize.move.shard import SlotState, StateArray, UnitShard
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES
 from outsize.optim.rules import split_master
 from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
@@ -159,45 +159,68 @@ def _part(array: Array, content: torch.Tensor, slot: Slot, start: int, low: int,
     return content[offset : offset + nbytes].view(array.dtype(slot))
 
 
-Stored = Callable[[str, int, int], torch.Tensor]
-"""Gives the elements [start, end) of a stored parameter, 1-D, in fp32 or wider if they are to become exact masters;
-valid until the next call."""
-
-
 def place_weights(
-    shard: UnitShard,
-    names: Container[str],
-    stored: Stored,
-    as_it_rests: Callable[[str, Slot, int, int], torch.Tensor | None] = lambda *_: None,
+    shard: UnitShard, weights: Mapping[str, Readable], resting: Mapping[str, Mapping[str, Readable]]
 ) -> None:
-    """Place the settled unit's parameters that are in `names`, and the rest of their masters. Others keep their values.
-    Memory: a slab and a piece.
+    """Place the settled unit's parameters that are in `weights`, and the rest of their masters. Others keep their
+    values. Memory: a slab and what is read at a time.
 
-    A 16-bit parameter with an fp32 master takes the stored values as its master, exactly. `as_it_rests` gives "weight"
-    and "master" themselves where they are stored in the live dtype.
+    A 16-bit parameter with an fp32 master takes the values as its master, exactly. `resting` has "weight" and "master"
+    themselves, of the parameters for which they are stored so.
     """
     slab = HostBuffer(SLAB_BYTES)
-    known = {name: slot for name, slot in shard.slots.items() if name in names}
+    known = {name: slot for name, slot in shard.slots.items() if name in weights}
     halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
     keep = len(known) < len(shard.slots)
 
-    def split(values: torch.Tensor, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(slot: Slot, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = weights[slot.name].read(start, end)
         weight = torch.empty_like(values, dtype=DTYPES[slot.dtype])
         rest = torch.empty_like(values, dtype=MASTER_DTYPE[slot.dtype])
         split_master(values.float(), weight, rest)
         return weight, rest
 
     def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
-        found = as_it_rests("weight", slot, start, end)
-        if found is not None:
-            return found
-        values, live = stored(slot.name, start, end), DTYPES[slot.dtype]
-        return values.to(live) if values.dtype is live or slot.name not in halves else split(values, slot)[0]
+        live = DTYPES[slot.dtype]
+        if slot.name in resting:
+            return resting[slot.name]["weight"].read(start, end)
+        if slot.name in halves and weights[slot.name].dtype is not live:
+            return split(slot, start, end)[0]
+        return weights[slot.name].read(start, end).to(live)
 
     def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
-        found = as_it_rests("master", slot, start, end)
-        return split(stored(slot.name, start, end), slot)[1] if found is None else found
+        found = resting.get(slot.name)
+        return split(slot, start, end)[1] if found is None else found["master"].read(start, end)
 
     copy_in(Weights(shard), known, slab, weight, keep)
     if halves:
         copy_in(States(shard, shard.arrays[MASTER]), halves, slab, rest, keep)
+
+
+def place_state(
+    shard: UnitShard,
+    arrays: Mapping[str, Mapping[str, Readable]],
+    scalars: Mapping[str, Mapping[str, Any]],
+    absent: Container[str],
+) -> None:
+    """Place the settled unit's optimizer arrays, for which there is room, and the optimizer's other values.
+
+    A parameter that has none of these has none from now on; those in `absent` keep what they have.
+    """
+    slab = HostBuffer(SLAB_BYTES)
+    known = {name for name in shard.slots if name not in absent}
+    filled = known & scalars.keys()
+    stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
+    for array in shard.arrays.values():
+        if array.public:
+
+            def source(slot: Slot, start: int, end: int, name: str = array.name) -> torch.Tensor:
+                found = arrays[slot.name].get(name) if slot.name in filled else None
+                return torch.zeros(end - start, device="cpu") if found is None else found.read(start, end)
+
+            wanted = dict.fromkeys(filled | stale)
+            copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
+    for name in known:
+        shard.slot_states.pop(name, None)
+    for name in filled:
+        shard.slot_states[name] = SlotState(dict(scalars[name]), initialised=True)

@@ -79,6 +79,45 @@ def unlike(kind: str, stored: Shapes, live: Shapes, convertible: Collection[torc
     }
 
 
+def with_aliases(names: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """What a folder may call a parameter, with its name. `aliases` has the further names of tied ones, each with the
+    first."""
+    called = {name: name for name in names}
+    return called | {alias: name for alias, name in aliases.items() if name in called}
+
+
+def names_in(live: Live, stored: Shapes, aliases: Mapping[str, str]) -> dict[str, str]:
+    """By live parameter and buffer the name under which a folder has it; those that it lacks are left out."""
+    keys: dict[str, str] = {}
+    for each, name in with_aliases([*live.parameters, *(live.buffers or {})], aliases).items():
+        if each in stored:
+            keys.setdefault(name, each)
+    return keys
+
+
+def differences_of_others(
+    live: Live,
+    stored: Shapes,
+    aliases: Mapping[str, str],
+    unexpected: list[str],
+    optional: Collection[str] = (),
+    convertible: Collection[torch.dtype] = CONVERTIBLE,
+) -> Differences:
+    """What differs in a folder that others wrote. It may lack what is `optional`.
+
+    A tied parameter is loaded from one name. Under the others, where the folder has them, it must fit too.
+    """
+    buffers, found = live.buffers or {}, {*names_in(live, stored, aliases), *optional}
+    wanted = {**live.parameters, **buffers}
+    shapes = {each: wanted[name] for each, name in with_aliases(wanted, aliases).items()}
+    return {
+        "missing parameters": [name for name in live.parameters if name not in found],
+        "missing buffers": [name for name in buffers if name not in found],
+        "unexpected weights": unexpected,
+        **unlike("weight", stored, shapes, convertible),
+    }
+
+
 def check_same_model(what: str, found: Differences, strict: bool) -> Differences:
     """Raise `ValueError` for the differences found in `what`. Returns those that `strict=False` passes over."""
     passed_over = {

@@ -7,23 +7,36 @@ import os
 import resource
 import stat
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from outsize.checkpoint.arrays import Readable
+from outsize.checkpoint.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+)
 from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.codes import BLOCK, decode
 from outsize.move.disk import naming as naming
 from outsize.move.generations import crc32c
 from outsize.move.memory import HostBuffer, memory_of
+from outsize.optim.rules import join_master
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
 ALIGN_BYTES = 64
 SPARE_FILES = 64
+MOST_OPEN = 16
+"""Files of others at a time. Those among which a layer was divided are read in turn."""
+
 MAPPED_BYTES = 1 << 18
 
 
@@ -177,6 +190,26 @@ def read_exactly(fd: int, offset: int, out: memoryview, path: Path) -> None:
         offset, out = offset + count, out[count:]
 
 
+@final
+class OpenFiles:
+    """Files that are opened when they are first read. At most `MOST_OPEN` are open at a time."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def at(self, path: Path) -> int:
+        """The file's descriptor."""
+        if path not in self._open:
+            if len(self._open) == MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
 def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory that goes back to the system when it is dropped; a large piece of the heap may be left in fragments."""
     nbytes = numel * dtype.itemsize
@@ -249,6 +282,20 @@ class DataReader:
             scales = self._read_stored(region.scales, first // BLOCK, -(-last // BLOCK))
             found = decode(self._read_stored(region, first, last), scales, region.codec == "root")[start - first :]
         return found.view(region.shape) if end is None else found
+
+    def readable(self, region: AnyRegion) -> Readable:
+        return Readable(region.shape, region.dtype, partial(self.read, region))
+
+    def exact(self, record: ParameterRecord) -> Readable:
+        """The values of a parameter: those of its fp32 master, where it has one."""
+        weight, master = record.weight, record.master
+        if master is None:
+            return self.readable(weight)
+
+        def read(start: int, end: int) -> torch.Tensor:
+            return join_master(self.read(weight, start, end), self.read(master, start, end))
+
+        return Readable(record.shape, torch.float32, read)
 
     def _read_stored(self, region: Region, start: int, end: int) -> torch.Tensor:
         out = _empty(end - start, region.stored)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: everything is checked first, then arrays go by parameter name into any live layout."""
+"""Opening a checkpoint: everything is checked first, then arrays are there by parameter name for any live layout."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ from typing import Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in, place_weights
 from outsize.checkpoint.differences import Differences, Live, check_match
 from outsize.checkpoint.directory import checkpoints_in, lookalikes_in, was_removed
 from outsize.checkpoint.files import open_manifest
 from outsize.checkpoint.folder import locate
-from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
+from outsize.checkpoint.manifest import GRADS, MANIFEST_NAME, Manifest, ParameterRecord
+from outsize.checkpoint.opened import Opened
 from outsize.checkpoint.peers import Cut, Peers, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.values import decode, from_inline
-from outsize.move.memory import HostBuffer
-from outsize.move.shard import SlotState, UnitShard
-from outsize.move.store import DTYPES
-from outsize.optim.rules import join_master
-from outsize.plan.layout import Slot
 
 LATEST = "latest"
 LOOKS = 10
@@ -79,19 +74,11 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(self, folder: Path, peers: Peers | None = None, cuts: Mapping[str, Cut] | None = None) -> None:
-        """`cuts`: of the parameters of which this rank has a part along a dimension; `records` are those parts."""
+    def __init__(self, folder: Path, peers: Peers | None = None) -> None:
         self.folder = folder
-        self.passed_over: Differences = {}
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
         self._number = number_at_place(self.manifest, peers)
-        self.records = {
-            name: record.of_part(cut.dim, cut.first, cut.count)
-            if (cut := (cuts or {}).get(name)) is not None and cut.fits(record.shape)
-            else record
-            for name, record in self.manifest.parameters.items()
-        }
         try:
             models = {name_of_rank(MODEL_FILE, number) for number in (0, self._number)}
             self.data.verify(files=sorted(models & self.manifest.files.keys()))
@@ -164,78 +151,69 @@ class Checkpoint:
         self._scalar_regions.append(Region.from_json(value))
         return self._tensor(value)
 
-    @property
-    def steps(self) -> int:
-        """That the optimizer has taken."""
-        return 0 if self.manifest.optimizer is None else self.manifest.optimizer.steps
-
     def close(self) -> None:
         self.data.close()
 
-    def load_weights(self, shard: UnitShard) -> None:
-        """Place the unit's parameters, and the rest of their masters; one that is not here keeps its values."""
+    def opened(self, live: Live, cuts: Mapping[str, Cut], passed_over: Differences) -> Opened:
+        """Its content for a live model; of the parameters in `cuts` the part along a dimension that this rank has."""
+        manifest, readable = self.manifest, self.data.readable
+        records = {name: _part_of(record, cuts.get(name)) for name, record in manifest.parameters.items()}
+        return Opened(
+            weights={name: self.data.exact(record) for name, record in records.items()},
+            buffers={name: readable(region) for name, region in self.buffers.items()},
+            passed_over=passed_over,
+            close=self.close,
+            resting={
+                name: {"weight": readable(record.weight), "master": readable(record.master)}
+                for name, record in records.items()
+                if record.master is not None and name in live.parameters and record.dtype is live.parameters[name][1]
+            },
+            arrays={
+                name: {key: readable(region) for key, region in record.state.items()}
+                for name, record in records.items()
+            },
+            scalars=self.scalars,
+            absent=live.parameters.keys() - records.keys(),
+            hyper=self.hyper,
+            steps=0 if manifest.optimizer is None else manifest.optimizer.steps,
+            name=f"{self.folder.name}, saved at {manifest.saved_at}",
+            grads={
+                key: {
+                    name: (readable(record.arrays[key]), record.grads[key])
+                    for name, record in records.items()
+                    if key in record.grads
+                }
+                for key in GRADS
+            },
+            extra=self.extra,
+            extra_states=self.extra_states,
+            rng=self.rng,
+        )
 
-        def as_it_rests(key: str, slot: Slot, start: int, end: int) -> torch.Tensor | None:
-            record = self.records[slot.name]
-            if record.dtype is not DTYPES[slot.dtype] or key not in record.arrays:
-                return None
-            return self.data.read(record.arrays[key], start, end)
 
-        def exact_values(name: str, start: int, end: int) -> torch.Tensor:
-            record = self.records[name]
-            stored = self.data.read(record.weight, start, end)
-            if record.master is None:
-                return stored
-            return join_master(stored, self.data.read(record.master, start, end))
-
-        place_weights(shard, self.records, exact_values, as_it_rests)
-
-    def stated(self, shard: UnitShard) -> set[str]:
-        """Those of the unit's parameters that have optimizer state here."""
-        return {name for name in shard.slots if name in self.records and name in self.scalars}
-
-    def load_state(self, shard: UnitShard) -> None:
-        """Place the unit's optimizer arrays and scalars; a parameter that had none has none again.
-
-        There is room for those that have.
-        """
-        slab = HostBuffer(SLAB_BYTES)
-        known = {name for name in shard.slots if name in self.records}
-        filled = self.stated(shard)
-        stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
-        for array in shard.arrays.values():
-            if array.public:
-
-                def source(slot: Slot, start: int, end: int, key: str = f"state.{array.name}") -> torch.Tensor:
-                    if slot.name not in filled:
-                        return torch.zeros(end - start, device="cpu")
-                    return self.data.read(self.records[slot.name].arrays[key], start, end)
-
-                wanted = dict.fromkeys(filled | stale)
-                copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
-        for name in known:
-            shard.slot_states.pop(name, None)
-        for name in filled:
-            shard.slot_states[name] = SlotState(self.scalars[name], initialised=True)
+def _part_of(record: ParameterRecord, cut: Cut | None) -> ParameterRecord:
+    if cut is None or not cut.fits(record.shape):
+        return record
+    return record.of_part(cut.dim, cut.first, cut.count)
 
 
 def open_checkpoint(
     path: Path, live: Live, label: str, strict: bool, peers: Peers | None, cuts: Mapping[str, Cut]
-) -> Checkpoint:
+) -> Opened:
     """The checkpoint at `path`, or the newest one there, found to be whole and to fit what is `live`."""
     looks = 0
     while True:
         looks += 1
         names = _names_beside(path)
         try:
-            checkpoint = Checkpoint(find_checkpoint(path), peers, cuts)
+            checkpoint = Checkpoint(find_checkpoint(path), peers)
             try:
-                checkpoint.passed_over = check_match(checkpoint.manifest, live, label, strict)
+                passed_over = check_match(checkpoint.manifest, live, label, strict)
                 checkpoint.verify(weights=live.buffers is not None, state=live.optimizer is not None)
             except BaseException:
                 checkpoint.close()
                 raise
-            return checkpoint
+            return checkpoint.opened(live, cuts, passed_over)
         except FileNotFoundError:
             # A run that saves with `keep` may just have removed what was the newest.
             if looks == LOOKS or names == _names_beside(path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import pickle
@@ -13,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -20,16 +20,13 @@ from typing import IO, Any, final
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES
-from outsize.checkpoint.files import naming, read_exactly
-from outsize.formats.dcp_metadata import METADATA_NAME, Box, DcpMetadata, Place, Shape, is_dcp
+from outsize.checkpoint.arrays import SLAB_BYTES, Readable
+from outsize.checkpoint.files import OpenFiles, naming, read_exactly
+from outsize.formats.dcp_metadata import METADATA_NAME, Box, DcpMetadata, Place, Shape
 from outsize.move.memory import HostBuffer, memory_of
 
 LARGEST_VALUE = 1 << 20
 """Bytes of a plain value: a learning rate, a list of parameter names."""
-
-MOST_OPEN = 16
-"""Files at a time. Those among which a layer was divided are read in turn."""
 
 # Note [Stored records]
 # torch keeps each tensor in an archive: a zip file whose records are stored as they are. So any part of a tensor can
@@ -131,23 +128,17 @@ def boxes_between(shape: Shape, start: int, end: int) -> Iterator[Box]:
 class DcpFolder:
     """What the folder holds, by key. Only what `check` was called for can be read. Close it after use.
 
-    `tensors` maps keys to (shape, dtype); `values` are the keys of what is no tensor. Raises `FileNotFoundError` where
-    there is no metadata, `ValueError` that names the file for a damaged or a suspicious one.
+    `tensors` maps keys to (shape, dtype); `values` are the keys of what is no tensor. Raises `ValueError` that names
+    the file for damaged or suspicious metadata.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not is_dcp(folder):
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "not a complete checkpoint: the metadata is written last and is missing",
-                str(folder / METADATA_NAME),
-            )
         self._metadata = DcpMetadata(folder / METADATA_NAME)
         self.tensors, self.values, self.level = self._metadata.tensors, self._metadata.values, self._metadata.level
         self._lengths: dict[str, int] = {}
         self._checked: dict[str, _Tensor] = {}
-        self._open: dict[str, int] = {}
+        self._files = OpenFiles()
         self._slab = HostBuffer(SLAB_BYTES)
 
     def check(self, keys: Iterable[str]) -> None:
@@ -178,34 +169,19 @@ class DcpFolder:
             content = out[at : at + numel].view(box[1])
             for part in self._checked[key].having(box):
                 with naming(self.folder / part.file, f"reading {key!r}"):
-                    part.read(self._file(part.file), self.folder / part.file, box, content)
+                    part.read(self._files.at(self.folder / part.file), self.folder / part.file, box, content)
             at += numel
         return out
 
-    def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor on the CPU. Memory: its bytes, and those of a piece."""
-        shape, dtype = self.tensors[key]
-        out = torch.empty(shape, dtype=dtype, device="cpu")
-        flat, most = out.view(-1), SLAB_BYTES // dtype.itemsize
-        for start in range(0, flat.numel(), most):
-            end = min(start + most, flat.numel())
-            flat[start:end] = self.piece(key, start, end)
-        return out
+    def readable(self, key: str) -> Readable:
+        return Readable(*self.tensors[key], partial(self.piece, key))
 
     def small(self, keys: Iterable[str]) -> dict[str, Any]:
         """Small tensors and plain values at once, by key. `ValueError` for a value that holds more than plain data."""
-        return {key: self.tensor(key) if key in self.tensors else self._value(key) for key in keys}
+        return {key: self.readable(key).whole() if key in self.tensors else self._value(key) for key in keys}
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def _file(self, name: str) -> int:
-        if name not in self._open:
-            if len(self._open) == MOST_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[name]
+        self._files.close()
 
     def _found(self, key: str) -> _Tensor:
         """A tensor, each part found in its archive."""
@@ -240,7 +216,7 @@ class DcpFolder:
             raise ValueError(f"{name!r} has {there} bytes and {key!r} ends at {first + length}: the file was cut")
         with naming(self.folder / name, f"reading {key!r}"):
             try:
-                file = io.BufferedReader(_Slice(self._file(name), first, length))
+                file = io.BufferedReader(_Slice(self._files.at(self.folder / name), first, length))
                 with zipfile.ZipFile(file) as records:
                     _check_records(records)
                     file.seek(0)

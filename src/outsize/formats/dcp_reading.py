@@ -11,16 +11,23 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, States, copy_in, place_weights
-from outsize.checkpoint.differences import LISTED, Live, check_same_model, dims, listed, unlike
+from outsize.checkpoint.differences import (
+    LISTED,
+    Differences,
+    Live,
+    check_same_model,
+    differences_of_others,
+    dims,
+    listed,
+    names_in,
+    with_aliases,
+)
+from outsize.checkpoint.opened import Opened
 from outsize.formats.dcp_folder import DcpFolder
-from outsize.move.memory import HostBuffer
-from outsize.move.shard import SlotState, UnitShard
-from outsize.plan.layout import Slot
 
 USUAL = ("", "model.", "state_dict.", "app.model.", "module.")
 """What stands before the names of weights in the folders of most programs, the first of them preferred."""
@@ -41,8 +48,8 @@ class _State:
 
 
 def open_dcp(
-    folder: Path, live: Live, label: str, aliases: Mapping[str, str] | None = None, strict: bool = True
-) -> DcpCheckpoint:
+    path: Path, live: Live, label: str, aliases: Mapping[str, str] | None = None, strict: bool = True
+) -> Opened:
     """Open a folder for the live model, and its optimizer if `live` has one; every check is made here.
 
     Args:
@@ -50,83 +57,42 @@ def open_dcp(
         aliases: the further names of tied parameters, each with the first.
         strict: with False, what only one side has is passed over.
 
-    Raises `FileNotFoundError` where there is no complete checkpoint, `ValueError` for a damaged one and for one that
-    does not match, with what is missing, unexpected and different.
+    Memory: three slabs at most, and the buffer at hand. Raises `ValueError` for a damaged folder and for one that does
+    not match, with what is missing, unexpected and different.
     """
-    stored = DcpFolder(folder)
+    folder = DcpFolder(path)
     try:
-        return DcpCheckpoint(stored, live, aliases or {}, label, strict)
+        return _opened(folder, live, label, aliases or {}, strict)
     except BaseException:
-        stored.close()
+        folder.close()
         raise
 
 
-@final
-class DcpCheckpoint:
-    """A folder whose names, shapes and files were checked. Close it after use.
-
-    Memory: three slabs at most, and the buffer at hand.
-
-    `hyper` has the options of each parameter group that the folder tells, `steps` the largest count of steps,
-    `passed_over` what only one side has: "missing parameters" and the like, with the names.
-    """
-
-    def __init__(self, folder: DcpFolder, live: Live, aliases: Mapping[str, str], label: str, strict: bool) -> None:
-        self._folder = folder
-        self._keys: Mapping[str, str] = {}  # of the live parameters and buffers
-        self.passed_over: Mapping[str, list[str]] = {}
-        self._states: Mapping[str, _State] = {}
-        self.hyper: list[dict[str, Any]] = []
-        if live.buffers is not None:
-            self._keys, self.passed_over = _find_model(folder, live, aliases, label, strict)
-        if live.optimizer is not None:
-            self._states, self.hyper = _find_optimizer(folder, live, self._keys.values(), aliases, label, strict)
-        counts = [int(state.scalars["step"]) for state in self._states.values() if "step" in state.scalars]
-        self.steps = max(counts, default=0)
-        folder.check([*self._keys.values(), *(key for each in self._states.values() for key in each.arrays.values())])
-
-    def close(self) -> None:
-        self._folder.close()
-
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """The values of one of the live model's persistent buffers in the folder's dtype; None if it has none."""
-        key = self._keys.get(name)
-        return None if key is None else self._folder.tensor(key)
-
-    def load_weights(self, shard: UnitShard) -> None:
-        """Place the unit's parameters, and the rest of their masters; one that was passed over keeps its values."""
-        place_weights(shard, self._keys, lambda name, *of: self._folder.piece(self._keys[name], *of))
-
-    def stated(self, shard: UnitShard) -> set[str]:
-        """Those of the unit's parameters that have optimizer state here."""
-        return {name for name in shard.slots if name in self._states}
-
-    def load_state(self, shard: UnitShard) -> None:
-        """Place the unit's optimizer arrays and scalars.
-
-        There is room for those that have any. A parameter that had none has none again; one that was passed over keeps
-        what it has.
-        """
-        slab = HostBuffer(SLAB_BYTES)
-        filled = self.stated(shard)
-        missing = set(self.passed_over.get("missing parameters", ())) - filled
-        known = set(shard.slots) - missing
-        stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
-        for array in shard.arrays.values():
-            if array.public:
-
-                def source(slot: Slot, start: int, end: int, name: str = array.name) -> torch.Tensor:
-                    key = self._states[slot.name].arrays.get(name) if slot.name in filled else None
-                    if key is None:
-                        return torch.zeros(end - start, device="cpu")
-                    return self._folder.piece(key, start, end)
-
-                wanted = dict.fromkeys(filled | stale)
-                copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
-        for name in known:
-            shard.slot_states.pop(name, None)
-        for name in filled:
-            shard.slot_states[name] = SlotState(dict(self._states[name].scalars), initialised=True)
+def _opened(folder: DcpFolder, live: Live, label: str, aliases: Mapping[str, str], strict: bool) -> Opened:
+    keys: dict[str, str] = {}
+    passed_over: Differences = {}
+    states: dict[str, _State] = {}
+    hyper: list[dict[str, Any]] = []
+    if live.buffers is not None:
+        keys, passed_over = _find_model(folder, live, aliases, label, strict)
+    if live.optimizer is not None:
+        states, hyper = _find_optimizer(folder, live, keys.values(), aliases, label, strict)
+    folder.check([*keys.values(), *(key for state in states.values() for key in state.arrays.values())])
+    found = {name: folder.readable(key) for name, key in keys.items()}
+    buffers = {name: found.pop(name) for name in keys if name not in live.parameters}
+    return Opened(
+        found,
+        buffers,
+        passed_over,
+        folder.close,
+        arrays={
+            name: {part: folder.readable(key) for part, key in state.arrays.items()} for name, state in states.items()
+        },
+        scalars={name: state.scalars for name, state in states.items()},
+        absent=set(passed_over.get("missing parameters", ())) - states.keys(),
+        hyper=hyper,
+        steps=max((int(state.scalars["step"]) for state in states.values() if "step" in state.scalars), default=0),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the weights
@@ -134,31 +100,16 @@ class DcpCheckpoint:
 
 def _find_model(
     folder: DcpFolder, live: Live, aliases: Mapping[str, str], label: str, strict: bool
-) -> tuple[dict[str, str], Mapping[str, list[str]]]:
+) -> tuple[dict[str, str], Differences]:
     """The keys of parameters and buffers by name, and what is passed over. `ValueError` lists what does not match."""
-    wanted = {**live.parameters, **(live.buffers or {})}
-    called = _with_aliases(wanted, aliases)
-    prefix = _prefix(folder, _with_aliases(live.parameters, aliases), len(live.parameters), label)
-    keys: dict[str, str] = {}
-    for each, name in called.items():
-        if prefix + each in folder.tensors:
-            keys.setdefault(name, prefix + each)
-    differences = {
-        "missing parameters": [name for name in live.parameters if name not in keys],
-        "missing buffers": [name for name in live.buffers or {} if name not in keys],
-        "unexpected weights": _unexpected(folder, prefix, keys.values(), called),
-    }
-    # A tied parameter is loaded from one name; under the others, where the folder has them, it must fit too.
-    shapes = {each: folder.tensors[prefix + each] for each in called if prefix + each in folder.tensors}
-    differences |= unlike("tensor", shapes, {each: wanted[name] for each, name in called.items()})
+    called = with_aliases([*live.parameters, *(live.buffers or {})], aliases)
+    prefix = _prefix(folder, with_aliases(live.parameters, aliases), len(live.parameters), label)
+    stored = {key.removeprefix(prefix): shape for key, shape in folder.tensors.items() if key.startswith(prefix)}
+    keys = {name: prefix + each for name, each in names_in(live, stored, aliases).items()}
+    unexpected = _unexpected(folder, prefix, keys.values(), called)
     where = f"under {prefix!r}" if prefix else "at the top"
+    differences = differences_of_others(live, stored, aliases, unexpected)
     return keys, check_same_model(f"the checkpoint {label} ({where})", differences, strict)
-
-
-def _with_aliases(names: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """What a folder may call a parameter, with its name."""
-    called = {name: name for name in names}
-    return called | {alias: name for alias, name in aliases.items() if name in called}
 
 
 def _prefix(folder: DcpFolder, called: Mapping[str, str], count: int, label: str) -> str:
@@ -207,7 +158,7 @@ def _find_optimizer(
     """
     assert live.optimizer is not None
     names = [name for group in live.optimizer.groups for name in group.parameters]
-    called = {str(number): name for number, name in enumerate(names)} | _with_aliases(names, aliases)
+    called = {str(number): name for number, name in enumerate(names)} | with_aliases(names, aliases)
     keys = sorted({*folder.tensors, *folder.values} - {*weights})
     head = _state_head(keys, called)
     if head is None:

@@ -11,21 +11,31 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
-from outsize.checkpoint.arrays import SLAB_BYTES, place_weights
-from outsize.checkpoint.differences import Differences, check_same_model, described, listed, unlike
-from outsize.checkpoint.files import naming, read_exactly, read_manifest
+from outsize.checkpoint.arrays import SLAB_BYTES, Readable
+from outsize.checkpoint.differences import (
+    Differences,
+    Live,
+    Shapes,
+    check_same_model,
+    described,
+    differences_of_others,
+    listed,
+    names_in,
+    with_aliases,
+)
+from outsize.checkpoint.files import OpenFiles, naming, read_exactly, read_manifest
+from outsize.checkpoint.opened import Opened
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
-from outsize.move.shard import UnitShard
 from outsize.move.store import DTYPES
-from outsize.plan.layout import Slot
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -57,50 +67,44 @@ def is_safetensors(folder: Path) -> bool:
 
 
 def open_safetensors(
-    folder: Path,
-    slots: Sequence[Slot],
-    buffers: Mapping[str, torch.Tensor],
-    aliases: Mapping[str, str],
-    optional: Collection[str] = (),
-    strict: bool = True,
-) -> SafetensorsWeights:
-    """Open a safetensors folder for the live model; every check is made here.
+    folder: Path, live: Live, aliases: Mapping[str, str], optional: Collection[str] = (), strict: bool = True
+) -> Opened:
+    """Open a safetensors folder for the live model; every check is made here. Floating-point weights may be cast.
 
     Args:
-        slots: of all units, whole.
-        buffers: those that must be in the folder, by name.
         aliases: for each further name of a tied parameter the name that its unit knows it by.
         optional: names that the folder may lack, which then keep their values.
         strict: with False, what only one side has is passed over, unless it is the same under other names.
 
-    Raises `FileNotFoundError` where there are no weights, `ValueError` for files that are damaged, lie outside the
-    folder or belong to another model.
+    Memory: two slabs, and the buffer at hand. Raises `FileNotFoundError` where there are no weights, `ValueError` for
+    files that are damaged, lie outside the folder or belong to another model.
     """
     stored = find_weights(folder)
-    live = {slot.name: slot for slot in slots}
-    chosen = {name: _alias(name, aliases, stored) for name in (*live, *buffers)}
-    names = {name for name in chosen if chosen[name] in stored}
-    weights = {name: stored[chosen[name]] for name in names}
-    one_sided = {
-        "missing weights": sorted({*chosen} - names - {*optional}),
-        "unexpected weights": sorted({*stored} - {*chosen, *aliases}),
-    }
-    elements = {slot.name: prod(slot.shape) for slot in slots} | {name: each.numel() for name, each in buffers.items()}
-    _check_renamed(folder, one_sided, elements, {name: prod(weight.shape) for name, weight in stored.items()})
-    # A tied parameter is loaded from one name; under the others, where the folder has them, it must fit too.
-    further = {alias: name for alias, name in aliases.items() if alias in stored and name in live}
-    shapes = {name: (slot.shape, DTYPES[slot.dtype]) for name, slot in live.items()}
-    shapes |= {alias: shapes[name] for alias, name in further.items()}
-    shapes |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
-    there = {name: (weight.shape, weight.dtype) for name, weight in (stored | weights).items()}
-    differences = one_sided | unlike("weight", there, shapes, convertible=DTYPES.values())
-    return SafetensorsWeights(weights, check_same_model(str(folder), differences, strict))
+    there = {name: (weight.shape, weight.dtype) for name, weight in stored.items()}
+    wanted = {**live.parameters, **(live.buffers or {})}
+    unexpected = sorted(stored.keys() - with_aliases(wanted, aliases).keys())
+    differences = differences_of_others(live, there, aliases, unexpected, optional, DTYPES.values())
+    _check_renamed(folder, differences, wanted, there)
+    passed_over = check_same_model(str(folder), differences, strict)
+    files, slab = OpenFiles(), HostBuffer(SLAB_BYTES)
 
+    def read(weight: StoredWeight, start: int, end: int) -> torch.Tensor:
+        out = slab.bytes[: (end - start) * weight.dtype.itemsize]
+        offset = weight.offset + start * weight.dtype.itemsize
+        with naming(weight.file, f"reading weights at {offset}"):
+            fd = files.at(weight.file)
+            # The next piece comes while this one is placed.
+            os.posix_fadvise(fd, offset + out.numel(), SLAB_BYTES, os.POSIX_FADV_WILLNEED)
+            read_exactly(fd, offset, memory_of(out), weight.file)
+        return out.view(weight.dtype)
 
-def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> str:
-    """The name under which a tensor is stored; its own if there is none."""
-    others = (alias for alias, first in aliases.items() if first == name and alias in stored)
-    return name if name in stored else next(others, name)
+    def readable(weight: StoredWeight) -> Readable:
+        return Readable(weight.shape, weight.dtype, partial(read, weight))
+
+    keys = names_in(live, there, aliases)
+    found = {name: readable(stored[key]) for name, key in keys.items()}
+    buffers = {name: found.pop(name) for name in keys if name not in live.parameters}
+    return Opened(found, buffers, passed_over, files.close)
 
 
 # Note [Names that transformers converts]
@@ -112,20 +116,17 @@ def _alias(name: str, aliases: Mapping[str, str], stored: Collection[str]) -> st
 # to differ, by its head or by adapters, does neither.
 
 
-def _check_renamed(folder: Path, one_sided: Differences, live: Mapping[str, int], stored: Mapping[str, int]) -> None:
-    """Refuse a folder of transformers that has this model's weights under other names.
-
-    Args:
-        live: the model's weights and buffers, the number of elements by name.
-        stored: the folder's.
-    """
-    missing, unexpected = one_sided.values()
+def _check_renamed(folder: Path, differences: Differences, live: Shapes, stored: Shapes) -> None:
+    """Refuse a folder of transformers that has this model's weights under other names."""
+    missing = differences["missing parameters"] + differences["missing buffers"]
+    unexpected = differences["unexpected weights"]
     if not missing or not unexpected or not (folder / CONFIG_NAME).is_file():
         return
     lost, found = _by_layer(missing, live), _by_layer(unexpected, stored)
     in_a_layer = any(layer and found[layer] >= numel for layer, numel in lost.items())
-    for_most = 2 * lost.total() > sum(live.values()) and 2 * found.total() > lost.total()
+    for_most = 2 * lost.total() > sum(prod(shape) for shape, _ in live.values()) and 2 * found.total() > lost.total()
     if lost.total() == found.total() or in_a_layer or for_most:
+        one_sided = {"missing weights": missing, "unexpected weights": unexpected}
         raise ValueError(
             f"{folder} seems to have this model's weights under other names ({described(one_sided)}): transformers "
             f"converts many models as it saves and loads them, and outsize.load does not. Build the model with "
@@ -134,67 +135,13 @@ def _check_renamed(folder: Path, one_sided: Differences, live: Mapping[str, int]
         )
 
 
-def _by_layer(names: Sequence[str], elements: Mapping[str, int]) -> Counter[str]:
+def _by_layer(names: Sequence[str], shapes: Shapes) -> Counter[str]:
     """How many elements each numbered module has (`model.layers.3.`, the outermost one); under "" those in none."""
     counts: Counter[str] = Counter()
     for name in names:
         layer = _NUMBERED.match(name)
-        counts[layer[0] if layer else ""] += elements[name]
+        counts[layer[0] if layer else ""] += prod(shapes[name][0])
     return counts
-
-
-@final
-class SafetensorsWeights:
-    """A folder whose names, shapes and files were checked. Close it after use.
-
-    Floating-point weights are cast to the live dtype; a 16-bit parameter with an fp32 master takes the stored values as
-    its master, exactly. `passed_over` has the names that only one side has, by what they are: missing or unexpected.
-    Memory: two slabs, and the buffer at hand. One file is open at a time.
-    """
-
-    def __init__(self, weights: Mapping[str, StoredWeight], passed_over: Mapping[str, list[str]]) -> None:
-        self.passed_over = passed_over
-        self._weights = weights
-        self._slab = HostBuffer(SLAB_BYTES)
-        self._open: tuple[Path, int] | None = None
-
-    def load_weights(self, shard: UnitShard) -> None:
-        """Place the settled unit's parameters, and the rest of their masters."""
-        place_weights(shard, self._weights, lambda name, *of: self._read(self._weights[name], *of))
-
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """The values of one of the live model's buffers in the folder's dtype; None if it has none."""
-        stored = self._weights.get(name)
-        if stored is None:
-            return None
-        pieces, numel = SLAB_BYTES // stored.dtype.itemsize, prod(stored.shape)
-        flat = torch.empty(numel, dtype=stored.dtype, device="cpu")
-        for start in range(0, numel, pieces):
-            end = min(start + pieces, numel)
-            flat[start:end] = self._read(stored, start, end)
-        return flat.view(stored.shape)
-
-    def _read(self, stored: StoredWeight, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end), 1-D, in the stored dtype; valid until the next call."""
-        out = self._slab.bytes[: (end - start) * stored.dtype.itemsize]
-        offset = stored.offset + start * stored.dtype.itemsize
-        with naming(stored.file, f"reading weights at {offset}"):
-            fd = self._file(stored.file)
-            # The next piece comes while this one is placed.
-            os.posix_fadvise(fd, offset + out.numel(), SLAB_BYTES, os.POSIX_FADV_WILLNEED)
-            read_exactly(fd, offset, memory_of(out), stored.file)
-        return out.view(stored.dtype)
-
-    def _file(self, path: Path) -> int:
-        if self._open is None or self._open[0] != path:
-            self.close()
-            self._open = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        return self._open[1]
-
-    def close(self) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            os.close(opened[1])
 
 
 # ------------------------------------------------------------------------------------------- what the folder holds

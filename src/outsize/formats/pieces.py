@@ -94,12 +94,5 @@ def stored_weights(manifest: Manifest, data: DataReader, dtype: torch.dtype | No
 def _stored(data: DataReader, record: ParameterRecord, dtype: torch.dtype | None) -> Readable:
     # The option is for floating-point values; parameters are no others.
     out = dtype if dtype is not None and record.dtype.is_floating_point else record.dtype
-    master = record.master if out is not record.dtype else None
-
-    def read(start: int, end: int) -> torch.Tensor:
-        values = data.read(record.weight, start, end)
-        if master is not None:
-            values = join_master(values, data.read(master, start, end))
-        return values.to(out)
-
-    return Readable(record.shape, out, read, EXPORT_NUMEL)
+    values = data.readable(record.weight) if out is record.dtype else data.exact(record)
+    return Readable(record.shape, out, lambda start, end: values.read(start, end).to(out), EXPORT_NUMEL)
