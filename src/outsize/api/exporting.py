@@ -6,7 +6,7 @@ import copy
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from outsize.checkpoint.peers import Peers, together
 from outsize.checkpoint.values import NOT_HYPER
 from outsize.formats.pieces import in_memory, joined_parameter, parameter_at_rest, tensor_parallel_parameter
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
-from outsize.move.comm import RanksError
 from outsize.move.store import DTYPES
 from outsize.plan.sizes import parse_bytes
 
@@ -89,41 +88,24 @@ def _export(
     settle(prepared)
     kind = next((each.dtype for each in weights.values() if each.dtype in DTYPES_OUT), None)
 
-    def write(runs: Iterator[torch.Tensor]) -> None:
-        with merged_folder(target) as folder:
-            write_shards(folder, files, runs)
-            _write_config(folder, model, kind)
-
-    if reduction is None or peers is None:
-        return write(runs_of(files))
-
-    def export() -> None:
-        own = _take_all if peers.rank else partial(_write_and_take_all, write)
-        together(peers, lambda: own(runs_of(files)), "outsize.export")
-
-    copies = reduction.ranks.copies
-    first = copies is None or copies.rank == 0
-    in_all_copies(reduction.ranks, export if first else lambda: None, "export")  # the first one is exported
-
-
-def _take_all(runs: Iterator[torch.Tensor]) -> None:
-    """Give what this rank has of the weights to the rank that writes."""
-    for _ in runs:
-        continue
-
-
-def _write_and_take_all(write: Callable[[Iterator[torch.Tensor]], None], runs: Iterator[torch.Tensor]) -> None:
-    """Write what all ranks have of the weights. After a failure take the rest, so that no other rank waits."""
-    try:
-        write(runs)
-    except RanksError:
-        raise
-    except Exception as error:
+    def write() -> None:
+        runs = runs_of(files)
         try:
-            _take_all(runs)
-        except RanksError as ended:
-            raise error from ended
-        raise
+            if peers is None or not peers.rank:
+                with merged_folder(target) as folder:
+                    write_shards(folder, files, runs)
+                    _write_config(folder, model, kind)
+        finally:  # give the others what this rank has of the weights, so that none waits, after a failure too
+            for _ in runs if peers is not None else ():
+                continue
+
+    copies = None if reduction is None else reduction.ranks.copies
+    first = copies is None or not copies.rank  # the first copy of the model is exported
+    in_all_copies(
+        None if reduction is None else reduction.ranks,
+        lambda: together(peers, write, "outsize.export") if first else [],
+        "export",
+    )
 
 
 def _export_dcp(

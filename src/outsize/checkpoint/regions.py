@@ -18,8 +18,8 @@ MAX_DIMS = 64
 # Note [Arrays in parts]
 # Slices of data-parallel ranks lie one behind the other in the flattened array, so a region simply has several pieces.
 # Tensor-parallel ranks have parts along a dimension, whose elements alternate in the flattened array: such an array is
-# `Joined`, from arrays of its own. A rank that loads a part asks through `Narrowed`: where the parts in the file are
-# the same it reads its own, else the elements of each row that it has.
+# `Joined`, from arrays of its own. A rank that loads a part of an array takes the part in the file where that is the
+# same, else the elements of each row that it has.
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Joined:
-    """One array in parts along a dimension. See Note [Arrays in parts]."""
+    """Arrays joined along a dimension, or `count` entries of it from `first` on. See Note [Arrays in parts]."""
 
     dim: int
-    parts: tuple[Region, ...]
+    parts: tuple[AnyRegion, ...]
+    first: int = 0
+    count: int | None = None
+    """None: all of them. Only such an array is stored."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,7 +112,8 @@ class Joined:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return _with(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
+        count = sum(part.shape[self.dim] for part in self.parts) if self.count is None else self.count
+        return _with(self.parts[0].shape, self.dim, count)
 
     @property
     def numel(self) -> int:
@@ -120,6 +124,7 @@ class Joined:
             yield from part.leaves()
 
     def to_json(self) -> dict[str, Any]:
+        assert self.count is None
         what = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
         return {"dim": self.dim, "parts": [part.to_json() for part in self.parts], **what}
 
@@ -136,71 +141,34 @@ class Joined:
 
     def runs(self, start: int, end: int) -> Iterator[tuple[AnyRegion, int, int]]:
         """What makes up the elements [start, end) of the flattened array, in order: (part, first element, end)."""
-        rows = prod(self.shape[: self.dim])
+        inner = prod(self.shape[self.dim + 1 :])
+        width = self.shape[self.dim] * inner  # elements of a row: of what comes before the next entry of earlier dims
         while start < end:
-            row, into = divmod(start, self.numel // rows)
+            row, done = divmod(start, width)
+            into = self.first * inner + done  # the row of all parts
             for part in self.parts:
-                run = part.numel // rows
+                run = part.shape[self.dim] * inner
                 if into < run:
                     break
                 into -= run
-            count = min(run - into, end - start)
+            count = min(run - into, width - done, end - start)
             yield part, row * run + into, row * run + into + count
             start += count
 
 
-@dataclass(frozen=True)
-class Narrowed:
-    """`count` entries from `first` on of an array's dimension `dim`, as an array."""
-
-    array: Region | Joined
-    dim: int
-    first: int
-    count: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.array.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _with(self.array.shape, self.dim, self.count)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def leaves(self) -> Iterator[Region]:
-        yield from self.array.leaves()
-
-    def to_json(self) -> dict[str, Any]:
-        raise AssertionError("a view of an array is not stored")
-
-    def runs(self, start: int, end: int) -> Iterator[tuple[AnyRegion, int, int]]:
-        """What makes up the elements [start, end) of the flattened part, in order: (the array, first element, end)."""
-        inner = prod(self.array.shape[self.dim + 1 :])
-        run, row_numel = self.count * inner, self.array.shape[self.dim] * inner
-        while start < end:
-            row, into = divmod(start, run)
-            count = min(run - into, end - start)
-            first = row * row_numel + self.first * inner + into
-            yield self.array, first, first + count
-            start += count
-
-
-AnyRegion = Region | Joined | Narrowed
+AnyRegion = Region | Joined
 
 
 def narrow(region: AnyRegion, dim: int, first: int, count: int) -> AnyRegion:
-    """These entries of the dimension: the very part where the array has it."""
-    assert not isinstance(region, Narrowed)
-    if isinstance(region, Joined) and region.dim == dim:
-        at = 0
-        for part in region.parts:
-            if (at, part.shape[dim]) == (first, count):
-                return part
-            at += part.shape[dim]
-    return Narrowed(region, dim, first, count)
+    """`count` entries from `first` on of the dimension: the very part where the array has it."""
+    assert isinstance(region, Region) or region.count is None
+    parts = region.parts if isinstance(region, Joined) and region.dim == dim else (region,)
+    at = 0
+    for part in parts:
+        if (at, part.shape[dim]) == (first, count):
+            return part
+        at += part.shape[dim]
+    return Joined(dim, parts, first, count)
 
 
 def region_from(value: Any) -> AnyRegion:
