@@ -5,8 +5,6 @@ Importing this module imports `torch.distributed.checkpoint`, which takes second
 
 from __future__ import annotations
 
-import errno
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from outsize.checkpoint.arrays import Readable
-from outsize.formats.dcp_metadata import is_dcp
+from outsize.checkpoint.files import naming
 from outsize.formats.pieces import state_at_rest
 from outsize.move.shard import UnitShard
 
@@ -51,13 +49,11 @@ OPTIMIZER = "optimizer"
 
 
 def write_dcp(folder: Path, tensors: Mapping[Place, Readable], values: Mapping[Place, object] | None = None) -> None:
-    """Write a folder that holds no checkpoint yet; the metadata comes last, after all data is on the disk.
+    """Write into a new folder; the metadata comes last, after all data is on the disk.
 
-    `values` are small: plain data or tensors. Memory: a run and the tensor at hand. Raises `OSError` with
-    path and errno; what was written until then stays, without metadata.
+    `values` are small: plain data or tensors. Memory: a run and the tensor at hand. Raises `OSError` with path and
+    errno; what was written until then stays, without metadata.
     """
-    if is_dcp(folder):
-        raise FileExistsError(errno.EEXIST, "a checkpoint is there already", str(folder))
     all_values = {**(values or {}), **tensors}
     places = {".".join(map(str, place)): place for place in all_values}
     if len(places) != len(tensors) + len(values or {}):
@@ -66,13 +62,8 @@ def write_dcp(folder: Path, tensors: Mapping[Place, Readable], values: Mapping[P
     arrays = {key: value for key, value in found.items() if isinstance(value, Readable)}
     contents = found | {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in arrays.items()}
     planner = _Planner(arrays, places)
-    try:
-        with _alone():
-            save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, f"{os.strerror(error.errno)} (writing a checkpoint)", str(folder)) from error
+    with naming(folder, "writing a checkpoint"), _alone():
+        save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
 
 
 @contextmanager
