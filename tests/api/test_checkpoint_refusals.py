@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,6 @@ def test_a_damaged_manifest_is_named(saved: tuple[Run, Path], text: str) -> None
     refused(run, path, ValueError, "manifest.json")
 
 
-def test_a_manifest_that_leads_outside_its_folder_is_damaged(saved: tuple[Run, Path]) -> None:
-    run, path = saved
-    edit(path, lambda content: content["files"].update({"../secret": {"bytes": 1, "crc32c": ["0"]}}))
-    refused(run, path, ValueError, "not a file name")
-
-
-def test_an_array_outside_its_file_is_damage(saved: tuple[Run, Path]) -> None:
-    run, path = saved
-    edit(path, lambda content: content["parameters"]["embed.weight"]["weight"].update(offset=1 << 40))
-    refused(run, path, ValueError, "lies outside of")
-
-
 def coded(region: dict[str, Any]) -> dict[str, Any]:
     """8-bit codes of an array, and their scales, that lie within its file."""
     place = {"file": region["file"], "offset": region["offset"]}
@@ -89,52 +78,116 @@ def kept_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in ("ops", "norms") if name in record}
 
 
-@pytest.mark.parametrize("norm", [1e308, -1.0])
-def test_a_norm_that_no_gradient_has_is_damage(norm: float, tmp_path: Path) -> None:
-    run = Run(tmp_path, ("disk", "host", "disk"))
-    run.train(1)
-    run.backward()
-    run.save(tmp_path / "checkpoint")
-
-    def change(content: Any) -> None:
-        grad = content["parameters"]["embed.weight"]["grad"]
-        grad["norms"] = [[order, norm] for order, _ in grad["norms"]]
-
-    edit(tmp_path / "checkpoint", change)
-    refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*are not norms of a gradient")
+Change = Callable[[Any], object]
 
 
-@pytest.mark.parametrize("form", [coded, lambda region: joined(coded(region))], ids=["whole", "joined"])
-@pytest.mark.parametrize("key", ["weight", "master", "grad", "held"])
-def test_codes_of_anything_but_optimizer_state_are_damage(key: str, form: Any, tmp_path: Path) -> None:
-    run = Run(tmp_path, ("disk", "host", "disk"), compute_dtype=torch.float16 if key == "master" else torch.float32)
-    run.train(1)
-    run.backward()
-    run.save(tmp_path / "checkpoint")
+def of_embed(key: str, form: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
+    """An array of `embed.weight` in another form; "held", which the checkpoint lacks, is made of its "grad"."""
 
     def change(content: Any) -> None:
         record = content["parameters"]["embed.weight"]
         found = record["grad" if key == "held" else key]
         record[key] = {**form(found), **kept_of(found)}
 
-    edit(tmp_path / "checkpoint", change)
-    refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*8-bit codes")
+    return change
 
 
-@pytest.mark.parametrize("key", ["grad", "held"])
-@pytest.mark.parametrize("dtype", ["float8_e5m2", "int32", "complex64"])
-def test_a_gradient_of_a_dtype_that_cannot_be_trained_is_damage(key: str, dtype: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, ("disk", "host", "disk"))
+def in_parts(array: dict[str, Any]) -> Change:
+    """The only array of a parameter, joined of parts."""
+    return lambda content: content["parameters"]["frozen"].update(weight={"dtype": "float32", "shape": [3, 5], **array})
+
+
+def norms(norm: float) -> Change:
+    return lambda content: content["parameters"]["embed.weight"]["grad"].update(norms=[[2.0, norm]])
+
+
+def options(hyper: Any) -> Change:
+    return lambda content: content["optimizer"]["groups"][0].update(hyper=hyper)
+
+
+def ranks(world: int, tensor: int) -> Change:
+    own = [{"rng": {}, "extra": None}] * world
+    return lambda content: content.update(world_size=world, tensor_ranks=tensor, ranks=own)
+
+
+LEAF = {"file": "unit-00000.bin", "offset": 0, "dtype": "float32", "shape": [3, 5]}
+UNFIT: dict[str, dict[str, Any]] = {
+    "no part": {"dim": 0, "parts": []},
+    "parts of other dimensions": {"dim": 0, "parts": [LEAF, {**LEAF, "shape": [3]}]},
+    "a dimension of one part": {"dim": 1, "parts": [LEAF, {**LEAF, "shape": [3]}]},
+    "a dimension of no part": {"dim": 2, "parts": [LEAF]},
+    "a negative dimension": {"dim": -1, "parts": [LEAF]},
+    "another width": {"dim": 0, "parts": [LEAF, {**LEAF, "shape": [3, 4]}]},
+    "another dtype": {"dim": 0, "parts": [LEAF, {**LEAF, "dtype": "float16"}]},
+    "parts of parts": {"dim": 0, "parts": [{"dim": 0, "parts": [LEAF]}]},
+    "no list": {"dim": 0, "parts": LEAF},
+    "another shape": {"dim": 0, "parts": [LEAF], "shape": [6, 5]},
+    "another folder": {"dim": 0, "parts": [{**LEAF, "file": "../unit-00000.bin"}]},
+    "outside of the file": {"dim": 0, "parts": [{**LEAF, "offset": 1 << 61}]},
+}
+CODES = "damaged.*8-bit codes"
+DAMAGE: dict[str, tuple[Change, str]] = {
+    "a file outside of the folder": (
+        lambda content: content["files"].update({"../secret": {"bytes": 1, "crc32c": ["0"]}}),
+        "not a file name",
+    ),
+    "an array outside of its file": (
+        of_embed("weight", lambda region: {**region, "offset": 1 << 40}),
+        "lies outside of",
+    ),
+    # Found before its elements are counted.
+    "65 dimensions": (
+        of_embed("weight", lambda region: {**region, "shape": [(1 << 62) - 1] * 65}),
+        "65 dimensions are more than the 64",
+    ),
+    **{f"the norm {norm}": (norms(norm), "damaged.*are not norms of a gradient") for norm in (1e308, -1.0)},
+    **{f"codes of {key}": (of_embed(key, coded), CODES) for key in ("weight", "master", "grad", "held")},
+    **{
+        f"joined codes of {key}": (of_embed(key, lambda region: joined(coded(region))), CODES)
+        for key in ("weight", "master", "grad", "held")
+    },
+    **{
+        f"{key} of {dtype}": (
+            of_embed(key, lambda region, dtype=dtype: {**region, "dtype": dtype, "shape": [1]}),  # type: ignore[misc]
+            "damaged.*a gradient of torch",
+        )
+        for key in ("grad", "held")
+        for dtype in ("float8_e5m2", "int32", "complex64")
+    },
+    **{
+        f"options {hyper}": (options(hyper), "the options of a parameter group")
+        for hyper in ({"params": []}, {"$items": [["param_names", []]]}, {"$tuple": []})
+    },
+    **{
+        f"{world} ranks, {tensor} side by side": (ranks(world, tensor), "damaged: .*ranks")
+        for world, tensor in ((0, 1), (1, 0), (2, 3), (3, 2), (1, 2))
+    },
+    **{f"an array in parts: {what}": (in_parts(array), "is damaged") for what, array in UNFIT.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run, and its checkpoint with every kind of array."""
+    tmp = tmp_path_factory.mktemp("whole")
+    run = Run(tmp, ("disk", "host", "disk"), compute_dtype=torch.float16)
     run.train(1)
     run.backward()
-    run.save(tmp_path / "checkpoint")
+    run.save(tmp / "checkpoint")
+    assert (tmp / "checkpoint" / LEAF["file"]).stat().st_size > 60
+    return run, tmp / "checkpoint"
 
-    def change(content: Any) -> None:
-        record = content["parameters"]["embed.weight"]
-        record[key] = {**record["grad"], "dtype": dtype, "shape": [1]}
 
-    edit(tmp_path / "checkpoint", change)
-    refused(run, tmp_path / "checkpoint", ValueError, "manifest.json is damaged.*a gradient of torch")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_manifest_of_what_cannot_be_is_damage(damage: str, whole: tuple[Run, Path]) -> None:
+    run, path = whole
+    change, match = DAMAGE[damage]
+    text = (path / "manifest.json").read_text()
+    edit(path, change)
+    try:
+        refused(run, path, ValueError, match)
+    finally:
+        (path / "manifest.json").write_text(text)
 
 
 def test_joined_arrays_are_loaded_and_so_are_codes_of_optimizer_state(tmp_path: Path) -> None:
@@ -324,20 +377,6 @@ def test_another_program_can_read_a_checkpoint_with_json_and_numpy(saved: tuple[
             )
             expected = run.model.get_parameter(name).detach()
             assert torch.equal(torch.tensor(values).reshape(where["shape"]), expected), name
-
-
-def test_a_shape_of_more_dimensions_than_a_tensor_has_is_damage_found_before_its_elements_are_counted(
-    saved: tuple[Run, Path],
-) -> None:
-    run, path = saved
-    largest = (1 << 62) - 1
-
-    def deepen(content: Any) -> None:
-        record = next(iter(content["parameters"].values()))
-        record["weight"]["shape"] = [largest] * 65
-
-    edit(path, deepen)
-    refused(run, path, ValueError, "manifest.json.*65 dimensions are more than the 64")
 
 
 def test_an_extra_that_no_manifest_has_room_for_is_refused(
