@@ -373,11 +373,15 @@ class Many(nn.Module):
             value = torch.randint(0, 2, (3, 5)).to(dtype)
             self.register_buffer(f"of_{dtype}".replace(".", "_"), value.t())
         self.register_buffer("scalar", torch.tensor(7))
+        self.register_buffer("expanded", torch.ones(1).expand(8))
+        self.register_buffer("conjugate", torch.polar(torch.ones(6), torch.arange(6.0)).conj())
+        self.register_buffer("negative", self.conjugate.imag)
 
 
 def test_buffers_keep_their_dtypes_and_bits(tmp_path: Path) -> None:
     model = Many()
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert model.conjugate.is_conj() and model.negative.is_neg()
+    expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in model.state_dict().items()}
     prepared(model, tmp_path)
     export(tmp_path / "weights", model)
     found = opened(tmp_path / "weights")

@@ -114,18 +114,19 @@ class PlannedFile:
 
     def bring_to_host(self) -> None:
         """So that another process can be sent all of it."""
-        self._contents = [(region, _host_copy(value)) for region, value in self._contents]
+        self._contents = [(region, host_copy(value)) for region, value in self._contents]
 
     def write(self, folder: Path, files: dict[str, FileRecord]) -> None:
         """Write the file, add its record to `files`, and let go of the tensors."""
         with DataWriter(folder / self.name, self.nbytes) as file:
             for region, value in self._contents:
-                file.write(region.pieces[0].offset, _host_copy(value))
+                file.write(region.pieces[0].offset, host_copy(value))
         self._contents = []
         files[self.name] = file_record(folder / self.name)
 
 
-def _host_copy(value: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+def host_copy(value: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A tensor, or what gives one, as plain bytes in host memory: contiguous, nothing left to conjugate or negate."""
     found = value if isinstance(value, torch.Tensor) else value()
     return found.detach().cpu().resolve_conj().resolve_neg().contiguous()
 

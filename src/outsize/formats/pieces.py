@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from outsize.checkpoint.arrays import RUN_NUMEL, Readable
-from outsize.checkpoint.files import DataReader
+from outsize.checkpoint.files import DataReader, host_copy
 from outsize.checkpoint.manifest import Manifest, ParameterRecord
 from outsize.checkpoint.peers import Cut
 from outsize.move.shard import StateArray, UnitShard
@@ -80,7 +80,7 @@ def in_memory(value: torch.Tensor, dtype: torch.dtype) -> Readable:
     """A tensor in memory. One that is not contiguous is copied once."""
     run = RUN_NUMEL if value.is_contiguous() else max(value.numel(), 1)
     return Readable(
-        tuple(value.shape), dtype, lambda start, end: value.detach().reshape(-1)[start:end].to("cpu", dtype), run
+        tuple(value.shape), dtype, lambda start, end: host_copy(value.reshape(-1)[start:end]).to(dtype), run
     )
 
 
