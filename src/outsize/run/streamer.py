@@ -150,7 +150,8 @@ class Streamer:
                     raise torch.OutOfMemoryError(
                         f"no {format_bytes(unit.nbytes)} of memory are left on the device for unit {unit.name!r}: "
                         f"lower device_memory, so that more is left for activations, or recompute them with "
-                        f"activations='recompute' ({error})"
+                        f"activations='recompute', or run a large module, an MLP say, on one tile of the sequence "
+                        f"after the other with outsize.tiled(module) ({error})"
                     ) from error
 
     def _start(self, unit: Unit) -> None:
