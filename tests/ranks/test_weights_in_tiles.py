@@ -188,3 +188,23 @@ def test_what_ranks_cannot_do_in_tiles_is_said(tmp_path: Path) -> None:
     run_on_ranks(2, refused, str(tmp_path))
     for end in ends_on_ranks(2, hits_another, str(tmp_path)):
         assert end.error is not None and "the ranks have gone different ways" in end.error
+
+
+def in_bf16(disk: str) -> list[dict[str, Tensor]]:
+    """With tiles, and without."""
+    found = []
+    for memory in ("1MiB", "64MiB"):
+        torch.manual_seed(0)
+        model: Any = Wide(penalty=False).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, eps=1e-3)
+        places = dict.fromkeys(("params", "grads", "states"), "disk") if memory == "64MiB" else {}
+        outsize.prepare(model, optimizer, host_memory=memory, disk=disk, **places)
+        assert bool(prepared(model).engine.tiles) == (memory == "1MiB")
+        train(model, optimizer, [ids(step, dist.get_rank()) for step in range(STEPS)])
+        found.append(named_weights(model))
+    return found
+
+
+def test_bf16_with_fp32_masters_trains_as_without_tiles(tmp_path: Path) -> None:
+    for with_tiles, without in run_on_ranks(2, in_bf16, str(tmp_path)):
+        assert_near(with_tiles.values(), without.values(), rtol=2e-2, atol=3e-3)
