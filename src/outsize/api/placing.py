@@ -157,15 +157,14 @@ def place_model(
     _refuse_tables(tables, infos, config, shared)
     # Alike, whatever part is here.
     cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config), tables)
-    cuts, beside = part_adapters(cuts, infos)
+    cuts, beside = part_adapters(cuts, largest)
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
-    by_rows = {layout.index for layout in layouts if any(slot.name in tables for slot in layout.slots[:1])}
+    by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
     in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
     sizes = tuple(
         replace(
-            _bytes_of(layout, infos, kept, config, size, shared and each),
-            in_place=any(slot.name in in_files for slot in layout.slots[:1]),
+            _bytes_of(layout, infos, kept, config, size, shared and each), in_place=layout.slots[0].name in in_files
         )
         for layout, each in zip(layouts, graded, strict=True)
     )
@@ -187,10 +186,8 @@ def place_model(
     if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
         in_tiles = _bear_tiles(model)
         for index, layout in enumerate(layouts):
-            if len(layout.slots) != 1:
-                continue
             slot, wide = layout.slots[0], STATE_BYTES[layout.slots[0].dtype]
-            if sizes[index].working > budgets.computing[1] and slot.name in in_tiles:
+            if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
                 count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
                 tile = count * size * (slot.numel // slot.shape[0])
                 working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)

@@ -208,8 +208,10 @@ def part_adapters(
     for name, names in cuts.items():
         trained = tuple(each for each in names if params[each].trainable)
         frozen = tuple(each for each in names if not params[each].trainable)
-        if trained and MOSTLY * sum(params[each].nbytes for each in trained) <= sum(
-            params[each].nbytes for each in frozen
+        if (
+            trained
+            and frozen
+            and MOSTLY * sum(params[each].nbytes for each in trained) <= sum(params[each].nbytes for each in frozen)
         ):
             beside[len(found) + 1] = len(found)
             found |= {name: frozen, f"{name} (trained)".lstrip(): trained}
