@@ -1,5 +1,5 @@
 """A drive of its own for each process, as far as one drive can stand for several: the kernel holds each process to a
-part of what the drive gives. Needs root and the blkio controller of cgroups, version 1."""
+part of what the drive gives. So it does with memory. Needs root and the controllers of cgroups, version 1."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/blkio")
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 
@@ -29,4 +30,19 @@ def limited(directory: str, bytes_a_second: float) -> Iterator[None]:
         yield
     finally:
         (GROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+@contextmanager
+def within(nbytes: int) -> Iterator[None]:
+    """This process takes no more memory, cached files included."""
+    group = MEMORY_GROUPS / f"outsize-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(nbytes))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (MEMORY_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        (group / "memory.force_empty").write_text("0")
         group.rmdir()

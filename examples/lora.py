@@ -23,8 +23,8 @@ import outsize
 LAYERS, VOCABULARY = 28, 8192
 
 
-def make_base(folder: Path, parameters: float) -> None:
-    """A Llama of about so many parameters in bf16, a layer at a time: memory never holds more."""
+def make_base(folder: Path, parameters: float, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A Llama of about so many parameters, a layer at a time: memory never holds more."""
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ def make_base(folder: Path, parameters: float) -> None:
         num_attention_heads=width // 64,
         num_key_value_heads=max(width // 256, 1) if width % 256 == 0 else width // 64,
         vocab_size=VOCABULARY,
-        dtype="bfloat16",
+        dtype=str(dtype).removeprefix("torch."),
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -50,7 +50,7 @@ def make_base(folder: Path, parameters: float) -> None:
         for name in names:
             shape = model.get_parameter(name).shape
             scale = torch.ones if len(shape) == 1 else torch.randn
-            tensors[name] = scale(shape, dtype=torch.bfloat16) * (1.0 if len(shape) == 1 else 0.02)
+            tensors[name] = scale(shape, dtype=dtype) * (1.0 if len(shape) == 1 else 0.02)
         save_file(tensors, folder / file, metadata={"format": "pt"})
     weights = {name: file for file, names in files.items() for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))

@@ -253,3 +253,15 @@ def test_a_model_in_place_is_released_and_exported(workshop: Workshop, folder: P
         assert torch.equal(model(x()), loaded(folder)(x()))
     exported = safetensors.load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(exported[name], param) for name, param in loaded(folder).named_parameters())
+
+
+def test_an_accelerator_gets_what_is_read_in_place(sim: Any, workshop: Workshop, folder: Path) -> None:
+    with torch.device("cpu"):
+        plain, model = loaded(folder), loaded(folder)
+    fields = NO_DISK | {"device": "sim", "device_memory": "256KiB", "host_memory": "320KiB"}
+    outsize.prepare(model, **fields)
+    workshop.watch(model)
+    assert any(units_in_place(model))
+    with torch.no_grad():
+        assert torch.allclose(model(x().to("sim")).cpu(), plain(x()), atol=1e-6)
+    assert outsize.memory(model).bytes_written == 0

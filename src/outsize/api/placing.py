@@ -226,7 +226,8 @@ def _in_files(
     }
     with torch._C.DisableTorchFunctionSubclass():
         found = ranges_in_files(frozen)
-    whole = torch.tensor([all(slot.name in found for slot in layout.slots) for layout in layouts], dtype=torch.int32)
+    flags = [all(slot.name in found for slot in layout.slots) for layout in layouts]
+    whole = torch.tensor(flags, dtype=torch.int32, device="cpu")
     for group in ranks.everyone() if ranks is not None else ():
         group.combine(whole, "prepare", "min")
     return {

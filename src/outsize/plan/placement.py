@@ -15,6 +15,9 @@ MAX_STAGING_BYTES = 64 << 20
 MIN_STAGING_BYTES = 256 << 10
 MIN_SLAB_BYTES = 4 << 20
 MIN_OUTBOX_BYTES = 64 << 10
+GOLDEN = 0.6180339887498949
+"""Its multiples, without their whole part, lie evenly between 0 and 1, however many there are (Knuth 6.4)."""
+
 MIN_DEPTH, MAX_DEPTH = 3, 8
 """Slabs of staging: one being read, one being updated, one being written; more of these where they are not small."""
 
@@ -254,7 +257,7 @@ def place(
     mostly_frozen = 2 * sum(unit.params for unit in units if not unit.states) > sum(unit.params for unit in units)
     for trained_first in (True, False) if mostly_frozen else (None,):
         for kind in sorted(KINDS, key=lambda kind: wanted[kind] == "auto"):
-            for unit, tiers in zip(units, chosen, strict=True):
+            for unit, tiers in _spread(units, chosen) if trained_first is False else zip(units, chosen, strict=True):
                 if trained_first in (None, bool(unit.states)):
                     in_tiles = bool(unit.tiles) and kind != "states"
                     tier = _take(left, unit, kind, wanted[kind], budgets.device is None, in_tiles)
@@ -268,6 +271,13 @@ def place(
             if wanted[kind] == "auto" and not getattr(unit, kind) and unit.params and tiers["params"] != "device":
                 tiers[kind] = lowest
     return tuple(UnitTiers(**tiers, why=_why(tiers, wanted)) for tiers in chosen)
+
+
+def _spread(units: Sequence[UnitBytes], chosen: Sequence[dict[str, str]]) -> list[tuple[UnitBytes, dict[str, str]]]:
+    """Any first part of it lies evenly over the order of use. Frozen units are only read: so the drive is busy all the
+    time, where it would idle while a run of units computes that are all in memory."""
+    pairs = enumerate(zip(units, chosen, strict=True))
+    return [pair for _, pair in sorted(pairs, key=lambda each: each[0] * GOLDEN % 1)]
 
 
 def _room_at_rest(

@@ -1,0 +1,248 @@
+"""Answers and fine-tuning beyond memory: `python -m benchmarks.inference [row ...] --disk DIR`.
+
+Rows: equal token batch peers lora. A Llama of 86 M parameters in fp32 (0.34 GB), a budget of 96 MiB. `token`, `batch`
+and `lora` hold the process to 0.1 GB/s of the drive, where that can be done, so that the drive is the limit on any
+machine; `peers` hold each process to the same memory, cached files included.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outsize
+from benchmarks.common import PeakRss, Row, run_child, run_rows
+from benchmarks.drives import MEMORY_GROUPS, can_limit, limited, within
+
+PARAMETERS, BUDGET = 60e6, 96 << 20
+DRIVE = 0.1e9
+MEMORY = 600 << 20
+TOKENS, NEW = 8, 4
+
+
+def base(directory: str) -> Path:
+    folder = Path(directory, "base")
+    if not folder.exists():
+        make = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "lora.py"))["make_base"]
+        make(folder, PARAMETERS, torch.float32)
+        os.sync()
+    return folder
+
+
+def load(folder: Path) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def prompts(rows: int) -> torch.Tensor:
+    return torch.randint(1, 8192, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def answers(model: Any, rows: int, new: int = NEW) -> torch.Tensor:
+    tokens = prompts(rows)
+    how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with torch.inference_mode():
+        found: torch.Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, **how)
+    return found
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def slow_drive(directory: str) -> AbstractContextManager[None]:
+    return limited(directory, DRIVE) if can_limit() else nullcontext()
+
+
+def bandwidth(directory: str, nbytes: int = 1 << 26) -> float:
+    """Bytes a second of the model's own files, past the page cache."""
+    size, read = 4 << 20, 0
+    began = time.perf_counter()
+    for file in sorted(base(directory).glob("*.safetensors")):
+        with open(file, "rb", buffering=0) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while read < nbytes and (got := opened.read(size)):
+                read += len(got)
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return read / (time.perf_counter() - began)
+
+
+# ------------------------------------------------------------------------------------------------------ children
+
+
+def plain(directory: str) -> dict[str, object]:
+    model = load(base(directory))
+    tokens = answers(model, 2)
+    with torch.no_grad():
+        logits = model(prompts(2)).logits
+    torch.save((tokens, logits), Path(directory, "plain.pt"))
+    once = statistics.median(seconds(lambda: answers(model, 1)) / NEW for _ in range(3))
+    return {"seconds": once}
+
+
+def ours(directory: str, rows: str, slow: str, capped: str) -> dict[str, object]:
+    with within(MEMORY) if capped == "yes" else nullcontext(), PeakRss() as peak:
+        with outsize.init(host_memory=BUDGET, device="cpu"):
+            model = load(base(directory))
+        preparing = seconds(lambda: outsize.prepare(model, host_memory=BUDGET, device="cpu"))
+        answers(model, int(rows), 2)
+        equal = False
+        if Path(directory, "plain.pt").exists():
+            tokens, logits = torch.load(Path(directory, "plain.pt"))
+            with torch.no_grad():
+                equal = torch.equal(model(prompts(2)).logits, logits) and torch.equal(answers(model, 2), tokens)
+        with slow_drive(directory) if slow == "yes" else nullcontext():
+            rate = bandwidth(directory)
+            before = outsize.memory(model)
+            taken = [seconds(lambda: answers(model, int(rows))) / NEW for _ in range(2)]
+            after = outsize.memory(model)
+            rate = (rate + bandwidth(directory)) / 2
+    read = (after.bytes_read - before.bytes_read) / (2 * NEW)
+    return {
+        "seconds": statistics.median(taken),
+        "read": read,
+        "rate": rate,
+        "equal": equal,
+        "written": after.bytes_written,
+        "peak": peak.peak,
+        "preparing": preparing,
+    }
+
+
+def theirs(directory: str) -> dict[str, object]:
+    from accelerate import disk_offload
+
+    folder = Path(directory, "offload")
+    with within(MEMORY), PeakRss() as peak:
+        model = load(base(directory))
+        preparing = seconds(lambda: disk_offload(model, folder, execution_device=torch.device("cpu")))
+        answers(model, 1, 2)
+        taken = [seconds(lambda: answers(model, 1)) / NEW for _ in range(2)]
+    written = sum(file.stat().st_size for file in folder.iterdir())
+    shutil.rmtree(folder)
+    return {"seconds": statistics.median(taken), "peak": peak.peak, "preparing": preparing, "written": written}
+
+
+def adapters(directory: str, kind: str) -> dict[str, object]:
+    """`plain`: PEFT alone; `disk`: prepared, on the slow drive; `parts`: with eight micro-batches."""
+    import peft
+
+    torch.manual_seed(0)
+    rows = 8 if kind == "parts" else 1
+    config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(load(base(directory)), config).train()
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+    prepared = kind != "plain"
+    if prepared:
+        parts = {"micro_batches": 8} if kind == "parts" else {}
+        outsize.prepare(model, optimizer, host_memory=BUDGET, device="cpu", **parts)
+    losses: list[float] = []
+
+    def step() -> None:
+        loss = model(input_ids=prompts(rows), labels=prompts(rows)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    step()
+    with slow_drive(directory) if prepared else nullcontext():
+        rate = bandwidth(directory) if prepared else 0.0
+        before = outsize.memory(model) if prepared else None
+        taken = [seconds(step) for _ in range(2)]
+    found: dict[str, object] = {"seconds": statistics.median(taken), "losses": losses, "rate": rate}
+    if before is not None:
+        after = outsize.memory(model)
+        found |= {"read": (after.bytes_read - before.bytes_read) / 2, "written": after.bytes_written}
+        found["base"] = sum(param.numel() * 4 for param in model.parameters() if not param.requires_grad)
+        found["held"] = sum(unit.bytes_on("device", ("params",)) for unit in outsize.plan(model).units)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- rows
+
+
+def child(directory: str, kind: str, *words: str) -> Any:
+    folder = str(base(directory).parent)
+    return run_child("benchmarks.inference", "--disk", folder, "--child", kind, folder, *words)
+
+
+def equal(directory: str) -> list[Row]:
+    child(directory, "plain")
+    found = child(directory, "ours", "1", "no", "no")
+    rows = [Row("logits and greedy tokens against plain transformers", str(found["equal"]), "equal", found["equal"])]
+    seconds, written = found["preparing"], found["written"]
+    return [*rows, Row("prepare; bytes written in all", f"{seconds:.2f} s; {written}", "0 bytes", not written)]
+
+
+def token(directory: str) -> list[Row]:
+    memory, found = child(directory, "plain")["seconds"], child(directory, "ours", "1", "yes", "no")
+    bound = max(found["read"] / found["rate"], memory)
+    ratio = found["seconds"] / bound
+    what = f"seconds a token, {found['read'] / 1e9:.2f} GB read at {found['rate'] / 1e9:.2f} GB/s"
+    text = f"{found['seconds']:.2f} s; the drive alone {found['read'] / found['rate']:.2f} s; in memory {memory:.2f} s"
+    return [Row(what, f"{ratio:.2f} x ({text})", "<= 1.10 x drive or compute", ratio <= 1.1)]
+
+
+def batch(directory: str) -> list[Row]:
+    one, many = (child(directory, "ours", rows, "yes", "no") for rows in ("1", "32"))
+    ratio = 32 * one["seconds"] / many["seconds"]
+    text = f"{1 / one['seconds']:.2f} and {32 / many['seconds']:.2f} tokens/s"
+    return [Row("batch 32 over batch 1, tokens/s", f"{ratio:.1f} x ({text})", ">= 10 x", ratio >= 10)]
+
+
+def peers(directory: str) -> list[Row]:
+    if not MEMORY_GROUPS.exists():
+        return []
+    mine, other = child(directory, "ours", "1", "no", "yes"), child(directory, "theirs")
+    ratio = other["seconds"] / mine["seconds"]
+    text = f"{1 / mine['seconds']:.2f} and {1 / other['seconds']:.2f} tokens/s"
+    memory = f"{mine['peak'] / 1e9:.2f} and {other['peak'] / 1e9:.2f} GB"
+    begin = f"{mine['preparing']:.1f} and {other['preparing']:.1f} s, "
+    begin += f"{mine['written'] / 1e9:.2f} and {other['written'] / 1e9:.2f} GB"
+    return [
+        Row(
+            f"tokens/s over accelerate's disk_offload, each in {MEMORY >> 20} MiB",
+            f"{ratio:.1f} x ({text})",
+            ">= 2 x",
+            ratio >= 2,
+        ),
+        Row("peak resident memory of the two", memory, "equal or less", mine["peak"] <= other["peak"]),
+        Row("before the first token: seconds, bytes written", begin, "", True),
+    ]
+
+
+def lora(directory: str) -> list[Row]:
+    plain, disk, parts = (child(directory, "adapters", kind) for kind in ("plain", "disk", "parts"))
+    apart = max(abs(a - b) for a, b in zip(plain["losses"], disk["losses"], strict=True))
+    drive = 2 * (disk["base"] - disk["held"]) / disk["rate"]
+    ratio = disk["seconds"] / max(drive, plain["seconds"])
+    text = f"{disk['seconds']:.1f} s; the drive alone {drive:.1f} s; plain PEFT {plain['seconds']:.1f} s"
+    reads = parts["read"] / parts["base"]
+    return [
+        Row("LoRA: losses against plain PEFT", f"{apart:.0e} apart", "<= 1e-6", apart <= 1e-6),
+        Row(f"seconds a step at {disk['rate'] / 1e9:.2f} GB/s", f"{ratio:.2f} x ({text})", "<= 1.10 x", ratio <= 1.1),
+        Row("bytes written", str(disk["written"]), "0: the adapters are in memory", not disk["written"]),
+        Row("reads of the base a step, micro_batches=8", f"{reads:.2f}", "<= 2", reads <= 2),
+    ]
+
+
+ROWS = {"equal": equal, "token": token, "batch": batch, "peers": peers, "lora": lora}
+CHILDREN = {"plain": plain, "ours": ours, "theirs": theirs, "adapters": adapters}
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_rows(__doc__, ROWS, CHILDREN))
