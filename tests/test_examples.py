@@ -81,3 +81,11 @@ def test_adapters_learn_on_a_base_that_is_read_where_it_lies(
     assert float(lines[0].split()[3].rstrip(",")) > loss
     assert all(line.endswith(" 0 bytes written") for line in lines)
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+
+
+def test_the_recommender_trains_a_table_above_its_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = example("recommender").main(tmp_path, 50_000, "4MiB", 12, batch=64)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert 0.3 < loss < 0.8
+    assert len(lines) == 2
+    assert all("rows/s; hit rate " in line and line.endswith("MB a step") for line in lines)

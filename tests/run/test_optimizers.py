@@ -15,6 +15,7 @@ import outsize
 from outsize.checkpoint.files import DataReader
 from outsize.checkpoint.manifest import sealed
 from outsize.optim.choice import rule_for
+from outsize.optim.rows import LazyAdamWRule, RowwiseAdagradRule
 from outsize.optim.streamed import StreamedRule
 from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train, weights
 
@@ -521,7 +522,8 @@ def table_of_optimizers() -> str:
         params = [nn.Parameter(torch.zeros(4, 6))]
         options = {"momentum": 0.9} if name == "SGD" else {}
         lines.append(f"| `torch.optim.{name}` | {_how(getattr(optim, name)(params, **options))} |")
-    lines.append(f"| `outsize.optim.Lion` | {_how(outsize.optim.Lion([nn.Parameter(torch.zeros(4, 6))]))} |")
+    for kind in (outsize.optim.Lion, outsize.optim.LazyAdamW, outsize.optim.RowwiseAdagrad):
+        lines.append(f"| `outsize.optim.{kind.__name__}` | {_how(kind([nn.Parameter(torch.zeros(4, 6))]))} |")
     return "\n".join(lines)
 
 
@@ -531,7 +533,11 @@ def _how(optimizer: torch.optim.Optimizer) -> str:
     except ValueError as error:
         reason = str(error).split("(", 1)[1].split("), so it")[0]
         return f"refused: {reason} | "
+    if rule.only_rows:
+        return "on the rows of tables | "
     compact = "yes" if rule.arrays and not set(rule.arrays) - set(rule.codes) else ""
+    if isinstance(rule, (LazyAdamWRule, RowwiseAdagradRule)):
+        return f"native kernel, one pass; on the rows of tables | {compact}"
     if not isinstance(rule, StreamedRule):
         return f"native kernel, one pass | {compact}"
     return f"its own `step()` on {'whole parameters' if rule.whole else 'pieces'} | {compact}"

@@ -57,6 +57,9 @@ CONTROL_GROUPS = (
 """Where the kernel tells of this container's memory: (folder, limit, use, and the field of memory.stat with what is in
 the use but free for the taking: cached files that nobody has read again)."""
 
+MANY_ROWS = 1 << 18
+"""Of an embedding: more than a language has words."""
+
 TILES_A_UNIT = 4
 GRADIENT_TILES = 3
 ROWS_AT_WORK = PAGE_ELEMENTS
@@ -108,6 +111,8 @@ class PlacedModel:
     """By the index of a unit of adapters: that of the unit they were cut from."""
     tables: frozenset[int] = frozenset()
     """The indices of the units of which only the rows that a batch touches move."""
+    dense_tables: tuple[tuple[str, int, int], ...] = ()
+    """(name, bytes of weights and states that each step moves, rows) of large embeddings without sparse=True."""
 
     @property
     def state_bytes(self) -> int:
@@ -204,7 +209,20 @@ def place_model(
     tiers = tuple(replace(each, grads="device") if at in by_rows else each for at, each in enumerate(tiers))
     tabled, split = frozenset(by_rows), (rank, size)
     return PlacedModel(
-        infos, parameters, layouts, sizes, tiers, budgets, kept, split, together, rows, in_files, beside, tabled
+        infos,
+        parameters,
+        layouts,
+        sizes,
+        tiers,
+        budgets,
+        kept,
+        split,
+        together,
+        rows,
+        in_files,
+        beside,
+        tabled,
+        _dense_tables(model, names, infos, kept),
     )
 
 
@@ -236,6 +254,18 @@ def _in_files(
         for slot in layout.slots
         if each
     }
+
+
+def _dense_tables(
+    model: nn.Module, names: Mapping[int, str], infos: Mapping[str, ParamInfo], kept: Kept
+) -> tuple[tuple[str, int, int], ...]:
+    found = {}
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not module.sparse:
+            info = infos.get(names.get(id(module._parameters.get("weight")), ""))
+            if info is not None and info.trainable and info.shape[0] >= MANY_ROWS:
+                found[info.name] = 2 * (info.nbytes + kept.nbytes(info.dtype, info.numel)), info.shape[0]
+    return tuple((name, *each) for name, each in found.items())
 
 
 def _table_states(layout: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kept) -> int:

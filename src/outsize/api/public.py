@@ -109,14 +109,24 @@ def plan(
 def _plan_of(found: PlacedModel, config: Config) -> Plan:
     """The placement as a table."""
     units = tuple(
-        planned(size, tiers, config.update) for size, tiers in zip(found.unit_bytes, found.tiers, strict=True)
+        planned(size, tiers, config.update, index in found.tables)
+        for index, (size, tiers) in enumerate(zip(found.unit_bytes, found.tiers, strict=True))
     )
-    trained = [unit for unit in units if unit.size.states]
+    trained = [unit for index, unit in enumerate(units) if unit.size.states and index not in found.tables]
     moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + sum(unit.size.grads for unit in trained)
     on_cpu = found.budgets.device is None
     link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
     parameters = sum(info.numel for info in found.infos.values())
-    return Plan(units, parameters, found.budgets, moved, link, found.together)
+    return Plan(
+        units,
+        parameters,
+        found.budgets,
+        moved,
+        link,
+        found.together,
+        tables=tuple(found.layouts[index].slots[0].name for index in sorted(found.tables)),
+        dense_tables=found.dense_tables,
+    )
 
 
 def _link_bytes(unit: PlannedUnit) -> int:

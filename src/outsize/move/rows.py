@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import final
@@ -209,14 +209,25 @@ class Rows:
         found = {name: array.whole() for name, array in self.arrays.items()}
         return found if len({each.device for each in found.values()}) == 1 else None
 
-    def get(self, ids: torch.Tensor, asked: bool = False) -> Values:
-        """Copies of these rows (ascending), in host memory. Blocks. `asked`: by a batch, and counted so."""
-        found = {
-            name: array.whole().index_select(0, ids.to(array.whole().device)).cpu()
-            for name, array in self.arrays.items()
-            if not array.on_disk
-        }
-        return {**found, **self._get_from_disk(ids, asked)} if self._on_disk else found
+    def get(self, ids: torch.Tensor) -> Values:
+        """Copies of these rows (ascending) of all arrays, in host memory. Blocks."""
+        return self._get(ids, self.arrays)
+
+    def get_params(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `get`, for a batch, which needs no state yet; that of rows on disk comes into the cache with them."""
+        found = self._land_what_meets(ids)
+        self.counts.wanted += ids.numel()
+        self.counts.hits += int((found >= 0).sum())
+        return self._get(ids, ("params",))["params"]
+
+    def _get(self, ids: torch.Tensor, names: Iterable[str]) -> Values:
+        in_memory = [name for name in names if not self.arrays[name].on_disk]
+        found = {}
+        for name in in_memory:
+            whole = self.arrays[name].whole()
+            found[name] = whole.index_select(0, ids.to(whole.device)).cpu()
+        on_disk = [name for name in names if self.arrays[name].on_disk]
+        return {**found, **self._get_from_disk(ids, on_disk)} if self._on_disk else found
 
     def put(self, ids: torch.Tensor, values: Values) -> None:
         """Other values for these rows (ascending) of all arrays. Blocks only where a row is not in memory."""
@@ -227,12 +238,14 @@ class Rows:
         if not self._on_disk:
             return
         places = self._land_what_meets(ids)
-        here, cache = places >= 0, self._cache
+        here, others = (places >= 0).nonzero().view(-1), (places < 0).nonzero().view(-1)
+        into, cache = places[here], self._cache
         for name in self._on_disk:
-            cache.values[name][places[here]] = values[name][here]
-        cache.changed[places[here]] = True
-        if not here.all():
-            self._write(ids[~here], {name: values[name][~here] for name in self._on_disk})
+            own = values[name] if not others.numel() else values[name].index_select(0, here)
+            cache.values[name].index_copy_(0, into, own)
+        cache.changed[into] = True
+        if others.numel():
+            self._write(ids[others], {name: values[name].index_select(0, others) for name in self._on_disk})
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start to read those of these rows (ascending) that are not in memory, as far as there is room."""
@@ -265,7 +278,7 @@ class Rows:
         changed = self._cache.changed.nonzero().view(-1)
         order = changed[self._cache.ids[changed].argsort()]
         for places in order.split(MOVED_ROWS):
-            values = {name: self._cache.values[name][places] for name in self._on_disk}
+            values = {name: self._cache.values[name].index_select(0, places) for name in self._on_disk}
             self._write(self._cache.ids[places], values)
             self._cache.changed[places] = False
         self._await_writes()
@@ -288,26 +301,25 @@ class Rows:
 
     # -- behind the cache ----------------------------------------------------------------------------------------------
 
-    def _get_from_disk(self, ids: torch.Tensor, asked: bool) -> Values:
+    def _get_from_disk(self, ids: torch.Tensor, names: Sequence[str]) -> Values:
         self._now += 1
         places, cache = self._land_what_meets(ids), self._cache
-        here = places >= 0
-        cache.used[places[here]] = self._now
-        if asked:
-            self.counts.wanted += ids.numel()
-            self.counts.hits += int(here.sum())
-        found = {
-            name: torch.empty(ids.numel(), array.width, dtype=array.dtype, device="cpu")
-            for name, array in self._on_disk.items()
-        }
-        for name, values in found.items():
-            values[here] = cache.values[name][places[here]]
-        for part in (~here).nonzero().view(-1).split(MOVED_ROWS):
+        here, missing = (places >= 0).nonzero().view(-1), (places < 0).nonzero().view(-1)
+        places = places[here]
+        cache.used[places] = self._now
+        if not missing.numel():
+            return {name: cache.values[name].index_select(0, places) for name in names}
+        found = {}
+        for name in names:
+            array = self.arrays[name]
+            found[name] = torch.empty(ids.numel(), array.width, dtype=array.dtype, device="cpu")
+            found[name].index_copy_(0, here, cache.values[name].index_select(0, places))
+        for part in missing.split(MOVED_ROWS):
             self._await_writes()
             readings = {name: array.start(ids[part]) for name, array in self._on_disk.items()}
             read = {name: reading.array.values_of(reading) for name, reading in readings.items()}
-            for name, values in read.items():
-                found[name][part] = values
+            for name in names:
+                found[name].index_copy_(0, part, read[name])
             self._admit(ids[part], read)
         return found
 
@@ -338,16 +350,17 @@ class Rows:
         """Take rows as they are on the drive into the cache, as far as there is room; what gives way is written."""
         cache = self._cache
         places = cache.choose(ids, self._now)
-        taken = places >= 0
+        taken = (places >= 0).nonzero().view(-1)
         into = places[taken]
         leaving = into[cache.changed[into]]
         if leaving.numel():
             leaving = leaving[cache.ids[leaving].argsort()]
-            self._write(cache.ids[leaving], {name: cache.values[name][leaving] for name in self._on_disk})
+            values_of = {name: cache.values[name].index_select(0, leaving) for name in self._on_disk}
+            self._write(cache.ids[leaving], values_of)
             cache.changed[leaving] = False
         cache.ids[into], cache.used[into] = ids[taken], self._now
         for name, each in values.items():
-            cache.values[name][into] = each[taken]
+            cache.values[name].index_copy_(0, into, each.index_select(0, taken))
 
     def _write(self, ids: torch.Tensor, values: Values) -> None:
         """Start to write rows (ascending)."""

@@ -95,13 +95,16 @@ class PlannedUnit:
         return sum(getattr(self.size, kind) for kind in own if getattr(self.tiers, kind) == tier)
 
 
-def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch") -> PlannedUnit:
+def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: bool = False) -> PlannedUnit:
     """A unit with the disk traffic of one forward and one backward.
 
     The forward's fetch carries the update: whatever is on disk is read, and all but the gradient written back. The
     backward's fetch reads the weights again, and the gradients are written once, unless they are used where they arise
-    (`update="backward"`). Frozen weights are only read.
+    (`update="backward"`). Frozen weights are only read. Of a table `by_rows` only what a batch touches
+    moves, and nobody knows how much that is.
     """
+    if by_rows:
+        return PlannedUnit(size.name, size, tiers, 0, 0)
     params, grads, states = (getattr(size, kind) if getattr(tiers, kind) == "disk" else 0 for kind in KINDS)
     if not size.states:
         return PlannedUnit(size.name, size, tiers, 2 * params, 0)
@@ -121,6 +124,10 @@ class Plan:
     together: UsedTogether = field(default_factory=dict)
     activations: Chosen | None = None
     """Of a prepared model, where `activations="auto"` has a choice."""
+    tables: tuple[str, ...] = ()
+    """Of which only the rows that a batch touches move."""
+    dense_tables: tuple[tuple[str, int, int], ...] = ()
+    """(name, bytes of weights and states that each step moves, rows) of embeddings that are updated as a whole."""
 
     @property
     def state_bytes(self) -> int:
@@ -192,6 +199,15 @@ class Plan:
 
     def __str__(self) -> str:
         activations = [] if self.activations is None else [str(self.activations)]
+        activations += [
+            f"table {name!r}: a step reads and writes the rows that its batch touches, which are not counted here"
+            for name in self.tables
+        ]
+        activations += [
+            f"embedding {name!r} is updated as a whole: each step reads and writes {format_bytes(nbytes)}, whichever "
+            f"of its {rows:,} rows the batch touches; sparse=True with outsize.optim.LazyAdamW moves these alone"
+            for name, nbytes, rows in self.dense_tables
+        ]
         return "\n".join([*_table(_rows(self.units)), "", *self._totals(), *self._movement(), *activations])
 
     def _totals(self) -> list[str]:

@@ -112,7 +112,7 @@ class Table:
         wanted, among = torch.unique(every, return_inverse=True)
         wanted, among = wanted.to("cpu", torch.int64), among.to(ids.dtype)
         with self._streamer.live.waiting():
-            values = rows.get(wanted, asked=True)["params"].to(ids.device)
+            values = rows.get_params(wanted).to(ids.device)
         place = None if padding is None else int(among[-1])
         return _Fetched(values, among[: ids.numel()].view(ids.shape), place, wanted)
 
