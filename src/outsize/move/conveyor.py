@@ -64,6 +64,22 @@ class Job(Transfer):
     def broken(self) -> bool:
         return self._ready.broken or self.written.broken
 
+    def run(self) -> None:
+        """Run all steps in the calling thread: they need no slabs, and what they start is over when it has begun."""
+        steps, self._steps, self.after = self._steps or (), None, ()
+        try:
+            with torch.no_grad():
+                for step in steps:
+                    assert not step.slabs
+                    error = _wait_all(step.begin([])) or _wait_all(step.finish())
+                    if error is not None:
+                        raise error
+            self.settle()
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
     def next_step(self) -> Step | None:
         """The next step to begin, None when there is no more. Called by the conveyor only, as all below."""
         self.after = ()
@@ -137,7 +153,7 @@ class Conveyor:
             if self._closing:
                 raise RuntimeError("outsize has been closed; the model cannot be used any more")
             if light and self._idle:
-                _run_here(job)
+                job.run()
                 return job
             self._idle = False
             self._queue.append(job)
@@ -286,22 +302,6 @@ class Conveyor:
             step.job.fail(error)
         step.job.settle(steps, writes)
         self._free += step.taken
-
-
-def _run_here(job: Job) -> None:
-    """Run a job whose steps need no slabs, and whose transfers are over when they have begun."""
-    try:
-        with torch.no_grad():
-            while (step := job.next_step()) is not None:
-                assert not step.slabs
-                error = _wait_all(step.begin([])) or _wait_all(step.finish())
-                if error is not None:
-                    raise error
-                job.settle(steps=-1)
-    except BaseException as error:
-        job.fail(error)
-        if not isinstance(error, Exception):
-            raise
 
 
 def _wait_all(transfers: Sequence[Transfer]) -> BaseException | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import frexp, inf, sqrt
 
 import torch
@@ -48,7 +48,7 @@ class GradOps:
         if self.zero:
             return self
         exact = self.scale == 1.0 or is_power_of_two(self.scale) or is_power_of_two(factor) or factor == 1.0
-        return None if self.clamps or not exact else GradOps(self.scale * factor)
+        return None if self.clamps or not exact else _scaling(self.scale * factor)
 
     def clamped(self, low: float, high: float) -> GradOps:
         """These operations, then a clamp to [low, high]."""
@@ -68,6 +68,12 @@ class GradOps:
 
 
 AS_IT_IS = GradOps()
+
+
+@lru_cache(maxsize=8)
+def _scaling(factor: float) -> GradOps:
+    """One record for all gradients that are clipped by the same factor."""
+    return GradOps(factor)
 
 
 def is_power_of_two(value: float) -> bool:
@@ -104,11 +110,12 @@ def vector_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     return norm
 
 
-def vector_norms(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def vector_norms(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     """`vector_norm` of order 2 of each."""
-    if any(grad.dtype is torch.float64 or (_is_native(grad) and grad.numel() > _LARGE_NUMEL) for grad in grads):
-        return [vector_norm(grad, 2.0) for grad in grads]
-    return list(torch._foreach_norm(list(grads), 2.0, torch.float32))
+    for grad in grads:
+        if grad.dtype is torch.float64 or (grad.numel() > _LARGE_NUMEL and _is_native(grad)):
+            return [vector_norm(each, 2.0) for each in grads]
+    return list(torch._foreach_norm(grads, 2.0, torch.float32))
 
 
 def _is_native(grad: torch.Tensor) -> bool:

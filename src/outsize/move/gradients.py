@@ -165,13 +165,15 @@ class GradShard:
         return self._norms.bytes[first : first + dtype.itemsize].view(dtype)[0]
 
     def place_of_first(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
-        """Where the caller copies a first contribution to; None where `put` must store it: one from an accelerator, or
-        a sum."""
-        if (self._outbox is not None and grad.device.type != "cpu") or grad.dtype.itemsize > self.dtype(slot).itemsize:
+        """Where the caller copies a first contribution to. None where `put` must store it (from an accelerator, or of
+        another dtype than what rests), or `open` comes first."""
+        if self._outbox is not None or not self.is_open_for(slot):
             return None
-        self.await_landed()
+        place = self._place(slot)
+        if place.dtype is not grad.dtype:
+            return None
         self.at_rest.add(slot.name)
-        return self._place(slot)
+        return place
 
     def put(self, slot: Slot, grad: torch.Tensor, previous: GradOps | None) -> None:
         """Store a contribution; `previous` holds the operations on what rests there already. Of a contribution from an

@@ -194,7 +194,7 @@ class UnitShard:
     @property
     def updates_in_buffer(self) -> bool:
         """Whether parameters are updated where they are gathered, or will be."""
-        return self.updates_on_device or (self.device.type == "cpu" and not self.tile_rows)
+        return self.updates_on_device if self.lanes is not None else not self.tile_rows
 
     @property
     def has_state(self) -> bool:
@@ -213,7 +213,7 @@ class UnitShard:
     @property
     def updates_on_device(self) -> bool:
         """Whether all that an update needs lies on an accelerator."""
-        return self._all_on_device and self.lanes is not None
+        return self.lanes is not None and self._all_on_device
 
     def array(self, name: str, slot: Slot) -> StateArray | None:
         """The optimizer array of this name, where it has values for the parameter."""
@@ -224,14 +224,14 @@ class UnitShard:
         """The segments that optimizer arrays have room for. See Note [Frozen parameters] in api/shards.py."""
         return [segment for segment in self.layout.segments if segment.trainable or self.has_late_room]
 
-    def has_room(self, name: str) -> bool:
-        """Whether there is room for the optimizer's state of the parameter."""
-        return self.has_late_room or self.layout.segment_of(self.slots[name]).trainable
+    def has_room(self, names: Iterable[str]) -> bool:
+        """Whether there is room for the optimizer's state of the parameters."""
+        return self.has_late_room or all(self.layout.segments[self.slots[name].segment].trainable for name in names)
 
     def make_room(self, names: Iterable[str]) -> None:
         """Make sure that there is room for the optimizer's state of these parameters; nothing of the unit may be on its
         way. Raises `ValueError` or `OSError`, with nothing changed."""
-        if not all(map(self.has_room, names)):
+        if not self.has_room(names):
             self.late(self)
 
     @property

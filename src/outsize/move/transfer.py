@@ -41,7 +41,8 @@ def in_a_fork() -> RuntimeError:
 class Promise(Transfer):
     """A transfer that another thread keeps (or breaks)."""
 
-    _changed = threading.Condition()  # one for all: few wait, and a promise stays small
+    _lock = threading.Lock()  # one for all: few wait, and a promise stays small
+    _changed = threading.Condition(_lock)
     waiting = 0
     """Threads that wait for a promise now. Their cores are idle."""
 
@@ -51,9 +52,10 @@ class Promise(Transfer):
         self._made_with = Promise._changed
 
     def keep(self) -> None:
-        with Promise._changed:
+        with Promise._lock:
             self._over = True
-            Promise._changed.notify_all()
+            if Promise.waiting:
+                Promise._changed.notify_all()
 
     def break_(self, error: BaseException) -> None:
         self._error = error
@@ -82,7 +84,8 @@ class Promise(Transfer):
     @classmethod
     def forget_waiters(cls) -> None:
         """In a forked child nobody waits; the lock may have been held when the fork happened."""
-        cls._changed = threading.Condition()
+        cls._lock = threading.Lock()
+        cls._changed = threading.Condition(cls._lock)
         cls.waiting = 0
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -15,7 +15,7 @@ from outsize.move.conveyor import Step
 from outsize.move.generations import Generations
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
-from outsize.move.shard import READ_NUMEL, Pending, SlotState, SlotUpdate, UnitShard, read_numel, read_step
+from outsize.move.shard import READ_NUMEL, Pending, Scales, SlotState, SlotUpdate, UnitShard, read_numel, read_step
 from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, STATE_BYTES, Store
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule
@@ -32,6 +32,8 @@ from outsize.plan.layout import (
 
 LIGHT_NUMEL = 1 << 17
 """Elements of a unit that our kernels have updated before a thread would have woken up."""
+
+_NEVER_STEPPED = SlotState()
 
 _KNOWN_PLANS = 8
 """Sets of parameters with gradients whose plan a unit remembers; most units have one."""
@@ -58,6 +60,8 @@ class Chunk:
         self.lying: dict[str, torch.Tensor] = {}  # the bytes of arrays that are updated where they lie, by name
         self.moving: list[tuple[str, Store, int, int]] = []  # the other arrays, each with its first byte and bytes
         self.views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # all arrays of some elements, if all lie
+        self.params: dict[tuple[int, int], torch.Tensor] = {}  # the parameters of some elements, if they lie
+        self.compact = any(array.code is not None for array in shard.arrays.values())
         for name, array in shard.arrays.items():
             first, nbytes = array.layout.span(start, end)
             place = array.store.in_place if shard.updates_on_device else array.store.view
@@ -66,10 +70,21 @@ class Chunk:
                 self.lying[name] = view
             elif nbytes:
                 self.moving.append((name, array.store, first, nbytes))
+        params = _lying_params(shard, start, end)
+        if params is not None:
+            self.lying["params"] = params
 
 
-Plan = tuple[list[tuple[Segment, list[Chunk]]], list[Slot]]
-"""How the update of some parameters of a unit is cut: the chunks of each segment; the parameters without elements."""
+@final
+class Plan(NamedTuple):
+    """How the update of some parameters of a unit is cut."""
+
+    segments: list[tuple[Segment, list[Chunk]]]
+    empty: list[Slot]
+    """The parameters without elements."""
+    files: list[Generations]
+    scales: list[Scales]
+    """Those that must be gathered: a chunk's scales are no whole pages."""
 
 
 @final
@@ -100,17 +115,17 @@ class ChunkUpdater:
     def steps(self, shard: UnitShard, pending: Pending, fetch: bool) -> Iterator[Step]:
         """In order of address: update steps where the update is owed, plain reads around them if `fetch`."""
         shard.before_change()
-        turning = [file for file in shard.generations() if file.frozen]
-        for file in turning:
-            file.begin_turn()
         if shard.updates_on_device:
             yield Step(finish=lambda: self._update_on_device(shard, pending, fetch))
             return
-        moving = [each.scales for each in shard.arrays.values() if each.scales and each.scales.store.view(0, 0) is None]
-        if moving:  # a chunk's scales are no whole pages
+        plan = self._plan_of(shard, pending)
+        turning = [file for file in plan.files if file.frozen]
+        for file in turning:
+            file.begin_turn()
+        moving = plan.scales
+        if moving:
             yield Step(lambda _: [each.gather() for each in moving])
-        segments, empty = self._plan_of(shard, pending)
-        for segment, chunks in segments:
+        for segment, chunks in plan.segments:
             position = segment.start
             for chunk in chunks:
                 if fetch:
@@ -125,7 +140,7 @@ class ChunkUpdater:
             yield Step(finish=lambda: [each.give_back(kept) for each in moving])
         if turning:
             yield Step(finish=partial(_end_turns, turning))
-        for slot in empty:
+        for slot in plan.empty:
             self._count_step(shard, slot, pending[slot.name])
 
     def _reads(self, shard: UnitShard, segment: Segment, start: int, end: int) -> Iterator[Step]:
@@ -143,7 +158,9 @@ class ChunkUpdater:
                 (segment, [Chunk(shard, filled, *each) for each in self._ranges(shard, segment, filled)])
                 for segment in shard.layout.segments
             ]
-            plan = segments, [slot for slot in slots if not slot.numel]
+            scales = [each.scales for each in shard.arrays.values() if each.scales is not None]
+            moving = [each for each in scales if each.store.view(0, 0) is None]
+            plan = Plan(segments, [slot for slot in slots if not slot.numel], shard.generations(), moving)
             if len(shard.known) > _KNOWN_PLANS:
                 shard.known.clear()
             if sum(len(chunks) for _, chunks in segments) <= _KNOWN_CHUNKS:
@@ -173,13 +190,13 @@ class ChunkUpdater:
         """The whole update at once where everything lies on the computing device, by the calling thread."""
         shard.before_change()
         shard.use()
-        segments, empty = self._plan_of(shard, pending)
-        for _, chunks in segments:
+        plan = self._plan_of(shard, pending)
+        for _, chunks in plan.segments:
             for chunk in chunks:
                 step = ChunkUpdate(self, shard, pending, chunk, fetch=False, threads=self._cores)
                 step.begin([])
                 step.finish()
-        for slot in empty:
+        for slot in plan.empty:
             self._count_step(shard, slot, pending[slot.name])
 
     def _update_on_device(self, shard: UnitShard, pending: Pending, fetch: bool) -> Sequence[Transfer]:
@@ -206,7 +223,7 @@ class ChunkUpdater:
             if each.public or slot.dtype in MASTER_BYTES
         }
         param = torch.empty(slot.shape if self.rule.whole else 0, dtype=DTYPES[slot.dtype], device="cpu")
-        grad, state = torch.zeros_like(param), shard.slot_states.get(slot.name, SlotState())
+        grad, state = torch.zeros_like(param), shard.slot_states.get(slot.name, _NEVER_STEPPED)
         piece = Piece(param, arrays.get(MASTER), arrays, grad, owed.ops, owed.hyper, state, noted=owed.noted)
         shard.slot_states[slot.name] = SlotState(self.rule.apply(piece), initialised=True)
 
@@ -237,6 +254,15 @@ def _stages_params(shard: UnitShard) -> bool:
     if shard.updates_in_buffer:
         return False
     return shard.params is None or shard.params.view(0, 0) is None
+
+
+def _lying_params(shard: UnitShard, start: int, end: int) -> torch.Tensor | None:
+    """The bytes of parameters that are updated where they lie in host memory."""
+    if shard.device.type == "cpu" and shard.updates_in_buffer:
+        return shard.param_bytes(start, end)
+    if shard.params is None or shard.updates_in_buffer:
+        return None
+    return shard.params.view(*shard.param_layout.span(start, end))
 
 
 def _resting_params(shard: UnitShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -284,17 +310,20 @@ class ChunkUpdate:
         self._grads_in_memory = self._grads is not None and (
             self._grads.store is None or any(owed.in_memory for owed in pending.values())
         )
-        self._bytes = dict(chunk.lying)  # by array name, "params" and "grads" included
+        self._bytes = dict(chunk.lying)  # by array name, "params" included; "grads" where they are not in memory
         self._loose: dict[str, torch.Tensor] = {}  # gradients that come from an accelerator, by parameter
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is left of the slab
         self.slabs = updater.staging_slabs if updater.rule.whole else int(chunk.staged_bytes > 0)
 
     def _resting_grads(self) -> GradShard | None:
         """Where the gradients lie that the update needs, None where it needs none from there."""
-        met = [self._pending[slot.name] for slot, _, _ in self._chunk.parts]
-        found = {owed.resting for owed in met if not owed.ops.zero and owed.resting}
-        assert len(found) <= 1, "the gradients of one update rest together"
-        return next(iter(found), None)
+        found: GradShard | None = None
+        for slot, _, _ in self._chunk.parts:
+            owed = self._pending[slot.name]
+            if owed.resting is not None and not owed.ops.zero:
+                assert found is None or found is owed.resting, "the gradients of one update rest together"
+                found = owed.resting
+        return found
 
     def begin(self, slabs: list[torch.Tensor]) -> Sequence[Transfer]:
         if self._updater.rule.whole and self._chunk.staged_bytes:  # see Note [Whole parameters]
@@ -317,7 +346,6 @@ class ChunkUpdate:
         grads, start, end = self._grads, self._chunk.start, self._chunk.end
         if grads is not None:
             if self._grads_in_memory or grads.store is None:
-                self._bytes["grads"] = grads.view(start, end)
                 return ()
             first, nbytes = grads.span(start, end)
             self._bytes["grads"] = self._take(nbytes)
@@ -340,14 +368,13 @@ class ChunkUpdate:
         shard, start, end = self._shard, self._chunk.start, self._chunk.end
         first, nbytes = shard.param_layout.span(start, end)
         if shard.updates_in_buffer:
-            self._bytes["params"] = shard.param_bytes(start, end)
+            if "params" not in self._bytes:
+                self._bytes["params"] = shard.param_bytes(start, end)
             if not self._fetch:
                 return ()
             assert shard.params is not None
             return [shard.params.read(first, self._bytes["params"])]
-        view = None if shard.params is None else shard.params.view(first, nbytes)
-        if view is not None:
-            self._bytes["params"] = view
+        if "params" in self._bytes:
             return ()
         self._bytes["params"] = slab = self._take(nbytes)
         if shard.params is None or not (self._fetch or shard.tile_rows):
@@ -362,35 +389,37 @@ class ChunkUpdate:
         return self._write_back()
 
     def _runs(self) -> Iterator[list[tuple[Slot, int, int]]]:
-        """Neighbours that are updated as one. What lies between parameters is updated with them, and nobody reads
-        it."""
-        compact = any(array.code is not None for array in self._shard.arrays.values())
-        merges = self._updater.rule.merges and self._grads is not None and not compact
+        """Neighbours whose updates differ in nothing but where they lie: they are updated as one. What lies between
+        parameters is updated with them, and nobody reads it."""
+        merges = self._updater.rule.merges and self._grads is not None and not self._chunk.compact
         run: list[tuple[Slot, int, int]] = []
+        before: tuple[SlotUpdate, SlotState | None] | None = None
         for part in self._chunk.parts:
-            if run and not (merges and round_up(run[-1][2], ALIGN_ELEMENTS) == part[1] and self._alike(run[0], part)):
+            owed, state = self._pending[part[0].name], self._shard.slot_states.get(part[0].name)
+            if before is not None and not (
+                merges
+                and round_up(run[-1][2], ALIGN_ELEMENTS) == part[1]
+                and owed.resting is before[0].resting is self._grads
+                and owed.hyper is before[0].hyper
+                and (owed.ops is before[0].ops or owed.ops == before[0].ops)
+                and not owed.ops.zero
+                and state == before[1]
+            ):
                 yield run
                 run = []
             run.append(part)
+            before = owed, state
         if run:
             yield run
-
-    def _alike(self, one: tuple[Slot, int, int], other: tuple[Slot, int, int]) -> bool:
-        """Whether the updates of two parameters differ in nothing but where they lie."""
-        mine, theirs = self._pending[one[0].name], self._pending[other[0].name]
-        states = self._shard.slot_states
-        return (
-            mine.resting is theirs.resting is self._grads
-            and mine.hyper is theirs.hyper
-            and mine.ops == theirs.ops
-            and not mine.ops.zero
-            and states.get(one[0].name) == states.get(other[0].name)
-        )
 
     def _update(self, slots: Sequence[Slot], low: int, high: int) -> None:
         slot, shard, chunk = slots[0], self._shard, self._chunk
         owed = self._pending[slot.name]
-        arrays = chunk.views.get((low, high))
+        param, arrays = chunk.params.get((low, high)), chunk.views.get((low, high))
+        if param is None:
+            param = self._part("params", shard.param_layout, low, high).view(DTYPES[slot.dtype])
+            if "params" in chunk.lying:
+                chunk.params[low, high] = param
         if arrays is None:
             arrays = {
                 name: self._part(name, array.layout, low, high).view(array.dtype(slot.dtype))
@@ -401,10 +430,9 @@ class ChunkUpdate:
                 chunk.views[low, high] = arrays
         scales = {
             name: array.scales.part(low, high)
-            for name, array in shard.arrays.items()
+            for name, array in (shard.arrays.items() if chunk.compact else ())
             if array.scales is not None and array.compact(slot.dtype)
         }
-        param = self._part("params", shard.param_layout, low, high).view(DTYPES[slot.dtype])
         if owed.ops.zero:
             grad = torch.zeros_like(param)
         elif slot.name in self._loose:
@@ -413,11 +441,14 @@ class ChunkUpdate:
             grad = owed.loose.reshape(-1)[low - slot.offset : high - slot.offset]
         else:
             assert self._grads is not None
-            grad = self._part("grads", self._grads.contents, low, high).view(self._grads.dtype(slot))
+            grads = self._grads
+            held = "grads" not in self._bytes
+            grad = grads.view(low, high) if held else self._part("grads", grads.contents, low, high)
+            grad = grad.view(grads.dtype(slot))
         if self._updater.rule.whole:
             param, grad = param.view(slot.shape), grad.view(slot.shape)
             arrays = {name: array.view(slot.shape) for name, array in arrays.items()}
-        threads, state = self._threads or self._updater.threads, shard.slot_states.get(slot.name, SlotState())
+        threads, state = self._threads or self._updater.threads, shard.slot_states.get(slot.name, _NEVER_STEPPED)
         piece = Piece(param, arrays.get(MASTER), arrays, grad, owed.ops, owed.hyper, state, threads, scales, owed.noted)
         after = SlotState(self._updater.rule.apply(piece), initialised=True)
         for each in slots:

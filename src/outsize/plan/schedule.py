@@ -15,7 +15,6 @@ unit, or from the place that it left, if that comes next.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -103,7 +102,7 @@ class Schedule:
         """
         if unit == self._current:
             return True
-        now, expected = self._now, next(self._expected(), None)
+        now, expected = self._now, self._expected()
         now.recorded.append(unit)
         self._current = unit
         was_expected = False
@@ -120,11 +119,15 @@ class Schedule:
 
     def upcoming(self, k: int) -> list[int]:
         """The next `k` distinct units expected after the current one, soonest first; fewer if no more are foreseen."""
+        order, position, current = self._now.order, self._now.ahead, self._current
         units: dict[int, None] = {}
-        for position in self._expected():
+        for _ in order:
             if len(units) >= k:
                 break
-            units[self._now.order[position]] = None
+            unit = order[position] if position < len(order) else order[position - len(order)]
+            if unit != current:
+                units[unit] = None
+            position += 1
         return list(units)
 
     def next_use(self, unit: int) -> int:
@@ -137,10 +140,11 @@ class Schedule:
         ahead = places[index] if index < len(places) else len(self._now.order) + places[0]  # over the end of the pass
         return ahead - position + 1
 
-    def _expected(self) -> Iterator[int]:
-        """The places in the order that come next, once around; those of the current unit are no use."""
+    def _expected(self) -> int | None:
+        """The place in the order that comes next; that of the current unit is no use."""
         order = self._now.order
         for distance in range(len(order)):
             position = (self._now.ahead + distance) % len(order)
             if order[position] != self._current:
-                yield position
+                return position
+        return None

@@ -60,7 +60,7 @@ class Backward:
         complete = gradients.arrives(slot.name)
         if complete:
             self._streamer.finished(unit)  # before the gradient is copied: the weights may make room for it
-        gradients.take(slot.name, complete)
+        gradients.take(slot, complete)
         if complete and gradients.defers:
             gradients.complete_later()
         elif complete:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import NoReturn, final
 
 import torch
@@ -28,11 +29,99 @@ from outsize.run.unit_gradients import UnitGradients
 
 @final
 class Frame:
-    """One forward that is running, and the units that it holds until it returns."""
+    """One forward that is running. In the block the units that its module owns are open, and what it acquires is held
+    until the block ends, however it ends. See Note [Open units] in run/unit.py."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, module: nn.Module, again: bool) -> None:
         self.module = module
         self.held: list[Unit] = []
+        self._engine = engine
+        self._again = again
+        self._copies: AbstractContextManager[None] | None = None
+        self._opened: list[Unit] = []
+        self._pushed = False
+        self._caches = torch.is_autocast_cache_enabled()
+
+    @left_alone_by_dynamo
+    def __enter__(self) -> None:
+        engine = self._engine
+        transformed = in_transform()
+        if transformed and not all(unit.holds or unit.resident for unit in engine.parameters.units):
+            raise RuntimeError(
+                "a forward of a prepared model runs inside torch.func (grad, vjp, jvp or what is made of them), which "
+                "takes parameters where outsize cannot see it: open `with outsize.gathered(model):` around it"
+            )
+        engine.owner.take(FORWARD)
+        try:
+            if not engine.frames and not self._again and not in_backward():
+                engine.begin_pass()
+            engine.frames.append(self)
+            if transformed:
+                self._copies = on_copies(self.module, engine.may_rest)
+                self._copies.__enter__()
+            elif hooks_allowed():
+                self._open()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _open(self) -> None:
+        """The units that the module owns are opened."""
+        engine = self._engine
+        for unit in engine.owned.get(id(self.module), ()):
+            if not unit.opened and not unit.shown:
+                self._opened.append(unit)
+                engine.streamer.acquire(unit)
+                self.hold(unit)
+                unit.shard.buffer.use()
+                unit.open(engine.classes.open)
+        if self._opened:
+            torch.set_autocast_cache_enabled(False)  # it keeps the cast of every weight until its outermost block ends
+            hooks = saving_by_reference(engine)
+            if hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                self._pushed = True
+
+    def hold(self, unit: Unit) -> None:
+        """Keep the unit gathered until the block ends."""
+        self.held.append(unit)
+        unit.holds += 1
+
+    @left_alone_by_dynamo
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        engine = self._engine
+        try:
+            if self._copies is not None:
+                self._copies.__exit__(kind, error, trace)
+            if self._opened:
+                self._close(error)
+            if error is None and engine.reduction is not None and id(self.module) == engine.root and not in_backward():
+                engine.streamer.end_pass("forward")
+        finally:
+            if self in engine.frames:
+                engine.frames.remove(self)
+            for unit in self.held:
+                unit.let_go()
+            engine.owner.give()
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.set_autocast_cache_enabled(self._caches)
+        closed = [(unit, unit.close(self._engine.classes.guarded)) for unit in self._opened]
+        for (
+            unit,
+            written,
+        ) in closed:  # an exception is how a checkpoint ends what it runs again: a write counts there, too
+            if written is not None and not unit.writable:
+                self._engine.refuse_write(written)
+        if isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error):
+            raise RuntimeError(
+                f"{type(self.module).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, which "
+                f"torch refuses beside saved-tensor hooks: open `with outsize.gathered(model):` around the forward"
+            ) from error
 
 
 @final
@@ -62,12 +151,12 @@ class Engine:
         self.backward = backward
         self.owner = owner
         self.reduction = reduction  # None with one rank
-        self._root = root  # the id of the whole model
+        self.root = root  # the id of the whole model
         see_script_functions()
         self.classes = Classes(self)
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
-        self._owned = owned  # by the id of a module: the units that its calls open
-        self._frames: list[Frame] = []
+        self.owned = owned  # by the id of a module: the units that its calls open
+        self.frames: list[Frame] = []
         self.listing = (
             False  # `state_dict` takes views of parameters, at rest or not; each use of a view passes the gate
         )
@@ -82,11 +171,11 @@ class Engine:
         if self.owner.is_other:
             refusals.use_by_other_thread(self.parameters.name_of(tensor), operation)
         if writes and not unit.writable:
-            self._refuse_write(self.parameters.name_of(tensor), operation)
+            self.refuse_write(self.parameters.name_of(tensor), operation)
         if unit.holds and unit.current:
-            if self._frames and unit is not self.streamer.room.last:
+            if self.frames and unit is not self.streamer.room.last:
                 self.streamer.acquire(unit)
-        elif self._frames:
+        elif self.frames:
             self.streamer.acquire(unit)
             self._hold(unit)
         elif in_backward():
@@ -101,7 +190,7 @@ class Engine:
         """Raise where a parameter that is used in tiles may not be used."""
         if self.owner.is_other:
             refusals.use_by_other_thread(self.parameters.name_of(param), operation)
-        if not (self._frames or in_backward()):
+        if not (self.frames or in_backward()):
             tier = self.parameters.unit_of(param)[0].shard.tiers.params
             refusals.read_at_rest(self.parameters.name_of(param), tier, operation)
 
@@ -142,89 +231,27 @@ class Engine:
         if torch.is_grad_enabled() or not unit.holds:
             refusals.vmap(self.parameters.name_of(tensor))
 
-    def _refuse_write(self, name: str, operation: str = "") -> NoReturn:
-        refusals.write(name, operation, again=bool(self._frames) or in_backward())
+    def refuse_write(self, name: str, operation: str = "") -> NoReturn:
+        refusals.write(name, operation, again=bool(self.frames) or in_backward())
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def has_opened(self, module: nn.Module) -> bool:
-        """Whether a call of `module` needs no frame: one around it has opened all that it owns."""
-        units = self._owned.get(id(module), ())
-        return len(units) > 0 and all(unit.opened for unit in units) and not self.owner.is_other
-
-    @contextmanager
-    @left_alone_by_dynamo
-    def frame(self, module: nn.Module, again: bool = False) -> Iterator[None]:
-        """A forward of `module` runs; what it acquires is held until it returns, however it returns. `again`: it is
-        one of a pass that may have ended, and no pass begins with it."""
-        transformed = in_transform()
-        if transformed and not all(unit.holds or unit.resident for unit in self.parameters.units):
-            raise RuntimeError(
-                "a forward of a prepared model runs inside torch.func (grad, vjp, jvp or what is made of them), which "
-                "takes parameters where outsize cannot see it: open `with outsize.gathered(model):` around it"
-            )
-        self.owner.take(FORWARD)
-        frame = Frame(module)
-        try:
-            if not self._frames and not in_backward() and not again:
-                self._begin_pass()
-            self._frames.append(frame)
-            with on_copies(module, self._may_rest) if transformed else self._opened(frame):
-                yield
-            if id(module) == self._root and self.reduction is not None and not in_backward():
-                self.streamer.end_pass("forward")
-        finally:
-            if frame in self._frames:
-                self._frames.remove(frame)
-            for unit in frame.held:
-                unit.let_go()
-            self.owner.give()
-
-    @contextmanager
-    @left_alone_by_dynamo
-    def _opened(self, frame: Frame) -> Iterator[None]:
-        """The units that `frame`'s module owns are open. See Note [Open units] in run/unit.py."""
-        units = [unit for unit in self._owned.get(id(frame.module), ()) if not unit.opened and not unit.shown]
-        if not units or not hooks_allowed():
-            yield
-            return
-        try:
-            for unit in units:
-                self._open(unit, frame)
-            with saving_by_reference(self):
-                yield
-        except RuntimeError as error:
-            if "yet support saved tensor hooks" not in str(error):
-                raise
-            raise RuntimeError(
-                f"{type(frame.module).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, which "
-                f"torch refuses beside saved-tensor hooks: open `with outsize.gathered(model):` around the forward"
-            ) from error
-        finally:  # an exception is how a checkpoint ends what it runs again: a write counts there too
-            written = self._close(units)
-            if written is not None:
-                self._refuse_write(written)
-
-    def _open(self, unit: Unit, frame: Frame) -> None:
-        self.streamer.acquire(unit)
-        frame.held.append(unit)
-        unit.holds += 1
-        unit.shard.buffer.use()
-        unit.open(self.classes.open)
-
-    def _close(self, units: Iterable[Unit]) -> str | None:
-        """Returns a parameter that was written to where it may not be."""
-        found = None
+    def has_opened(self, units: Sequence[Unit]) -> bool:
+        """Whether a call of a module that owns these units needs no frame: one around it has opened them all."""
         for unit in units:
-            written = unit.close(self.classes.guarded)
-            if written is not None and not unit.writable:
-                found = written
-        return found
+            if not unit.opened:
+                return False
+        return len(units) > 0 and not self.owner.is_other
 
-    def _may_rest(self, param: torch.Tensor) -> bool:
+    def frame(self, module: nn.Module, again: bool = False) -> Frame:
+        """A forward of `module` runs in the block. `again`: it is one of a pass that may have ended, and no pass begins
+        with it."""
+        return Frame(self, module, again)
+
+    def may_rest(self, param: torch.Tensor) -> bool:
         return self.parameters.owns(param) and not self.parameters.unit_of(param)[0].resident
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
         self.backward.end_interrupted()
         self.streamer.end_round()
         self.streamer.room.return_excess()
@@ -232,9 +259,8 @@ class Engine:
 
     def _hold(self, unit: Unit) -> None:
         scope = self._scopes[unit.index]
-        frame = next((each for each in self._frames if id(each.module) in scope), self._frames[-1])
-        frame.held.append(unit)
-        unit.holds += 1
+        frame = next((each for each in self.frames if id(each.module) in scope), self.frames[-1])
+        frame.hold(unit)
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

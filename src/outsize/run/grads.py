@@ -37,6 +37,7 @@ class RestingGrad(torch.Tensor):
     loose: torch.Tensor | None
     shard: GradShard | None
     spent: bool
+    stale: bool
     repeated: bool
     reductions: int
     """With several ranks: how many it is the sum of, for comparison with the other ranks."""
@@ -57,6 +58,7 @@ class RestingGrad(torch.Tensor):
         self.loose = loose
         self.shard = None
         self.spent = False
+        self.stale = False  # whether another one is the parameter's gradient by now
         self.reductions = 0
         return self
 
@@ -143,8 +145,9 @@ class RestingGrad(torch.Tensor):
     def norm_of(self, order: float) -> torch.Tensor:
         """The vector norm of the gradient as it is now, fp32 or fp64, 0-d."""
         resting = self.home.resting
-        resting.check_current(self)
-        resting.complete()
+        resting.look(self)
+        if self.ops is AS_IT_IS and order in self.norms:
+            return self.norms[order].clone()
         if self.ops.zero:
             return torch.zeros_like(self.norms[2.0])
         if self.ops.rounds or order not in self.norms:
@@ -160,27 +163,26 @@ class RestingGrad(torch.Tensor):
     @property
     def finite(self) -> torch.Tensor:
         """0-d, finite if all elements are; a clamp or a finite scale changes nothing about that."""
-        self.home.resting.check_current(self)
-        self.home.resting.complete()
+        self.home.resting.look(self)
         if self.ops.zero or not isfinite(self.ops.scale):
             return torch.full_like(self.norms[2.0], 0.0 if self.ops.zero else nan)
         return self.norms[2.0]
 
     def scale(self, factor: float) -> None:
-        self.home.resting.check_current(self)
-        self.expect_unspent("scaled or clipped")
-        self.home.resting.complete()
+        home = self.home
+        home.resting.look(self)
+        if self.spent:
+            self.expect_unspent("scaled or clipped")
         ops = self.ops.scaled(factor)
         if ops is None:
-            self.home.rewrite(self)
+            home.rewrite(self)
             ops = self.ops.scaled(factor)
             assert ops is not None
         self.ops = ops
 
     def divide_by(self, divisor: float) -> None:
-        self.home.resting.check_current(self)
+        self.home.resting.look(self)
         self.expect_unspent("divided")
-        self.home.resting.complete()
         if not self.ops.zero:
             self.home.rewrite(self, divisor)
 
@@ -265,8 +267,7 @@ def _foreach_mul_(grads: list[Any], factor: Any) -> None:
 
 
 def _zero_(grad: RestingGrad) -> RestingGrad:
-    grad.home.resting.check_current(grad)
-    grad.home.resting.complete()
+    grad.home.resting.look(grad)
     grad.ops = GradOps(zero=True)
     grad.reductions = 0
     return grad
@@ -278,9 +279,8 @@ def _foreach_zero_(grads: list[Any]) -> None:
 
 
 def _clamp_(grad: RestingGrad, min: Any = None, max: Any = None) -> RestingGrad:
-    grad.home.resting.check_current(grad)
+    grad.home.resting.look(grad)
     grad.expect_unspent("clamped")
-    grad.home.resting.complete()
     low = -inf if min is None else _factors.read(min)
     high = inf if max is None else _factors.read(max)
     grad.ops = grad.ops.clamped(low, high)

@@ -123,8 +123,10 @@ def _calls(engine: Engine, module: nn.Module, inside: bool, again: Callable[[Cal
 
 
 def _framed(engine: Engine, module: nn.Module, call: Call, inside: bool) -> Call:
+    units = engine.owned.get(id(module), ())
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (inside and torch.compiler.is_compiling()) or engine.has_opened(module):
+        if (inside and torch.compiler.is_compiling()) or engine.has_opened(units):
             return call(*args, **kwargs)
         with engine.frame(module):
             return call(*args, **kwargs)

@@ -35,7 +35,8 @@ class Owner:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread: int | None = None
         self._depth = 0
         self._what = ""
@@ -58,7 +59,7 @@ class Owner:
     def take(self, what: str) -> None:
         """Wait for the turn. Raises `RuntimeError` where it may never come."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             if self._thread != thread and (self._thread is None or not _of_autograd()):
                 if self._thread is not None or self._waiting:
                     self._await(what)
@@ -67,7 +68,7 @@ class Owner:
 
     def give(self) -> None:
         """The turn, or what was taken inside it, is over."""
-        with self._changed:
+        with self._lock:
             self._depth -= 1
             if not self._depth:
                 self._thread = None

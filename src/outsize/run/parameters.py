@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -12,6 +12,12 @@ from outsize.plan.layout import Slot
 from outsize.run.buffers import unused
 from outsize.run.local import bind, is_distributed, local, shared_as
 from outsize.run.unit import Unit
+
+_plain: Any = torch.Tensor
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _plain.grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _plain.grad.__set__
+requires_grad: Callable[[torch.Tensor], bool] = _plain.requires_grad.__get__
+"""`param.grad` and its like, past the parameter's class: quick inside `DisableTorchFunctionSubclass`."""
 
 _NAMED = 3
 """How many parameters the message about one view names."""
@@ -41,27 +47,28 @@ class Parameters:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.home = {name: unit for unit in units for name in unit.parameters}
-        self._names = {id(param): name for unit in units for name, param in unit.parameters.items()}
-        self._by_key = {unit.shard.buffer.key: unit for unit in units}
+        self._places = {
+            id(param): (unit, unit.shard.slots[name]) for unit in units for name, param in unit.parameters.items()
+        }
+        self._by_key: dict[int, tuple[Unit, str | None]] = {unit.shard.buffer.key: (unit, None) for unit in units}
+        """The unit of each storage, and the parameter where the storage is that of one alone."""
         self._alone: dict[str, torch.Tensor] = {}  # by parameter. See Note [Storages of their own]
         self._in_parts = any(is_distributed(param) for unit in units for param in unit.parameters.values())
 
     def owns(self, param: torch.Tensor) -> bool:
-        return id(param) in self._names
+        return id(param) in self._places
 
     def unit_of(self, param: torch.Tensor) -> tuple[Unit, Slot]:
-        name = self._names[id(param)]
-        unit = self.home[name]
-        return unit, unit.shard.slots[name]
+        return self._places[id(param)]
 
     @property
     def released(self) -> bool:
         """Whether the parameters are plain ones by now."""
-        return not self._names
+        return not self._places
 
     def forget(self) -> None:
         """The parameters are plain ones from now on."""
-        self._names.clear()
+        self._places.clear()
 
     def key_of(self, tensor: torch.Tensor) -> int | None:
         """The key of the unit whose buffer the tensor views; None for any other tensor."""
@@ -73,17 +80,18 @@ class Parameters:
 
     def unit_with(self, key: int | None) -> Unit:
         assert key is not None
-        return self._by_key[key]
+        return self._by_key[key][0]
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """The parameter's name; for a view of a gathered buffer the names of the parameters that it overlaps."""
-        name = self._names.get(id(tensor))
-        key = self.key_of(tensor) if name is None else None
+        if self.owns(tensor):
+            return self.unit_of(tensor)[1].name
+        key = self.key_of(tensor)
         if key is None:
-            return name or "?"
-        unit = self._by_key[key]
-        if key != unit.shard.buffer.key:
-            return self._shown(key)
+            return "?"
+        unit, shown = self._by_key[key]
+        if shown is not None:
+            return shown
         start, end = _span(local(tensor))
         spans = {name: _span(local(param)) for name, param in unit.parameters.items()}
         names = [name for name, (first, last) in spans.items() if first < end and start < last]
@@ -97,33 +105,38 @@ class Parameters:
             key = view.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):  # as in `key_of`
             return None
-        unit = self._by_key.get(key)
-        if unit is None:
+        known = self._by_key.get(key)
+        if known is None:
             return None
+        unit, shown = known
         byte = int(view.storage_offset()) * view.itemsize
-        first, name = unit.part_at(byte) if key == unit.shard.buffer.key else (0, self._shown(key))
-        version = local(unit.parameters[name])._version
+        first, name = unit.part_at(byte) if shown is None else (0, shown)
+        version = self._version(unit, name)
         spec = tensor._spec if self._in_parts and is_distributed(tensor) else None  # type: ignore[attr-defined]
         return Reference(unit, name, view.dtype, view.size(), view.stride(), byte - first, unit.updates, version, spec)
 
     def check(self, reference: Reference) -> None:
         """Raise `RuntimeError` if the unit was updated, or the parameter written to, since the reference was made."""
+        unit, name = reference.unit, reference.name
+        if unit.updates == reference.updates and self._version(unit, name) == reference.version and not self.released:
+            return
         if self.released:
             raise RuntimeError(
                 "outsize.release was called between the forward and this backward; call backward() before, or run the "
                 "forward again"
             )
-        name, version = reference.name, local(reference.unit.parameters[reference.name])._version
-        if reference.unit.updates != reference.updates:
+        if unit.updates != reference.updates:
             what = f"optimizer.step() has updated, or outsize.load replaced, {name!r}"
-        elif version != reference.version:
-            what = f"{name!r} was written to inside outsize.gathered(..., modify=True)"
         else:
-            return
+            what = f"{name!r} was written to inside outsize.gathered(..., modify=True)"
         raise RuntimeError(
             f"one of the variables needed for gradient computation was modified: {what} between the forward and this "
             f"backward; call backward() before, or run the forward again"
         )
+
+    def _version(self, unit: Unit, name: str) -> int:
+        param = unit.parameters[name]
+        return (local(param) if self._in_parts else param)._version
 
     def view(self, reference: Reference) -> torch.Tensor:
         """The view of the gathered parameter that the reference was made of."""
@@ -147,16 +160,13 @@ class Parameters:
                 if own is not None and unused(own):
                     self._by_key.pop(_key(own))
                 own = self._alone[name] = alone(value, unit.shard.buffer.flat)
-                self._by_key[_key(own)] = unit
+                self._by_key[_key(own)] = unit, name
             bind(param, own)
 
     def show_together(self, unit: Unit) -> None:
         """Make each parameter of the unit a view of its gathered buffer again."""
         for name, param in unit.parameters.items():
             bind(param, unit.shard.param(name))
-
-    def _shown(self, key: int) -> str:
-        return next(name for name, own in self._alone.items() if _key(own) == key)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -51,13 +51,12 @@ class RestingGrads:
 
     def check_current(self, grad: RestingGrad) -> None:
         """Raise if the bytes behind a gradient at rest are another backward's by now."""
-        if self._place.has_tiles:
+        if self._place.tiles:
             raise RuntimeError(
                 f"a backward that did not end has changed a part of the gradient of {grad.label!r}: call zero_grad(), "
                 f"and run the forward and the backward again"
             )
-        pair = self._pairs.get(grad.label)
-        if pair is not None and grad is not pair[0]:
+        if grad.stale:
             raise RuntimeError(
                 f"this gradient of {grad.label!r} was at rest and a later backward has taken its place; to keep a "
                 f"gradient, copy it: `with outsize.gathered(param, grads=True): kept = param.grad.clone()`"
@@ -68,6 +67,13 @@ class RestingGrads:
         if self._reduction is not None:
             self._reduction.complete()
         self._place.await_norms()
+
+    def look(self, grad: RestingGrad) -> None:
+        """The gradient is about to be asked or changed. Raises if it is not the parameter's any more."""
+        if grad.stale or self._place.tiles:
+            self.check_current(grad)
+        if self._reduction is not None or self._place.unknown:
+            self.complete()
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
         """A copy of the values in the parameter's dtype and shape, operations applied."""
@@ -105,6 +111,7 @@ class RestingGrads:
             norm = torch.zeros_like(pair[1].norms[2.0])
             pair[1] = RestingGrad(self._unit.parameters[name], name, self._home, norm)
         pair.reverse()
+        pair[0].stale, pair[1].stale = False, True
         return pair[0]
 
     def unfilled(self, name: str) -> RestingGrad:

@@ -48,21 +48,18 @@ class RestingPlace:
     def __init__(self, unit: Unit, conveyor: Conveyor) -> None:
         self._unit = unit
         self._conveyor = conveyor
+        self._on_cpu = unit.shard.device.type == "cpu"
         self._writing: Job | None = None
         self._dirty = False
-        self._unknown: dict[str, RestingGrad] = {}  # whose norms are still to be found
-        self._tiles: dict[int, torch.Tensor] = {}  # by first element: the norms of the tiles laid down
+        self.unknown: dict[str, RestingGrad] = {}  # whose norms are still to be found
+        self.tiles: dict[int, torch.Tensor] = {}  # by first element: the norms of the tiles laid down in this backward
         self._tile_going: Job | None = None
-        shard = self.shard
+        self.shard = shard = unit.shard.grads
+        """Where the gradients of this backward come to rest; None on the device."""
         on_disk = shard is not None and shard.store is not None
         # Memory that the gradients take on their way to disk, and that sums of them take: alike on every rank.
         self.passing_bytes = shard.nbytes if shard is not None and on_disk else 0
         self.passing_sum_bytes = shard.sum_bytes if shard is not None and on_disk else 0
-
-    @property
-    def shard(self) -> GradShard | None:
-        """Where the gradients of this backward come to rest; None on the device."""
-        return self._unit.shard.grads
 
     def lay_down(
         self,
@@ -86,31 +83,25 @@ class RestingPlace:
                 laid.append(Laid(vector_norm(loose, 2.0), loose))
                 continue
             slot = slots[name]
-            widens = ops is not None or grad.dtype.itemsize > shard.dtype(slot).itemsize
-            if widens or self._writing is not None or not shard.is_open_for(slot):
+            self._dirty = True
+            place = None if ops is not None or self._writing is not None else shard.place_of_first(slot, grad)
+            if place is None:
                 _copy(copies)  # before what follows moves these
-                before = {name for name, _, _ in grads[: len(laid)]}
-                self._open(shard, slot, widens, before.union(live()), make_room)
-            place = None if ops is not None else shard.place_of_first(slot, grad)
+                widens = ops is not None or grad.dtype.itemsize > shard.dtype(slot).itemsize
+                if widens or self._writing is not None or not shard.is_open_for(slot):
+                    before = {name for name, _, _ in grads[: len(laid)]}
+                    self._open(shard, slot, widens, before.union(live()), make_room)
+                place = None if ops is not None else shard.place_of_first(slot, grad)
             if place is None:
                 shard.put(slot, grad, ops)
+                laid.append(self._laid(shard, slot, grad, ops))
             else:
                 copies.append((place, grad.reshape(-1)))
-            self._dirty = True
-            laid.append(self._laid(shard, slot, grad, ops))
+                laid.append(_LATER)
         _copy(copies)
         return laid
 
     # -- tiles -------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_tiles(self) -> bool:
-        """Whether some tiles of a gradient were laid down in this backward."""
-        return bool(self._tiles)
-
-    def has_tile(self, first: int) -> bool:
-        """Whether the tile from this element on was."""
-        return first in self._tiles
 
     def lay_tile_down(
         self, name: str, first: int, grad: torch.Tensor, previous: GradOps | None, make_room: Callable[[int], None]
@@ -119,11 +110,11 @@ class RestingPlace:
         earlier backwards, None for nothing."""
         shard, slot = self.shard, self._unit.shard.slots[name]
         assert shard is not None
-        if first in self._tiles:  # the weight was used twice
+        if first in self.tiles:  # the weight was used twice
             previous = AS_IT_IS
         source = grad.reshape(-1).cpu()
         if not source.numel():  # the last of several ranks may have none
-            self._tiles[first] = torch.zeros(())
+            self.tiles[first] = torch.zeros(())
             return
         if shard.store is None:
             target = content = shard.place_of_tile(slot, first, source.numel())
@@ -139,14 +130,14 @@ class RestingPlace:
             target.copy_(source)
         else:
             accumulate_(target, previous, source)
-        self._tiles[first] = vector_norm(target, 2.0)
+        self.tiles[first] = vector_norm(target, 2.0)
         if shard.store is not None:
             step = Step(finish=partial(shard.write_tile, slot, first, content))
             self._tile_going = self._unit.submit(self._conveyor, iter([step]))
 
     def tiles_laid(self) -> Laid:
         """All tiles of the gradient are laid down."""
-        norms, self._tiles = list(self._tiles.values()), {}
+        norms, self.tiles = list(self.tiles.values()), {}
         self._await_tile()
         return Laid(torch.stack(norms).norm(), None)
 
@@ -157,10 +148,9 @@ class RestingPlace:
 
     def _laid(self, shard: GradShard, slot: Slot, grad: torch.Tensor, ops: GradOps | None) -> Laid:
         """With its norm, where that is found at once."""
-        on_cpu = self._unit.shard.device.type == "cpu"
-        if ops is None and (not on_cpu or grad.dtype is not shard.dtype(slot)):
+        if ops is None and (not self._on_cpu or grad.dtype is not shard.dtype(slot)):
             return Laid(vector_norm(grad, 2.0), None)  # on the device, where it is fast
-        later = on_cpu or (grad.device.type != "cpu" and grad.numel() > 0)
+        later = self._on_cpu or (grad.device.type != "cpu" and grad.numel() > 0)
         return _LATER if later else Laid(vector_norm(shard.of(slot), 2.0), None)
 
     def _open(
@@ -201,17 +191,17 @@ class RestingPlace:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def find_norm_later(self, grad: RestingGrad) -> None:
-        self._unknown[grad.label] = grad
+        self.unknown[grad.label] = grad
 
     def knows_norm(self, name: str) -> None:
         """The norm of the parameter's gradient need not be found any more."""
-        self._unknown.pop(name, None)
+        self.unknown.pop(name, None)
 
     def find_norms(self) -> None:
         """Those of gradients that lie in host memory, all at once: a call a gradient costs more than a small one."""
-        if not self._unknown or self._unit.shard.device.type != "cpu":
+        if not self.unknown or not self._on_cpu:
             return
-        grads, self._unknown = list(self._unknown.values()), {}
+        grads, self.unknown = list(self.unknown.values()), {}
         slots = self._unit.shard.slots
         values = [grad.shard.of(slots[grad.label]) for grad in grads if grad.shard is not None]
         torch._foreach_copy_([grad.norms[2.0] for grad in grads], vector_norms(values))
@@ -219,9 +209,10 @@ class RestingPlace:
     def await_norms(self) -> None:
         """Find the norms that are not known yet. Of sums of gradients from an accelerator it blocks until these are
         there."""
-        self.find_norms()
-        while self._unknown:
-            name, grad = self._unknown.popitem()
+        if self.unknown:
+            self.find_norms()
+        while self.unknown:
+            name, grad = self.unknown.popitem()
             assert grad.shard is not None
             grad.norms[2.0].copy_(grad.shard.norm_of_sum(self._unit.shard.slots[name]), non_blocking=True)
 
@@ -268,6 +259,7 @@ class RestingPlace:
         if self.shard is not None:
             self.flush_and_drop()
             self._unit.shard.grad_shards.reverse()
+            self.shard = self._unit.shard.grads
 
     def restore_held(self, held: Mapping[str, tuple[torch.Tensor, GradOps]]) -> None:
         """Hold gradients back as a checkpoint has them: bytes as they rested, and operations not yet applied."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -113,12 +113,14 @@ class Saving:
         self.outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        return _untraced(self._pack, tensor) if torch.compiler.is_compiling() else self._pack(tensor)
+        return _untraced(self.pack_untraced, tensor) if torch.compiler.is_compiling() else self.pack_untraced(tensor)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        return _untraced(self._unpack, packed) if torch.compiler.is_compiling() else self._unpack(packed)
+        return (
+            _untraced(self.unpack_untraced, packed) if torch.compiler.is_compiling() else self.unpack_untraced(packed)
+        )
 
-    def _pack(self, tensor: torch.Tensor) -> Packed:
+    def pack_untraced(self, tensor: torch.Tensor) -> Packed:
         reference = self._gate.parameters.reference(tensor)
         if reference is not None:
             return True, reference, 0
@@ -126,12 +128,13 @@ class Saving:
             tensor = tensor.detach()
         return False, tensor if self.outer is None else self.outer[0](tensor), tensor._version
 
-    def _unpack(self, packed: Packed) -> torch.Tensor:
+    def unpack_untraced(self, packed: Packed) -> torch.Tensor:
         is_reference, content, version = packed
         if not is_reference:
             if self.outer is not None:
                 return self.outer[1](content)  # type: ignore[no-any-return]
-            refuse_written(content, version)
+            if content._version != version:
+                refuse_written(content, version)
             return content  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._watch_node()
@@ -156,10 +159,10 @@ def of_checkpoint(hooks: Hooks | None) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def by_reference(gate: Engine, outer: Hooks) -> Hooks:
+def by_reference(gate: Engine, outer: Hooks | None) -> Hooks:
     """These hooks, but what views a buffer of the gate is saved by reference."""
     saving = Saving(gate, outer)
-    return saving.pack, saving.unpack
+    return saving.pack_untraced, saving.unpack_untraced
 
 
 def saving_with(gate: Engine, held: object, hooks: Hooks | None) -> AbstractContextManager[Any]:
@@ -184,28 +187,18 @@ def is_foreign(hooks: Hooks | None) -> bool:
     return False
 
 
-@contextmanager
-def saving_by_reference(gate: Engine) -> Iterator[None]:
-    """In the block, what is saved for the backward and views a buffer of the gate is saved by reference.
+def saving_by_reference(gate: Engine) -> Hooks | None:
+    """Hooks by which what views a buffer of the gate is saved by reference. None where those in place do that.
 
     Below a checkpoint's own hooks nothing is: what it computes again in the backward it keeps until it is used, and
     shows that it does by views, of frozen parameters too.
     """
-    cached = torch.is_autocast_cache_enabled()  # autocast keeps the cast of every weight until its outermost block ends
-    torch.set_autocast_cache_enabled(False)
     outer = top_hooks()
-    try:
-        again = of_checkpoint(outer) and torch._C._current_graph_task_id() != -1
-        if not torch.is_grad_enabled() or is_ours(outer, gate) or (of_checkpoint(outer) and not again):
-            yield
-            return
-        if outer is not None and again:
-            keep, unpack = outer
-            pack: Callable[[torch.Tensor], Any] = wraps(keep)(lambda tensor: keep(tensor.detach()))
-        else:
-            saving = Saving(gate, outer)
-            pack, unpack = saving.pack, saving.unpack
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+    if not torch.is_grad_enabled() or is_ours(outer, gate):
+        return None
+    if outer is None or not of_checkpoint(outer):
+        return by_reference(gate, outer)
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    keep, unpack = outer
+    return wraps(keep)(lambda tensor: keep(tensor.detach())), unpack

@@ -13,36 +13,35 @@ from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.optim.worker import differs
 from outsize.run.grads import RestingGrad
-from outsize.run.local import local_gradient
+from outsize.run.local import expect_dense, local_gradient
+from outsize.run.parameters import grad_of
 from outsize.run.state_entry import snapshot
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 
 
-def expect_own(unit: Unit, name: str, grad: torch.Tensor | None, home: UnitGradients) -> None:
-    """Raise for a gradient at rest that is another parameter's: the bytes that the update reads are this one's."""
-    if isinstance(grad, RestingGrad) and (grad.label != name or grad.home is not home):
-        raise RuntimeError(
-            f"the gradient at rest of {grad.label!r} was made the gradient of {name!r} (unit {unit.name!r}), which has "
-            f"a place of its own for it: copy the values, `with outsize.gathered([one, other], grads=True, "
-            f"modify=True): other.grad.copy_(one.grad)`. Nothing was updated"
-        )
-
-
-def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
-    """The update by this gradient, with the operations that were done to it so far."""
-    if grad.layout is not torch.strided:
-        raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); use dense gradients")
+def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], home: UnitGradients) -> SlotUpdate:
+    """The update by this gradient, with the operations that were done to it so far. Raises for one at rest that is
+    another parameter's: the bytes that the update reads are this one's."""
     if isinstance(grad, RestingGrad):
-        grad.home.resting.check_current(grad)
+        if grad.label != name or grad.home is not home:
+            raise RuntimeError(
+                f"the gradient at rest of {grad.label!r} was made the gradient of {name!r} (unit {unit.name!r}), which "
+                f"has a place of its own for it: copy the values, `with outsize.gathered([one, other], grads=True, "
+                f"modify=True): other.grad.copy_(one.grad)`. Nothing was updated"
+            )
+        home.resting.check_current(grad)
         if not grad.ops.zero:
             grad.expect_unspent("applied again")
         return SlotUpdate(hyper, grad.ops, grad.loose, grad.shard)
+    if unit.shard.rows is not None:
+        return _owed_to_rows(name, grad, hyper)
+    expect_dense(name, grad)
     grad = unit.shard.part_of(name, local_gradient(unit.parameters[name], grad)).detach()
     return SlotUpdate(hyper, AS_IT_IS, grad if unit.shard.on_device else grad.clone())  # the user's own may change
 
 
-def owed_to_rows(name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
+def _owed_to_rows(name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
     """The update of a table's rows by this gradient."""
     if grad.layout is not torch.sparse_coo:
         raise RuntimeError(
@@ -108,7 +107,7 @@ def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:
     plain: list[tuple[tuple[Unit, str], torch.Tensor]] = []
     for unit, pending in pendings.items():
         for name, owed in pending.items():
-            grad = unit.parameters[name].grad
+            grad = grad_of(unit.parameters[name])
             if isinstance(grad, RestingGrad):
                 names.append((unit, name))
                 norms.append(grad.finite)

@@ -8,23 +8,21 @@ from typing import Any, final
 
 import torch
 
-from outsize.move.shard import Pending, SlotUpdate
+from outsize.move.shard import Pending
 from outsize.move.store import MASTER
 from outsize.optim.rows import update_rows
 from outsize.optim.update import ChunkUpdater
 from outsize.run.grads import RestingGrad
 from outsize.run.owner import Owner
-from outsize.run.parameters import Parameters
+from outsize.run.parameters import Parameters, grad_of
 from outsize.run.reduction import Reduction
 from outsize.run.state import OptimizerState
 from outsize.run.step_record import (
     check_finite,
     check_promises,
-    expect_own,
     hyper_of,
     not_finite,
     owed_to,
-    owed_to_rows,
     told,
 )
 from outsize.run.streamer import Streamer
@@ -89,14 +87,15 @@ class Stepper:
             if not self._applied:
                 self.state.take()
                 self._check_options(lambda param: param.requires_grad)
-            groups = self._groups()
+            groups, home = self._groups(), self._gradients[unit.index]
             pending = {
-                name: self._owed_to(unit, name, param.grad, hyper_of(groups[id(param)]))
+                name: owed_to(unit, name, param.grad, hyper_of(groups[id(param)]), home)
                 for name, param in unit.parameters.items()
                 if isinstance(param.grad, RestingGrad) and id(param) in groups
             }
             if not pending:
                 return False
+            self.make_room(unit, pending)
             self._check_finite_in_backward(unit, pending)
             for name in pending:
                 unit.parameters[name].grad.spent = True  # type: ignore[union-attr]
@@ -193,7 +192,7 @@ class Stepper:
                 grad = unit.parameters[name].grad
                 assert grad is not None
                 grad.mul_(factor)
-                pending[name] = self._owed_to(unit, name, grad, owed.hyper)
+                pending[name] = owed_to(unit, name, grad, owed.hyper, self._gradients[unit.index])
 
     def _update_in_place(self, unit: Unit, pending: Pending) -> None:
         self._updater.update_in_place(unit.shard, pending)
@@ -287,7 +286,8 @@ class Stepper:
         for index, group in enumerate(self._optimizer.param_groups):
             hyper = hyper_of(group)
             for param in group["params"]:
-                if param.grad is not None:
+                grad = grad_of(param)
+                if grad is not None:
                     if not self._parameters.owns(param):
                         raise ValueError(
                             f"optimizer.param_groups[{index}] has a parameter of shape {tuple(param.shape)} that is "
@@ -295,21 +295,15 @@ class Stepper:
                             f"before prepare. Nothing was updated"
                         )
                     unit, slot = self._parameters.unit_of(param)
-                    if slot.name in self._applied.get(unit, {}):
-                        continue
-                    pendings[unit][slot.name] = self._owed_to(unit, slot.name, param.grad, hyper)
+                    if slot.name not in self._applied.get(unit, {}):
+                        pendings[unit][slot.name] = owed_to(unit, slot.name, grad, hyper, self._gradients[unit.index])
+        for unit, pending in pendings.items():
+            self.make_room(unit, pending)
         return pendings
-
-    def _owed_to(self, unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object]) -> SlotUpdate:
-        expect_own(unit, name, grad, self._gradients[unit.index])
-        self.make_room(unit, [name])
-        if unit.shard.rows is not None:
-            return owed_to_rows(name, grad, hyper)
-        return owed_to(unit, name, grad, hyper)
 
     def make_room(self, unit: Unit, names: Collection[str]) -> None:
         """For the state of parameters that were frozen, or not the optimizer's, in `prepare`."""
-        if not all(unit.shard.has_room(name) for name in names):
+        if not unit.shard.has_room(names):
             self._streamer.settle(unit)
             unit.await_written()
             unit.shard.make_room(names)

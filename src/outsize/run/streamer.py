@@ -106,7 +106,7 @@ class Streamer:
                 return
             for index in self.schedule.upcoming(PREFETCH_UNITS):
                 unit = self._units[index]
-                if unit.state is Residency.FETCHING or unit.current or (unit.shard.tile_rows and not unit.pending):
+                if unit.current or unit.state is Residency.FETCHING or (unit.shard.tile_rows and not unit.pending):
                     continue
                 if unit.state is Residency.AT_REST and not self.room.fits(unit):
                     return

@@ -241,7 +241,7 @@ class Tiles:
     def take_nothing(self) -> None:
         """The gradient of tiles that no rank has used in a backward is zero."""
         for part in self._parts:
-            if not self._gradients.place.has_tile(part.start * self._row):
+            if part.start * self._row not in self._gradients.place.tiles:
                 zeros = torch.zeros(self._own_numel(part), dtype=DTYPES[self._slot.dtype], device="cpu")
                 self._gradients.take_tile(self.name, part.start * self._row, zeros)
 

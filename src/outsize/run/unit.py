@@ -200,7 +200,7 @@ class Unit:
 
     def leave(self) -> None:
         """The unit is not used for now, unless somebody holds a view of it."""
-        if not self.viewed:
+        if self.shard.lanes is not None and not self.viewed:
             self.shard.buffer.leave()
 
     @property
@@ -211,10 +211,13 @@ class Unit:
     def open(self, kind: type) -> None:
         """Make the parameters ordinary ones, of class `kind`. See Note [Open units]."""
         self.opened = True
-        for name, param in self.parameters.items():
-            if not is_distributed(param):
-                param.__class__ = kind
-                self._versions.append((name, param, param._version))
+        for name, param in self._plain:
+            param.__class__ = kind
+            self._versions.append((name, param, param._version))
+
+    @cached_property
+    def _plain(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, param) for name, param in self.parameters.items() if not is_distributed(param)]
 
     def lend(self, param: torch.Tensor, data: torch.Tensor) -> None:
         """The user has `param.data`."""
@@ -223,10 +226,12 @@ class Unit:
 
     def close(self, kind: type) -> str | None:
         """Make the parameters guarded ones, of class `kind`. Returns the name of one that was written to."""
-        written = next((name for name, each, version in self._versions if each._version != version), None)
-        for _, param, _ in self._versions:
-            if isinstance(param, torch.nn.Parameter):
-                param.__class__ = kind
+        written = None
+        for name, each, version in self._versions:
+            if each._version != version:
+                written = written or name
+        for _, param in self._plain:
+            param.__class__ = kind
         self._versions = []
         self.opened = False
         return written

@@ -11,11 +11,14 @@ import torch
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.move.shard import Pending
+from outsize.move.store import OWN_BYTES
+from outsize.plan.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, local_gradient
 from outsize.run.owner import Owner
+from outsize.run.parameters import grad_of, requires_grad, set_grad
 from outsize.run.reduction import Reduction
 from outsize.run.resting_grads import RestingGrads
 from outsize.run.resting_place import Laid, RestingPlace
@@ -53,8 +56,7 @@ class UnitGradients:
         self._streamer = streamer
         self._updates = updates
         self.deferred = False  # whether the update waits for the end of the backward
-        self._arrived: set[str] = set()
-        self._awaited: set[str] = set()  # by the unit, in this backward
+        self._missing: set[str] | None = None  # of this backward; None before the first gradient and after the last
         self._waiting: list[str] = []  # what has arrived and is not laid to rest
         self._waiting_bytes = 0
         self.resting = RestingGrads(unit, self, place, reduction)
@@ -65,38 +67,25 @@ class UnitGradients:
     @property
     def collecting(self) -> bool:
         """Whether some gradients of a backward are in and others are not."""
-        return bool(self._arrived)
+        return self._missing is not None
 
     def arrives(self, name: str) -> bool:
         """Autograd has made this gradient; whether it is the last that the unit waits for."""
-        if not self._arrived:
-            self._awaited = {each for each, param in self._unit.parameters.items() if param.requires_grad}
-        self._arrived.add(name)
-        return self._awaited <= self._arrived
+        if self._missing is None:
+            self._missing = {each for each, param in self._unit.parameters.items() if requires_grad(param)}
+        self._missing.discard(name)
+        return not self._missing
 
-    def take(self, name: str, complete: bool) -> None:
+    def take(self, slot: Slot, complete: bool) -> None:
         """Lay the gradient that autograd has just left in `param.grad` to rest, at the latest when all are there."""
-        param = self._unit.parameters[name]
-        grad = param.grad
-        if self.place.has_tiles:
-            param.grad = self._at_rest(name, self.place.tiles_laid())
-            if grad is not None and not isinstance(grad, RestingGrad):  # the parameter was also used whole
-                self.add(param.grad, grad)
-        elif isinstance(grad, RestingGrad):
-            if grad.requires_grad:
-                grad.detach_()  # a gradient at rest has no graph, which would keep the parameter
-        elif grad is not None and self.collector is not None:
-            param.grad = self.collector.collect(name, local_gradient(param, grad), None)
-        elif grad is not None:
-            expect_dense(name, grad)
-            self._waiting.append(name)
-            self._waiting_bytes += grad.nbytes
-        if complete or self._waiting_bytes >= WAITING_BYTES:
+        self._waiting.append(slot.name)
+        self._waiting_bytes += slot.numel * OWN_BYTES[slot.dtype]
+        if complete or self._waiting_bytes >= WAITING_BYTES or self.collector is not None or self.place.tiles:
             self._lay_waiting_down()
 
     def take_tile(self, name: str, first: int, grad: torch.Tensor) -> None:
         """Lay some elements of a gradient to rest, those from `first` on; `take` follows when all are there."""
-        if self.collector is not None and self._reduction is not None and not self.place.has_tiles:
+        if self.collector is not None and self._reduction is not None and not self.place.tiles:
             self.collector.reduce()  # what other uses have left is added to
             self._reduction.flush()
         previous = self._unit.parameters[name].grad
@@ -106,7 +95,7 @@ class UnitGradients:
             previous = self._unit.parameters[name].grad
         ops = None
         if isinstance(previous, RestingGrad) and not previous.ops.zero:
-            if not self.place.has_tiles:
+            if not self.place.tiles:
                 self.resting.check_current(previous)
                 previous.expect_unspent("added to")
                 self._bring_here(previous)
@@ -117,11 +106,21 @@ class UnitGradients:
         names, self._waiting, self._waiting_bytes = self._waiting, [], 0
         parameters, grads = self._unit.parameters, []
         for name in dict.fromkeys(names):
-            grad = parameters[name].grad
-            if grad is not None and not isinstance(grad, RestingGrad):  # thrown away meanwhile, or at rest
-                grads.append((name, local_gradient(parameters[name], grad), None))
+            param = parameters[name]
+            grad = grad_of(param)
+            if self.place.tiles:
+                param.grad = self._at_rest(name, self.place.tiles_laid())
+                if grad is not None and not isinstance(grad, RestingGrad):  # the parameter was also used whole
+                    self.add(param.grad, grad)
+            elif isinstance(grad, RestingGrad):
+                if grad.requires_grad:
+                    grad.detach_()  # a gradient at rest has no graph, which would keep the parameter
+            elif grad is not None and self.collector is not None:
+                param.grad = self.collector.collect(name, local_gradient(param, grad), None)
+            elif grad is not None:
+                grads.append((name, local_gradient(param, grad), None))
         for (name, _, _), laid in zip(grads, self._lay_down(grads), strict=True):
-            parameters[name].grad = self._at_rest(name, laid)
+            set_grad(parameters[name], self._at_rest(name, laid))
 
     @property
     def defers(self) -> bool:
@@ -131,7 +130,7 @@ class UnitGradients:
     def complete_later(self) -> None:
         """The unit's gradients are complete; `end_of_backward` follows when the backward is over."""
         self.deferred = True
-        self._arrived.clear()
+        self._missing = None
 
     def end_of_backward(self, complete: bool) -> bool:
         """The unit's gradients of this backward are complete, or as many as an interrupted one has left.
@@ -140,7 +139,7 @@ class UnitGradients:
         """
         self._lay_waiting_down()
         self.deferred = False
-        self._arrived.clear()
+        self._missing = None
         if self._reduction is not None and self.collector is not None:
             if not complete:
                 self.collector.abandon()
@@ -162,8 +161,8 @@ class UnitGradients:
 
     def finish(self) -> None:
         """What came together goes to where it rests."""
-        self._arrived.clear()
-        if self.place.has_tiles:  # of a backward that was interrupted: what they were added to is of no use
+        self._missing = None
+        if self.place.tiles:  # of a backward that was interrupted: what they were added to is of no use
             self.place.tiles_laid()
             for name, param in self._unit.parameters.items():
                 if isinstance(param.grad, RestingGrad):
@@ -283,9 +282,11 @@ class UnitGradients:
         return resting
 
     def _lay_down(self, grads: Sequence[tuple[str, torch.Tensor, RestingGrad | None]]) -> list[Laid]:
+        if not grads:
+            return []
         for name, grad, _ in grads:
             expect_dense(name, grad)
-        if grads and not self._unit.settled:
+        if not self._unit.settled:
             self._streamer.settle(self._unit)  # see Note [An owed update owns its gradients]
         with torch.no_grad():
             return self.place.lay_down(grads, self._live, self._streamer.room.make)
