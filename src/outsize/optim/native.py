@@ -22,8 +22,7 @@ _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torc
 
 def runs_natively(piece: Piece) -> bool:
     """Whether the kernels serve the piece; torch's own operations serve every other."""
-    tensors = (piece.param, piece.grad)
-    return all(each.device.type == "cpu" and each.dtype in _CODES and each.is_contiguous() for each in tensors)
+    return all(each.is_cpu and each.dtype in _CODES and each.is_contiguous() for each in (piece.param, piece.grad))
 
 
 def native_arrays(piece: Piece, names: Sequence[str]) -> _native.Arrays:

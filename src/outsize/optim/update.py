@@ -70,9 +70,17 @@ class Chunk:
                 self.lying[name] = view
             elif nbytes:
                 self.moving.append((name, array.store, first, nbytes))
-        params = _lying_params(shard, start, end)
-        if params is not None:
-            self.lying["params"] = params
+        self.first, nbytes = shard.param_layout.span(start, end)
+        self.in_buffer = shard.updates_in_buffer
+        if self.in_buffer and shard.device.type == "cpu":
+            self.lying["params"] = shard.param_bytes(start, end)
+        elif (
+            not self.in_buffer
+            and shard.params is not None
+            and (view := shard.params.view(self.first, nbytes)) is not None
+        ):
+            self.lying["params"] = view
+        self.stages_params = not self.in_buffer and "params" not in self.lying
 
 
 @final
@@ -246,23 +254,8 @@ def staged_bytes(shard: UnitShard, start: int, end: int) -> int:
     loose = shard.device.type != "cpu" and not shard.grad_shards
     if loose or any(grads.store is not None for grads in shard.grad_shards):
         nbytes += STATE_BYTES[dtype] * (end - start)
-    return nbytes + (OWN_BYTES[dtype] * (end - start) if _stages_params(shard) else 0)
-
-
-def _stages_params(shard: UnitShard) -> bool:
-    """Whether parameters are updated in staging: where they rest in host memory they are updated in place."""
-    if shard.updates_in_buffer:
-        return False
-    return shard.params is None or shard.params.view(0, 0) is None
-
-
-def _lying_params(shard: UnitShard, start: int, end: int) -> torch.Tensor | None:
-    """The bytes of parameters that are updated where they lie in host memory."""
-    if shard.device.type == "cpu" and shard.updates_in_buffer:
-        return shard.param_bytes(start, end)
-    if shard.params is None or shard.updates_in_buffer:
-        return None
-    return shard.params.view(*shard.param_layout.span(start, end))
+    lie = shard.updates_in_buffer or (shard.params is not None and shard.params.view(0, 0) is not None)
+    return nbytes + (0 if lie else OWN_BYTES[dtype] * (end - start))
 
 
 def _resting_params(shard: UnitShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -365,21 +358,20 @@ class ChunkUpdate:
         return [lanes.sent()]
 
     def _begin_params(self) -> Sequence[Transfer]:
-        shard, start, end = self._shard, self._chunk.start, self._chunk.end
-        first, nbytes = shard.param_layout.span(start, end)
-        if shard.updates_in_buffer:
+        shard, chunk, start, end = self._shard, self._chunk, self._chunk.start, self._chunk.end
+        if chunk.in_buffer:
             if "params" not in self._bytes:
                 self._bytes["params"] = shard.param_bytes(start, end)
             if not self._fetch:
                 return ()
             assert shard.params is not None
-            return [shard.params.read(first, self._bytes["params"])]
+            return [shard.params.read(chunk.first, self._bytes["params"])]
         if "params" in self._bytes:
             return ()
-        self._bytes["params"] = slab = self._take(nbytes)
+        self._bytes["params"] = slab = self._take(shard.param_layout.span(start, end)[1])
         if shard.params is None or not (self._fetch or shard.tile_rows):
             return [shard.buffer.read(shard.buffer_span(start, end)[0], slab)]
-        return [shard.params.read(first, slab)]
+        return [shard.params.read(chunk.first, slab)]
 
     def finish(self) -> Sequence[Transfer]:
         began = time.perf_counter()
@@ -461,12 +453,11 @@ class ChunkUpdate:
         return self._bytes[name][offset : offset + nbytes]
 
     def _write_back(self) -> list[Transfer]:
-        shard, params = self._shard, self._bytes["params"]
-        writes = [store.write(first, self._bytes[name]) for name, store, first, _ in self._chunk.moving]
-        staged, in_buffer = _stages_params(shard), shard.updates_in_buffer
-        if shard.params is not None and (staged or (in_buffer and not shard.updates_on_device)):
-            writes.append(shard.params.write(shard.param_layout.span(self._chunk.start, self._chunk.end)[0], params))
-        if not in_buffer and not shard.tile_rows:
-            filling = shard.buffer.write(shard.buffer_span(self._chunk.start, self._chunk.end)[0], params)
-            writes += [filling] if staged else []  # memory at rest is waited for before it changes
+        shard, chunk, params = self._shard, self._chunk, self._bytes["params"]
+        writes = [store.write(first, self._bytes[name]) for name, store, first, _ in chunk.moving]
+        if shard.params is not None and (chunk.stages_params or (chunk.in_buffer and not shard.updates_on_device)):
+            writes.append(shard.params.write(chunk.first, params))
+        if not chunk.in_buffer and not shard.tile_rows:
+            filling = shard.buffer.write(shard.buffer_span(chunk.start, chunk.end)[0], params)
+            writes += [filling] if chunk.stages_params else []  # memory at rest is waited for before it changes
         return writes

@@ -57,13 +57,12 @@ class Backward:
         self.watch()
         unit, slot = self._parameters.unit_of(param)
         gradients = self._gradients[unit.index]
-        complete = gradients.arrives(slot.name)
-        if complete:
-            self._streamer.finished(unit)  # before the gradient is copied: the weights may make room for it
-        gradients.take(slot, complete)
-        if complete and gradients.defers:
+        if not gradients.arrives(slot):
+            return
+        self._streamer.finished(unit)  # before the gradients are copied: the weights may make room for them
+        if gradients.defers:
             gradients.complete_later()
-        elif complete:
+        else:
             self._complete(unit, True)
             if self._reduction is not None:
                 self._reduction.unit_complete(unit.index)

@@ -69,19 +69,17 @@ class UnitGradients:
         """Whether some gradients of a backward are in and others are not."""
         return self._missing is not None
 
-    def arrives(self, name: str) -> bool:
-        """Autograd has made this gradient; whether it is the last that the unit waits for."""
+    def arrives(self, slot: Slot) -> bool:
+        """Autograd has just left this gradient in `param.grad`; it is laid to rest at the latest when all are there.
+        Whether it is the last that the unit waits for."""
         if self._missing is None:
             self._missing = {each for each, param in self._unit.parameters.items() if requires_grad(param)}
-        self._missing.discard(name)
-        return not self._missing
-
-    def take(self, slot: Slot, complete: bool) -> None:
-        """Lay the gradient that autograd has just left in `param.grad` to rest, at the latest when all are there."""
+        self._missing.discard(slot.name)
         self._waiting.append(slot.name)
         self._waiting_bytes += slot.numel * OWN_BYTES[slot.dtype]
-        if complete or self._waiting_bytes >= WAITING_BYTES or self.collector is not None or self.place.tiles:
+        if self._missing and (self._waiting_bytes >= WAITING_BYTES or self.collector is not None):
             self._lay_waiting_down()
+        return not self._missing
 
     def take_tile(self, name: str, first: int, grad: torch.Tensor) -> None:
         """Lay some elements of a gradient to rest, those from `first` on; `take` follows when all are there."""
@@ -129,6 +127,7 @@ class UnitGradients:
 
     def complete_later(self) -> None:
         """The unit's gradients are complete; `end_of_backward` follows when the backward is over."""
+        self._lay_waiting_down()
         self.deferred = True
         self._missing = None
 
