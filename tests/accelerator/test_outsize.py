@@ -151,6 +151,29 @@ def test_inputs_that_the_host_has_no_room_for_go_to_disk(sim: Any, workshop: Wor
         moved_out(workshop, **little)
 
 
+def test_inputs_that_move_out_take_as_much_of_the_device_whatever_the_depth(sim: Any, workshop: Workshop) -> None:
+    """At most three of them beside what one layer takes that keeps all."""
+    rows = 1 << 13
+    nbytes = rows * 16 * 4
+
+    def most(depth: int, **fields: Any) -> int:
+        model = Stack(depth=depth)
+        workshop.prepare(model, adamw(model), "device", device="sim", disk=workshop.disk, **fields)
+        (batch,) = on_sim(batches(1, rows=rows))
+        before = sim.memory_allocated()
+        sim.reset_peak_memory_stats()
+        squared_error(model, batch).backward()
+        return (
+            int(sim.max_memory_allocated()) - before - sum(max(param.numel() * 4, 512) for param in model.parameters())
+        )
+
+    alone = most(1, activations="keep")
+    for place, depths in (("host", (12, 48)), ("disk", (12, 24, 48))):
+        taken = [most(depth, activations="offload", activations_tier=place) for depth in depths]
+        assert max(taken) <= alone + 3 * nbytes, [(each - alone) / nbytes for each in taken]
+        assert max(taken) - min(taken) <= nbytes // 4
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 

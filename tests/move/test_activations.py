@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from outsize.move.activations import LEAST_BYTES, ActivationStore, DiskPlace, SavedCall
-from outsize.move.conveyor import Conveyor
+from outsize.move.conveyor import Conveyor, Job
 from outsize.move.disk import StripedFile, open_engine
 from outsize.move.memory import Ledger
 
@@ -94,6 +95,27 @@ def test_one_storage_moves_once_and_a_page_is_used_again(shelf: Shelf) -> None:
         one = call.pack(torch.randn(PAGE))
         shelf.leave(call)
     del one
+
+
+def test_bytes_that_have_left_take_no_memory(shelf: Shelf) -> None:
+    """Nor do they wait for the garbage collector."""
+    gc.disable()
+    try:
+        call, tensor = shelf.store.call(), torch.randn(3 * PAGE)
+        values, memory = tensor.clone(), StorageWeakRef(tensor.untyped_storage())
+        packed = call.pack(tensor)
+        later = shelf.leave(call)
+        del tensor
+        assert memory.expired()
+        found = call.unpack(packed)
+        assert torch.equal(found, values)
+        memory = StorageWeakRef(found.untyped_storage())
+        shelf.conveyor.submit(Job([])).wait()
+        del found
+        assert memory.expired()
+    finally:
+        gc.enable()
+    del later
 
 
 def test_the_newest_stays_and_what_is_small_or_no_plain_tensor(shelf: Shelf) -> None:

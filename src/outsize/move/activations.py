@@ -144,14 +144,14 @@ class DiskPlace(Place):
         if self._lanes is not None:
             self._lanes.follow(self._lanes.outgoing)
         sums: list[int] = []  # of each chunk
-        job = self._conveyor.submit(Job(each.away for each in self._chunks(start, source, sums)))
+        job = self._conveyor.submit(Job(each.away() for each in self._chunks(start, source, sums)))
         return (start, source.numel(), sums, job), job
 
     def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
         start, _, sums, written = where
         if self._lanes is not None:
             self._lanes.follow(self._lanes.incoming)
-        reading = self._conveyor.submit(Job((each.out for each in self._chunks(start, out, sums)), after=[written]))
+        reading = self._conveyor.submit(Job((each.out() for each in self._chunks(start, out, sums)), after=[written]))
         return partial(self._arrive, reading)
 
     def _arrive(self, reading: Job) -> None:
@@ -200,22 +200,28 @@ class _Chunk:
     def __init__(
         self, file: StripedFile, at: int, part: torch.Tensor, sums: list[int], number: int, lanes: Lanes | None
     ) -> None:
-        self._file, self._at, self._part, self._lanes = file, at, part, lanes
+        self._file, self._at, self._lanes = file, at, lanes
+        self._part: torch.Tensor | None = part
         self._sums, self._number = sums, number
-        self._pages = round_up(part.numel(), PAGE_BYTES)
-        self.away = Step(self._stage, self._write, 1)
-        self.out = Step(self._read, self._deliver, 1)
+        self._nbytes, self._pages = part.numel(), round_up(part.numel(), PAGE_BYTES)
+
+    def away(self) -> Step:
+        return Step(self._stage, self._write, 1)  # not kept: a circle would hold the bytes until the next collection
+
+    def out(self) -> Step:
+        return Step(self._read, self._deliver, 1)
 
     def _stage(self, slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
+        assert self._part is not None
         self._slab = slabs[0]
-        memory = self._slab[: self._part.numel()]
         if self._lanes is not None:
-            return [self._lanes.bring_home(self._part, memory)]
-        memory.copy_(self._part)
+            return [self._lanes.bring_home(self._part, self._memory)]
+        self._memory.copy_(self._part)
         return ()
 
     def _write(self) -> Sequence[Transfer]:
-        self._sums.append(crc32c(self._slab[: self._part.numel()]))
+        self._part = None  # the slab has the bytes
+        self._sums.append(crc32c(self._memory))
         return [self._file.write(self._at, self._slab[: self._pages])]
 
     def _read(self, slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
@@ -223,15 +229,19 @@ class _Chunk:
         return [self._file.read(self._at, self._slab[: self._pages])]
 
     def _deliver(self) -> Sequence[Transfer]:
-        memory = self._slab[: self._part.numel()]
-        if crc32c(memory) != self._sums[self._number]:
+        assert self._part is not None
+        if crc32c(self._memory) != self._sums[self._number]:
             raise OSError(errno.EIO, f"activations at byte {self._at} are not what was written there", self._file.path)
         if self._lanes is None:
-            self._part.copy_(memory)
+            self._part.copy_(self._memory)
             return ()
         with self._lanes.on(self._lanes.incoming):
-            self._part.copy_(memory, non_blocking=True)
+            self._part.copy_(self._memory, non_blocking=True)
         return [EventTransfer(self._lanes.incoming.record_event())]
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._slab[: self._nbytes]
 
 
 @final
