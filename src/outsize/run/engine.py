@@ -111,10 +111,7 @@ class Frame:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_autocast_cache_enabled(self._caches)
         closed = [(unit, unit.close(self._engine.classes.guarded)) for unit in self._opened]
-        for (
-            unit,
-            written,
-        ) in closed:  # an exception is how a checkpoint ends what it runs again: a write counts there, too
+        for unit, written in closed:  # after an exception too, which is how a checkpoint ends what it runs again
             if written is not None and not unit.writable:
                 self._engine.refuse_write(written)
         if isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error):
@@ -157,9 +154,7 @@ class Engine:
         self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
         self.owned = owned  # by the id of a module: the units that its calls open
         self.frames: list[Frame] = []
-        self.listing = (
-            False  # `state_dict` takes views of parameters, at rest or not; each use of a view passes the gate
-        )
+        self.listing = False  # while `state_dict` takes views of parameters, each use of which passes the gate
         self.tiles: dict[int, Tiles] = {}  # by the parameter's id: those that are used in tiles
         self.tables: dict[int, Table] = {}  # those that are used by rows
 
