@@ -16,6 +16,7 @@ from outsize import _native
 from outsize.move.codes import CodeKind, encode
 from outsize.move.shard import SlotState
 from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
+from outsize.optim.stepped import Stepped
 
 _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 
@@ -276,7 +277,7 @@ def _initial_sum(options: Options) -> float:
     return options.number("initial_accumulator_value", least=0, default=0.0)
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(Stepped):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2).
 
     Each step moves every weight by `lr` in the direction of the sign of a momentum, so `lr` is usually 3 to 10 times
@@ -300,23 +301,10 @@ class Lion(torch.optim.Optimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step; return the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            options = _lion_options(Options(group))
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                lion_formula(Opened(param, param.grad, state), **options)
-        return loss
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        lion_formula(Opened(param, grad, state), **_lion_options(Options(group)))
 
 
 @final

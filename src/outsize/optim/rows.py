@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -13,6 +13,7 @@ from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
 from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula
 from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, number, split_master
+from outsize.optim.stepped import Stepped
 
 
 def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> None:
@@ -115,7 +116,7 @@ def rowwise_adagrad(
     param.index_add_(0, places, values / (total[own].sqrt() + eps)[:, None], alpha=-lr)
 
 
-class LazyAdamW(torch.optim.Optimizer):
+class LazyAdamW(Stepped):
     """AdamW (Loshchilov and Hutter 2019) for a model with tables, embeddings with `sparse=True`.
 
     Dense parameters are updated as by `torch.optim.AdamW`. Of a table only the rows that the batch touches move and
@@ -142,30 +143,17 @@ class LazyAdamW(torch.optim.Optimizer):
         _read_adam(Options(defaults, "LazyAdamW"))
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step; return the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            options = _read_adam(Options(group))
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(param) for key in _MOMENTS}}
-                state["step"] += 1
-                step = int(state["step"])
-                if param.grad.is_sparse:
-                    lazy_adamw(param, param.grad, state, step=step, **options)
-                else:
-                    moments = {key: state[key] for key in _MOMENTS}
-                    opened = Opened(param, param.grad, moments)
-                    adam_formula(opened, decoupled=True, amsgrad=False, step=step, **options)
-        return loss
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        options = _read_adam(Options(group))
+        if not state:
+            state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(param) for key in _MOMENTS}}
+        state["step"] += 1
+        step = int(state["step"])
+        if grad.is_sparse:
+            lazy_adamw(param, grad, state, step=step, **options)
+        else:
+            opened = Opened(param, grad, {key: state[key] for key in _MOMENTS})
+            adam_formula(opened, decoupled=True, amsgrad=False, step=step, **options)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -197,7 +185,7 @@ class LazyAdamWRule(Rule):
         return {"step": float(step)}
 
 
-class RowwiseAdagrad(torch.optim.Optimizer):
+class RowwiseAdagrad(Stepped):
     """Adagrad with one sum a row of a table, an embedding with `sparse=True` (FBGEMM's exact row-wise Adagrad; Gupta et
     al. 2014, "Training highly multiclass classifiers", section 5).
 
@@ -216,30 +204,17 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         Options(defaults, "RowwiseAdagrad").numbers("lr", "eps", least=0)
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step; return the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            options = Options(group).numbers("lr", "eps")
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, rows = self.state[param], param.grad.is_sparse
-                if not state:
-                    first = param.new_zeros(len(param)) if rows else torch.zeros_like(param)
-                    state |= {"step": torch.tensor(0.0), _ROW_SUM if rows else "sum": first}
-                state["step"] += 1
-                if rows:
-                    rowwise_adagrad(param, param.grad, state[_ROW_SUM], None, **options)
-                else:
-                    dense = {"lr_decay": 0.0, "weight_decay": 0.0, "maximize": False, **options}
-                    opened = Opened(param, param.grad, {"sum": state["sum"]})
-                    adagrad_formula(opened, step=int(state["step"]), **dense)
-        return loss
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        options = Options(group).numbers("lr", "eps")
+        if not state:
+            first = param.new_zeros(len(param)) if grad.is_sparse else torch.zeros_like(param)
+            state |= {"step": torch.tensor(0.0), _ROW_SUM if grad.is_sparse else "sum": first}
+        state["step"] += 1
+        if grad.is_sparse:
+            rowwise_adagrad(param, grad, state[_ROW_SUM], None, **options)
+        else:
+            dense = {"lr_decay": 0.0, "weight_decay": 0.0, "maximize": False, **options}
+            adagrad_formula(Opened(param, grad, {"sum": state["sum"]}), step=int(state["step"]), **dense)
 
 
 _ROW_SUM = "row_sum"
