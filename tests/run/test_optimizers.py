@@ -373,7 +373,6 @@ def test_large_factored_state_that_cannot_be_is_refused_before_it_is_read(
 
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "LBFGS": (lambda params: OPTIM.LBFGS(params), "closure"),
-    "SparseAdam": (lambda params: OPTIM.SparseAdam(list(params)), "dense gradients"),
     "Coupled": (lambda params: Coupled(params), "depends on the others"),
     "Counting": (lambda params: Counting(params), "changes of its param_groups .* depends on the parameters"),
 }

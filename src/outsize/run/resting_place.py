@@ -97,7 +97,7 @@ class RestingPlace:
                 laid.append(self._laid(shard, slot, grad, ops))
             else:
                 copies.append((place, grad.reshape(-1)))
-                laid.append(_LATER)
+                laid.append(_LATER if self._on_cpu else self._laid(shard, slot, grad, None))
         _copy(copies)
         return laid
 
