@@ -47,6 +47,7 @@ from outsize.run.mapped_files import let_go
 from outsize.run.owner import Owner
 from outsize.run.paging import PagedParameter
 from outsize.run.parameters import Parameters
+from outsize.run.positions import may_have_tiles
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
 from outsize.run.room import Room
@@ -382,7 +383,8 @@ def _build(
         choice,
         None if ranks is None or ranks.tensor is None else SplitInputs(ranks.tensor),
     )
-    hooks.install(engine, model, framed, layers, activations, _heads(model) if config.tiles else ())
+    heads, wide = (_heads(model), _wide(model, units, scopes, plan)) if config.tiles else ([], {})
+    hooks.install(engine, model, framed, layers, activations, heads, wide)
     prepared = Prepared(
         weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock, choice
     )
@@ -548,6 +550,16 @@ def _heads(model: nn.Module) -> list[nn.Linear]:
     if type(head) is not nn.Linear or is_distributed(head.weight):
         return []
     return [head]
+
+
+def _wide(
+    model: nn.Module, units: Sequence[Unit], scopes: Sequence[frozenset[int]], plan: PlacedModel
+) -> dict[nn.Module, int]:
+    """The modules of linear layers within one unit, which stays open for all tiles; the bytes that a call may take."""
+    whole = [scope for unit, scope in zip(units, scopes, strict=True) if not unit.shard.tile_rows]
+    within = set().union(*whole)
+    found = [each for each in model.modules() if id(each) in within and may_have_tiles(each)]
+    return {each: plan.budgets.computing[1] for each in found if not any(map(is_distributed, each.parameters()))}
 
 
 def _adopt(

@@ -117,12 +117,14 @@ class Layer:
 
     @property
     def strict(self) -> bool:
-        """Whether it was asked for by `outsize.tiled`."""
+        """Whether it runs in parts under a checkpoint too: of the user, or of the layer around it."""
         return self._parts.strict
 
     @property
     def _remedy(self) -> str:
         """Where a call cannot be run again."""
+        if self._parts.proven:
+            return 'as tiles="auto", the default, does it with a call that exceeds the budget: pass tiles=False'
         if self.strict:
             return "as outsize.tiled does it: outsize.tiled(module, tiles=1) leaves it whole"
         return (
@@ -136,6 +138,8 @@ class Layer:
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether parts computed alone give what they give together: tried once, on two rows. See Note [Parts]."""
+        if self._parts.proven:
+            return True
         key = self._parts.look(args, kwargs), self._modules[0].training
         if key not in self._alone:
             with torch.no_grad(), LayerState(self._modules, self._name, True):

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from outsize.run.activations import FRAME, Activations
 from outsize.run.engine import Engine
 from outsize.run.logits import Head
+from outsize.run.positions import PositionTiles
 from outsize.run.tiles import runner
 
 # Note [The frame is around the call]
@@ -38,11 +39,13 @@ def install(
     layers: Mapping[nn.Module, str],
     activations: Activations,
     heads: Container[nn.Module],
+    wide: Mapping[nn.Module, int],
 ) -> None:
     """Put frames around the calls of modules, on the instances; classes and torch itself stay as they are.
 
     `framed` says of each whether it lies inside another one, which opens the same unit; `layers`, what is done with the
-    activations of some; `heads`, linear layers whose results may be computed late.
+    activations of some; `heads`, linear layers whose results may be computed late; `wide`, how many bytes one call of
+    some may take, which else runs in tiles of the sequence.
     """
     names = {id(module): name for name, module in model.named_modules()}
     moves = _checked_moves(model)
@@ -51,10 +54,12 @@ def install(
         again = None
         if any(True for _ in module.parameters()):
             ours[FRAME] = partial(engine.frame, module)
+        if module in wide and module._compiled_call_impl is None:
+            ours["forward"] = PositionTiles(module, repr(names[id(module)]), wide[module])
         if module in layers:
             again = partial(activations.around, module, layers[module], names[id(module)])
             if module._compiled_call_impl is None:
-                ours["forward"] = again(module.forward)
+                ours["forward"] = again(ours.get("forward", module.forward))
         elif isinstance(module, nn.Linear) and module in heads:
             frame, unchanged = partial(engine.frame, module, again=True), partial(_unchanged, engine)
             ours["forward"] = Head(module, frame, unchanged, partial(runner, engine, module.weight))

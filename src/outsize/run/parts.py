@@ -30,11 +30,13 @@ ROUGH = 3e-2
 @final
 @dataclass(frozen=True)
 class Parts:
-    """`count` parts along dimension `dim`. A `strict` one refuses what cannot be cut; else it runs whole."""
+    """`count` parts along dimension `dim`. A `strict` one refuses what cannot be cut; else it runs whole. What is
+    `proven` to compute each row alone is not tried."""
 
     count: int
     dim: int = 0
     strict: bool = False
+    proven: bool = False
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
         """The calls that together are this one; itself alone where there is nothing to cut."""
@@ -61,7 +63,7 @@ class Parts:
         rows = self._rows(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         cut = [self._is_cut(each, rows) for each in leaves]
-        random = _Random(leaves)
+        random = Random(leaves)
 
         def run(*rows: int) -> Any:
             random.restore()
@@ -128,7 +130,7 @@ class Parts:
 
 
 @final
-class _Random:
+class Random:
     """The random numbers of the CPU and of the devices of some values, as they were."""
 
     def __init__(self, values: Sequence[Any]) -> None:
