@@ -98,7 +98,9 @@ def prepared(workshop: Workshop, budget: int, build: Any = Deep, **fields: Any) 
     optimizer = adamw(model)
     name = "host_memory" if workshop.device == "cpu" else "device_memory"
     workshop.prepare(
-        model, optimizer, **{**ON_HOST, "host_memory": "1GiB", name: budget, "disk": workshop.disk, **fields}
+        model,
+        optimizer,
+        **{**ON_HOST, "host_memory": "1GiB", name: budget, "disk": workshop.disk, "tiles": False, **fields},
     )
     torch.manual_seed(1)
     return model, optimizer
