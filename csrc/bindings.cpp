@@ -133,15 +133,15 @@ void bind_disk(nb::module_& m) {
         .def(
             "read_pages",
             [](DiskEngine& self, int fd, std::uintptr_t pages, std::size_t count, std::uintptr_t address) {
-                return self.start_pages(Operation::kRead, fd, required<const std::int64_t>(pages, count, "pages"), count,
-                                        required<char>(address, count * kBlockBytes, "address"));
+                return self.start_pages(Operation::kRead, fd, required<const std::int64_t>(pages, count, "pages"),
+                                        count, required<char>(address, count * kBlockBytes, "address"));
             },
             "fd"_a, "pages"_a, "count"_a, "address"_a, Release())
         .def(
             "write_pages",
             [](DiskEngine& self, int fd, std::uintptr_t pages, std::size_t count, std::uintptr_t address) {
-                return self.start_pages(Operation::kWrite, fd, required<const std::int64_t>(pages, count, "pages"), count,
-                                        required<char>(address, count * kBlockBytes, "address"));
+                return self.start_pages(Operation::kWrite, fd, required<const std::int64_t>(pages, count, "pages"),
+                                        count, required<char>(address, count * kBlockBytes, "address"));
             },
             "fd"_a, "pages"_a, "count"_a, "address"_a, Release())
         .def("wait", &DiskEngine::wait, "ticket"_a, Release())

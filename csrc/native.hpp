@@ -98,8 +98,8 @@ class DiskEngine final : private PieceListener {
     // The memory belongs to the engine until the ticket is finished.
     std::uint64_t start(Operation operation, int fd, std::uint64_t offset, char* address, std::size_t nbytes);
 
-    // The pages of these numbers, in order, as one ticket; they lie one after the other at `address`. Neighbours are one
-    // piece.
+    // The pages of these numbers, in order, as one ticket; they lie one after the other at `address`. Neighbours are
+    // one piece.
     std::uint64_t start_pages(Operation operation, int fd, const std::int64_t* pages, std::size_t count, char* address);
 
     // Blocks until every piece of the ticket has finished, then throws its first error, once.
