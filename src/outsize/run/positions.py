@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,6 +22,7 @@ from outsize.move.comm import collectives
 from outsize.run.activations import Activations, Layer, is_transformed
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.parts import Parts, Random
+from outsize.run.storages import Storages
 
 LOOK = 16
 """A call whose widest result is smaller than this part of the budget is not looked at."""
@@ -31,8 +33,8 @@ LOOK = 16
 # else they get has no positions: a weight, or one value for all. Reading the sizes is refused, as they differ in a
 # tile. So is all that a second tile would find or leave in another way: random numbers that all positions share,
 # attributes that change, results that are kept, hooks, collectives. An operation that nobody can watch gives a tensor
-# that nobody knows. The same run tells the bytes of a position, so a call's bytes are arithmetic on its shape: every
-# rank, and the forward that runs again in the backward, decides alike.
+# that nobody knows. The same run counts the bytes that a position leaves for the backward. So a call's bytes are
+# arithmetic on its shape: every rank, and the forward that runs again in the backward, decides alike.
 
 
 def _named(names: str) -> frozenset[Any]:
@@ -77,6 +79,7 @@ class _Watch(TorchFunctionMode):
         self._leading = x.shape[:-1]
         self.followed = {id(x): x}
         self._known: dict[int, torch.Tensor] = {id(each): each for each in (*module.parameters(), *module.buffers())}
+        self.kept = Storages([x])  # for the backward, and the result
         self.is_proven = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,36 +121,40 @@ class _Watch(TorchFunctionMode):
             return len(others) == sum(isinstance(each, torch.Tensor) for each in (*args[1:], *kwargs.values()))
         return func in _NORMS and len(kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())) == 1
 
-    @property
-    def nbytes(self) -> int:
-        """Of all that came from `x`."""
-        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in self.followed.values()}
-        return sum(each.nbytes() for each in storages.values()) - self._x.untyped_storage().nbytes()
+    def save(self, tensor: torch.Tensor) -> None:
+        """Counts what has positions: weights, and their copies in another precision, have none."""
+        if tensor.shape[:-1].numel() == self._leading.numel():
+            self.kept.add(tensor)
 
 
 def _bytes_of_position(forward: Callable[..., Any], modules: Sequence[nn.Module], name: str, x: torch.Tensor) -> int:
     """What a call takes for each position of `x`; 0 where it is not proven to compute each alone."""
     rows = x[:1, :2] if x.ndim == 3 else x[:2]
-    few = rows.detach().clone()
+    with torch.inference_mode(False):
+        few = rows.detach().clone().requires_grad_()
     watch, drawn, others = _Watch(few, modules[0]), Random([x]), (collectives(), random.getstate())
     tables = [dict(each.__dict__) for each in modules]
     try:
         with torch.no_grad(), LayerState(modules, name, True), _disable_current_modes():
             version = version_of(few)
-            with watch:
+            with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(watch.save, _unused), watch:
                 result = forward(few)
-            nbytes = watch.nbytes // 2
+            watch.save(result)
             proven = watch.is_proven and id(result) in watch.followed and version_of(few) == version
             proven = proven and (collectives(), random.getstate()) == others and all(map(_is_same, tables, modules))
             kept = [TensorWeakRef(each) for each in watch.followed.values() if each is not result and each is not few]
             watch.followed.clear()
             proven = proven and all(each() is None for each in kept)
             fits = proven and Parts(2, x.ndim - 2).fault(forward, (rows,), {}) is None
-            return nbytes if fits else 0
+            return watch.kept.nbytes // 2 if fits else 0
     except Exception:  # the module's own: the call itself raises it, or does not
         return 0
     finally:
         drawn.restore()
+
+
+def _unused(_: None) -> torch.Tensor:
+    raise RuntimeError("a proof has no backward")
 
 
 def _is_same(table: dict[str, Any], module: nn.Module) -> bool:
