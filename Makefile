@@ -66,6 +66,7 @@ $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
 $(SIMULATOR): $(STAMP) $(SIMULATOR_SOURCES) tests/accelerator/build.py
 	CXX='$(CXX)' $(BIN)/python tests/accelerator/build.py
 
+test: export PYTHONDONTWRITEBYTECODE =  # compiled code is kept for the next run, and for processes that tests start
 test: $(STAMP) $(SIMULATOR)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -74,7 +75,7 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/accelerator  # in processes of its own: torch allows one device of ours a process
 	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim $(ON_SIMULATOR)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator  # compiled code is kept for processes that tests start
+	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator
 
 train: $(STAMP)
 	$(BIN)/outsize train

@@ -53,6 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests, which every collection would look through
+
+
 def _share_out(items: list[pytest.Item]) -> None:
     """Each worker of pytest-xdist begins with as many tests as any other: let its share of the slow ones come first."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

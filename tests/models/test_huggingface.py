@@ -25,8 +25,10 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [(name, way) for index, name in enumerate(MODELS) for way in ("recompute", ("keep", "auto")[index % 2])],
+)
 def test_trains_like_torch_with_everything_on_disk(twins: Make, name: str, activations: str) -> None:
     pair = twins(name, activations=activations)
     pair.train()
@@ -35,8 +37,7 @@ def test_trains_like_torch_with_everything_on_disk(twins: Make, name: str, activ
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "use_reentrant"), [(name, index % 2 == 0) for index, name in enumerate(MODELS)])
 def test_composes_with_gradient_checkpointing(twins: Make, name: str, use_reentrant: bool) -> None:
     pair = twins(name)
     for model in (pair.model, pair.plain):
@@ -46,8 +47,9 @@ def test_composes_with_gradient_checkpointing(twins: Make, name: str, use_reentr
     pair.check_weights()
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize(
+    ("name", "activations"), [("gpt2", "keep"), ("llama", "recompute"), ("bert", "recompute"), ("t5", "keep")]
+)
 def test_trains_with_every_layer_cut_into_its_smallest_modules(twins: Make, name: str, activations: str) -> None:
     layers = ["Conv1D", "Embedding"] if name == "gpt2" else ["Linear", "Embedding"]
     pair = twins(name, units=layers, host_memory="384KiB", activations=activations)

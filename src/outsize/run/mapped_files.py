@@ -43,8 +43,7 @@ class MappedFiles:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is a file's. Its pages may go from now on."""
-        mappings = _in_order()
-        found = None if tensor.untyped_storage().resizable() else _mapping_of(tensor, mappings)
+        found = _mapping_of(tensor, _in_order()) if _is_foreign(tensor) else None
         if found is not None:
             self._others.discard(found.identity)
         return found is not None
@@ -86,19 +85,19 @@ class FileRange:
 
 def ranges_in_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, FileRange]:
     """Of the tensors that lie in mapped files, and have the values of these files: where. See Note [Mapped weights]."""
-    mappings = _in_order()
+    foreign = {name: tensor for name, tensor in tensors.items() if _is_foreign(tensor) and tensor.is_contiguous()}
+    mappings = _in_order() if foreign else []
     found = {}
-    for name, tensor in tensors.items():
-        if type(tensor.untyped_storage()) is torch.UntypedStorage and tensor.is_contiguous():
-            mapping = _mapping_of(tensor, mappings)
-            if mapping is not None and not is_modified(tensor) and _is_there(mapping):
-                found[name] = FileRange(mapping.path, mapping.offset + tensor.data_ptr() - mapping.address)
+    for name, tensor in foreign.items():
+        mapping = _mapping_of(tensor, mappings)
+        if mapping is not None and not is_modified(tensor) and _is_there(mapping):
+            found[name] = FileRange(mapping.path, mapping.offset + tensor.data_ptr() - mapping.address)
     return found
 
 
 def let_go(tensor: torch.Tensor) -> None:
     """The values were read: where they are a mapped file's, their pages go. They come back if they are used again."""
-    if tensor.device.type != "cpu" or tensor.untyped_storage().resizable():
+    if not _is_foreign(tensor):
         return
     first = round_up(tensor.data_ptr(), PAGE_BYTES)
     nbytes = (tensor.data_ptr() + tensor.numel() * tensor.itemsize - first) // PAGE_BYTES * PAGE_BYTES
@@ -111,10 +110,16 @@ def _in_order() -> list[_Mapping]:
     return sorted(_file_mappings(detailed=False), key=lambda each: each.address)
 
 
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether torch did not allocate the memory: it may be a mapping's. To list the mappings takes milliseconds."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    storage = tensor.untyped_storage()
+    return type(storage) is torch.UntypedStorage and not storage.resizable()
+
+
 def _mapping_of(tensor: torch.Tensor, mappings: list[_Mapping]) -> _Mapping | None:
     """The mapping that all of the tensor lies in."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
-        return None
     start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     before = bisect_right(mappings, start, key=lambda each: each.address)
     mapping = mappings[before - 1] if before else None
