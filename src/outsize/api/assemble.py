@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -89,8 +89,8 @@ class Prepared:
 
     @property
     def chosen(self) -> Chosen | None:
-        """What `activations="auto"` has chosen; None where nothing is left to choose."""
-        return self.choice.chosen if self.choice.spare else None
+        """What was chosen for the activations; None where nothing is left to choose."""
+        return self.choice.chosen if self.choice.spare or self.choice.chosen.segment > 1 else None
 
     @property
     def model(self) -> nn.Module:
@@ -316,7 +316,15 @@ def _build(
     hot = _keep_hot_rows(units, plan, spare, leaving)
     capacity, spare = capacity - hot, spare - hot if "auto" in layers.values() else 0
     resources.activations = _open_activations(plan, config, resources, ranks, chosen=spare > 0)
-    choice = Choice(spare, resources.ledger, config.compute_device, resources.activations, in_turn=ranks is None)
+    choice = Choice(
+        spare,
+        resources.ledger,
+        config.compute_device,
+        resources.activations,
+        in_turn=ranks is None,
+        recomputes=config.activations == "recompute",
+        most_open=_most_open(layers, units, capacity),
+    )
     reduction = None
     if ranks is not None:
         ranks.model.names = [unit.name or "model" for unit in units]
@@ -380,7 +388,7 @@ def _build(
         resources.activations,
         partial(by_reference, engine),
         partial(saving_with, engine),
-        choice,
+        choice if agree else None,
         None if ranks is None or ranks.tensor is None else SplitInputs(ranks.tensor),
     )
     heads, wide = (_heads(model), _wide(model, units, scopes, plan)) if config.tiles else ([], {})
@@ -451,6 +459,15 @@ def _spare(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:
     if accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets):  # under `no_sync`
         collected = max(collected, sum(whole))
     return max(capacity - sum(unit.nbytes for unit, _ in moving) - max(passing, least) - collected, 0)
+
+
+def _most_open(layers: Iterable[nn.Module], units: Sequence[Unit], capacity: int) -> int:
+    """How many layers may have their parameters gathered at once, beside two units on their way."""
+    moving = {id(param): unit for unit in units if not unit.always_resident for param in unit.parameters.values()}
+    within = [{moving[id(param)] for param in layer.parameters() if id(param) in moving} for layer in layers]
+    largest = max((sum(unit.nbytes for unit in each) for each in within), default=0)
+    left = capacity - 2 * max((unit.nbytes for unit in moving.values()), default=0)
+    return max(left // max(largest, 1), 1)
 
 
 def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:

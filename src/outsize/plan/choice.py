@@ -26,17 +26,22 @@ WORDS = {
 class Chosen:
     """What `activations="auto"` has chosen: for each layer its mode, the bytes that are kept of those that may be, the
     seconds that a step takes more than if all were kept, and the bytes if all layers were in one mode, as far as they
-    were measured."""
+    were measured. `segment`: of so many layers only the first keeps its input."""
 
     modes: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
     seconds: float = 0.0
     spare: int = 0
     bytes_if_all: Mapping[str, int] = field(default_factory=dict)
+    segment: int = 1
 
     def __str__(self) -> str:
         counts = Counter(self.modes.values())
         layers = ", ".join(f"{counts[mode]} {words}" for mode, words in WORDS.items() if counts[mode])
+        if self.segment > 1:
+            return (
+                f"activations: of {len(self.modes)} layers every {self.segment} that follow each other keep one input"
+            )
         kept = f"{format_bytes(self.nbytes)} kept of {format_bytes(self.spare)} spare"
         if not layers:
             return f"activations: {format_bytes(self.spare)} spare; what layers keep is chosen when they have run"
@@ -45,6 +50,29 @@ class Chosen:
 
 _State = tuple[int, float, tuple[object, int] | None]
 """Bytes, seconds, (the link of the state before, the option that led here)."""
+
+
+PAYS = 0.75
+"""Of the bytes without segments, what segments must leave at most where nothing fits."""
+
+
+def segment_length(layers: int, inputs: int, kept: int, spare: int, most: int) -> int:
+    """Layers of a segment, of which only the first keeps its input: the fewest with which all fits into `spare` bytes.
+    Where nothing fits, those that take the fewest bytes (Chen et al. 2016, section 4.1), if they pay.
+
+    `inputs`: bytes of the inputs of all `layers`. `kept`: bytes that one layer saves for its backward. All layers of a
+    segment do while its backward runs, and have their inputs. `most`: layers that a segment may have.
+    """
+
+    def taken(length: int) -> float:
+        return inputs / layers * (-(-layers // length) + length - 1) + length * kept
+
+    lengths = range(1, max(min(most, layers), 1) + 1)
+    fits = next((each for each in lengths if taken(each) <= spare), None)
+    if fits is not None:
+        return fits
+    least = min(lengths, key=taken)
+    return least if taken(least) <= PAYS * taken(1) else 1
 
 
 def cheapest(options: Sequence[Sequence[tuple[int, float]]], most_bytes: int) -> list[int]:

@@ -29,6 +29,7 @@ from outsize.run.packing import Packing
 from outsize.run.parts import Call, Parts
 from outsize.run.record import Record
 from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
+from outsize.run.segments import Link, Segments
 from outsize.run.selective import Selection, selection
 from outsize.run.split_inputs import SplitInputs
 
@@ -49,7 +50,7 @@ class Activations:
     store: ActivationStore | None = None  # where "offload" moves inputs; None where they stay where they are
     by_reference: Callable[[Hooks], Hooks] | None = None  # of hooks: the same, but views of units go by reference
     holding: Callable[[object, Hooks | None], AbstractContextManager[Any]] | None = None  # what is saved holds this
-    choice: Choice | None = None  # of "auto"
+    choice: Choice | None = None  # of "auto"; of the length of segments where all compute again
     split: SplitInputs | None = None  # over tensor-parallel ranks
 
     def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
@@ -108,7 +109,7 @@ class Layer:
             args = tuple(None if is_cache(value) else value for value in args)
             kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
         one = self._forward if mode == "keep" else partial(self._checkpointed, mode, None)
-        if mode == "auto":
+        if mode == "auto" or (mode == "recompute" and self._activations.choice is not None):
             one = self._chosen
         calls = self._parts.of(args, kwargs)
         if len(calls) == 1 or not self._in_parts(args, kwargs):
@@ -195,11 +196,16 @@ class Layer:
 
         contexts = nullcontext(), state
         record = Record(lease, self._measurement(lease, inputs), not self._repeats)
-        forward = partial(self._run, [(args, kwargs)], given, selection(mode), record)
+        segments = None if lease is None or is_foreign(top_hooks()) else self._segments
+        before, position = (None, -1) if segments is None else segments.find(inputs)
+        forward = partial(self._run, [(args, kwargs)], given, selection(mode), record, position)
         del leaves
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
-        with self._saving_inputs(mode, inputs), nullcontext() if self._repeats else set_checkpoint_early_stop(False):
+        with (
+            self._saving_inputs(mode, inputs, before),
+            nullcontext() if self._repeats else set_checkpoint_early_stop(False),
+        ):
             result = checkpoint(forward, here, *tensors.values(), use_reentrant=False, context_fn=lambda: contexts)
         if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
             raise RuntimeError(
@@ -210,20 +216,28 @@ class Layer:
         self._copies_large = state.settle()
         return result
 
+    @property
+    def _segments(self) -> Segments:
+        assert self._activations.choice is not None
+        return self._activations.choice.segments
+
     def _measurement(self, lease: Lease | None, inputs: list[torch.Tensor]) -> Measurement | None:
         if lease is None or not lease.measures:
             return None
         assert self._activations.choice is not None
         module = self._modules[0]
-        there_anyway = [*module.parameters(), *module.buffers()]
+        # The parameters of a layer of several units are not there yet.
+        there_anyway = [*(module.parameters() if self._mode == "auto" else ()), *module.buffers()]
         return Measurement(self._activations.choice, lease, inputs, there_anyway)
 
-    def _saving_inputs(self, mode: str, inputs: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    def _saving_inputs(
+        self, mode: str, inputs: list[torch.Tensor], before: tuple[torch.Tensor, Link] | None
+    ) -> AbstractContextManager[Any]:
         """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
         store, split, by_reference = self._activations.store, self._activations.split, self._activations.by_reference
         if by_reference is None or is_foreign(top_hooks()):
             return nullcontext()
-        hooks: Hooks | None = None
+        hooks = None if before is None else before[1].hooks(before[0])
         if mode == "offload" and store is not None:
             call = store.call()
             hooks = call.pack, call.unpack
@@ -237,19 +251,28 @@ class Layer:
         given: Callable[..., Call],
         selection: Selection,
         record: Record,
+        position: int,
         _: torch.Tensor,
         *tensors: Any,
     ) -> Any:
-        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists."""
+        """The `first` forward gets what the caller gave, lists and all; a later one, copies of these lists.
+
+        `position` in the segment; -1 where no later call links to this one.
+        """
         keeping, using = selection
         args, kwargs = first.pop() if first else given(*tensors)
         with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
             if not in_backward():
                 with self._explaining(record), keeping:
-                    return record.forward(partial(self._forward, *args, **kwargs))
+                    result = record.forward(partial(self._forward, *args, **kwargs))
+                    if position >= 0:
+                        self._segments.save(result, position)
+                    return result
             # A selection counts operations: those of a fetch are not among them.
             with self._frame(), using, _own_errors(record):
                 result = record.again(partial(self._forward, *args, **kwargs))
+                if position >= 0:
+                    self._segments.save(result, None)
         if record.is_other:
             raise RuntimeError(
                 f"layer {self._name} gave other values when it ran again in the backward than in its forward: it draws "

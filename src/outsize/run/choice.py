@@ -19,8 +19,10 @@ import torch
 from outsize.move.activations import ActivationStore
 from outsize.move.comm import Ranks
 from outsize.move.memory import Ledger
-from outsize.plan.choice import Chosen, cheapest
+from outsize.plan.choice import Chosen, cheapest, segment_length
 from outsize.run.costs import MOST_FORMS, Cost, Figures, Key, Lease, Shapes
+from outsize.run.segments import Segments
+from outsize.run.storages import Storages
 
 # Note [Measured, then chosen]
 # A call of which nothing is known computes everything again, and counts what it would have kept. If the calls of all
@@ -56,11 +58,17 @@ class Choice:
         device: torch.device,
         store: ActivationStore | None = None,
         in_turn: bool = True,
+        recomputes: bool = False,
+        most_open: int = 1,
     ) -> None:
         """`store`: where "offload" moves all that a layer saves. `in_turn`: it chooses between passes; several ranks
-        choose in a step, by `choose_alike`."""
+        choose in a step, by `choose_alike`. `recomputes`: all layers do; only the length of segments is chosen.
+        `most_open`: layers whose parameters may be there at once."""
         self.spare = spare
         self.store = store
+        self.segments = Segments()
+        self._recomputes, self._most_open = recomputes, most_open
+        self._inputs = Storages()  # of the calls since no graph was alive
         self._moving = 0  # bytes that are on their way to the store at once, or back
         self.device = device
         self._in_turn = in_turn
@@ -83,7 +91,13 @@ class Choice:
             elif self.outdated and len(self._passes) < MOST_FORMS:
                 self._passes[tuple(self._pass)] = None
             self._pass.clear()
+            self._inputs = Storages()
         cost = self._cost(known, layer, form, tuple(tuple(each.shape) for each in inputs))
+        before = self._inputs.nbytes
+        for each in inputs:
+            self._inputs.add(each)
+        if self._inputs.nbytes - before > cost.inputs:
+            cost.inputs, self.outdated = self._inputs.nbytes - before, True
         moving = max(self._moving, MOVING * cost.moved if cost.mode == "offload" else 0)
         fits = self._held + cost.bytes_of(cost.mode) + moving <= self.spare and not self._apart
         if cost.mode == "offload" and self.store is not None:
@@ -164,22 +178,32 @@ class Choice:
     def _choose(self, costs: Sequence[Cost]) -> None:
         """For the calls of a pass."""
         self.outdated = False
+        inputs = sum(cost.most_alive * cost.inputs for cost in costs)
+        kept = max((cost.kept for cost in costs), default=0)
+        calls = sum(cost.most_alive for cost in costs)
+        self.segments.length = segment_length(calls, inputs, kept, self.spare, self._most_open) if calls else 1
+        if self._recomputes:
+            self.chosen = Chosen(
+                dict.fromkeys((cost.layer for cost in costs), "recompute"), segment=self.segments.length
+            )
+            return
+        free = self.spare if self.segments.length == 1 else 0  # the inputs take it
         is_short = self._is_short(costs)
         if is_short and not _compiles():
             for cost in costs:
                 cost.counts_products = cost.products < 0 and not cost.speaks
         options = [cost.options() for cost in costs]
-        seconds, chosen = _chosen(options, self.spare, moves=False)
+        seconds, chosen = _chosen(options, free, moves=False)
         self._moving = 0
         moving = MOVING * max(
             (cost.moved for cost, each in zip(costs, options, strict=True) if "offload" in each), default=0
         )
-        if 0 < moving <= self.spare:
-            less, moved = _chosen(options, self.spare - moving, moves=True)
+        if 0 < moving <= free:
+            less, moved = _chosen(options, free - moving, moves=True)
             chosen, self._moving = (moved, moving) if less < seconds else (chosen, 0)
         for cost, each, index in zip(costs, options, chosen, strict=True):
             cost.mode = "recompute" if cost.counts_products else list(each)[index]
-        if is_short and not any(cost.counts_products for cost in costs):
+        if is_short and free and not any(cost.counts_products for cost in costs):
             for cost in costs:
                 if cost.untried and cost.moving == 0.0 and MOVING * cost.moved <= self.spare and not cost.speaks:
                     cost.mode, self._moving = "offload", max(self._moving, MOVING * cost.moved)
@@ -191,6 +215,7 @@ class Choice:
             sum(seconds for _, seconds in taken),
             self.spare,
             {mode: sum(each[mode][0] for each in options) for mode in sorted(known)},
+            self.segments.length,
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from zlib import crc32
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from outsize.move.comm import collectives
@@ -44,6 +45,7 @@ FIGURES = (
     "moving",
     "untried",
     "speaks",
+    "inputs",
     "most_alive",
 )
 
@@ -68,6 +70,7 @@ class Cost:
     untried: bool = True
     counts_products: bool = False  # in the next call
     speaks: bool = False  # to other ranks
+    inputs: int = 0  # bytes of inputs that no call before it has
     alive: int = 0  # calls whose graph is there
     most_alive: int = 0
 
@@ -145,6 +148,8 @@ class Measurement:
 
     def save(self, tensor: torch.Tensor) -> None:
         """An operation of the first forward saves this."""
+        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+            return
         before = self._saved.nbytes
         if self._saved.add(tensor) and self._lease.counts_saved:
             small, seconds = self._timed(lambda: packed(tensor))
