@@ -1,0 +1,85 @@
+"""How many bytes of the computing budget are left for units, for rows of tables and for what layers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from outsize.api.placing import PlacedModel
+from outsize.plan.placement import KINDS, accumulates_whole
+from outsize.run.buffers import PASSING_UNITS
+from outsize.run.unit import Unit
+
+UNBOUNDED = 1 << 62
+"""The room of a model of which nothing ever moves."""
+
+
+def capacity_of(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
+    """Bytes for gathered buffers and, on a CPU, for gradients on their way to where they rest: the computing budget
+    less what rests in that memory, less the gradient that autograd is making and those that are `leaving` the device.
+    """
+    if all(unit.always_resident and unit.shard.tiers.grads != "disk" for unit in units):
+        return UNBOUNDED  # nothing moves; the plan has seen to it that all fits
+    on_cpu = plan.budgets.device is None
+    memory = ("device", "host") if on_cpu else ("device",)
+    resting = 0
+    for unit, size in zip(units, plan.unit_bytes, strict=True):
+        tiers = unit.shard.tiers
+        if (tiers.params == "host" and on_cpu) or (tiers.params == "device" and unit.shard.params is not None):
+            resting += size.params
+        resting += size.most("grads") if tiers.grads in memory else 0
+        resting += size.states if tiers.states in memory else 0
+    in_flight = max((_largest_gradient(unit, plan) for unit in units), default=0)
+    in_flight += leaving
+    return plan.budgets.computing[1] - resting - in_flight
+
+
+def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving: int) -> int:
+    """Give tables on disk memory for their hot rows, each its share. Returns how much of what is `spare` it takes."""
+    tables = [unit.shard.rows for unit in units if unit.shard.rows is not None and unit.shard.rows.disk_bytes]
+    total = sum(rows.disk_bytes for rows in tables)
+    on_cpu = plan.budgets.device is None
+    if not on_cpu:
+        spare = plan.budgets.host - plan.budgets.staging_bytes - leaving - plan.budgets.passing_bytes(plan.unit_bytes)
+        spare -= sum(
+            size.most(kind)
+            for size, tiers in zip(plan.unit_bytes, plan.tiers, strict=True)
+            for kind in KINDS
+            if getattr(tiers, kind) == "host"
+        )
+    if not tables or spare <= 0:
+        return 0
+    taken = [rows.use_memory(spare * rows.disk_bytes // total) for rows in tables]
+    return sum(taken) if on_cpu else 0
+
+
+def spare_of(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:
+    """Bytes that units which come and go never take: all of them fit at once, and their gradients on their way."""
+    moving = [
+        (unit, size)
+        for unit, size in zip(units, plan.unit_bytes, strict=True)
+        if not unit.always_resident and unit.shard.rows is None
+    ]
+    passing = sum(size.leaving for unit, size in moving if unit.shard.tiers.grads == "disk")
+    least = PASSING_UNITS * max((size.leaving for _, size in moving), default=0)
+    whole = [size.collected for size in plan.unit_bytes]  # gradients of several ranks
+    collected = PASSING_UNITS * max(whole, default=0)
+    if accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets):  # under `no_sync`
+        collected = max(collected, sum(whole))
+    return max(capacity - sum(unit.nbytes for unit, _ in moving) - max(passing, least) - collected, 0)
+
+
+def most_open(layers: Iterable[nn.Module], units: Sequence[Unit], capacity: int) -> int:
+    """How many layers may have their parameters gathered at once, beside two units on their way."""
+    moving = {id(param): unit for unit in units if not unit.always_resident for param in unit.parameters.values()}
+    within = [{moving[id(param)] for param in layer.parameters() if id(param) in moving} for layer in layers]
+    largest = max((sum(unit.nbytes for unit in each) for each in within), default=0)
+    left = capacity - 2 * max((unit.nbytes for unit in moving.values()), default=0)
+    return max(left // max(largest, 1), 1)
+
+
+def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:
+    """Bytes that autograd takes for one gradient of the unit."""
+    trained = [info.nbytes for name, info in plan.infos.items() if name in unit.parameters and info.trainable]
+    return min(max(trained, default=0), plan.unit_bytes[unit.index].leaving)
