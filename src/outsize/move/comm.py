@@ -521,9 +521,11 @@ def _own_store(number: int, members: Sequence[int], apart: bool = False) -> Any:
 
     `apart`: on a connection of its own, which nobody else's waiting holds up."""
     store: Any = distributed_c10d._get_default_store()
-    if apart:
-        with suppress(AttributeError, RuntimeError, NotImplementedError):  # a store in memory or in a file has none
-            store = store.clone()
+    base = store
+    while isinstance(base, distributed_c10d.PrefixStore):
+        base = base.underlying_store
+    if apart and type(base).__name__ == "TCPStore" and hasattr(store, "clone"):
+        store = store.clone()  # a store in memory or in a file has no connection
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed_c10d.PrefixStore(f"outsize/{attempt}/{number}/{members[0]}-{members[-1]}", store)
 

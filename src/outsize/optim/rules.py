@@ -86,7 +86,7 @@ class Rule(ABC):
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
         """As `apply`, of rows [n, width] whose `grad` is sparse, [n, width] too: as torch does it."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} updates no rows, and check_rows has refused tables")
 
     def note(self, param: torch.Tensor) -> object:
         """What the update will read beside options, as it is now: from the parameter and from the optimizer itself."""

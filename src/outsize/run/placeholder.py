@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ class Placeholder(torch.Tensor):
     A custom autograd function takes it past all of this, and gives it a gradient: so it must be in the graph.
     """
 
+    @abstractmethod
     def values(self) -> torch.Tensor:
-        raise NotImplementedError
+        """What it stands for."""
 
     @classmethod
+    @abstractmethod
     def late(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation on placeholders that takes no values; `NotImplemented` where it takes some."""
-        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
