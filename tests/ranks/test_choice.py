@@ -166,3 +166,35 @@ def test_where_ranks_cannot_choose_alike_they_compute_again() -> None:
     speaking, synced, holding = one
     assert speaking == synced == [TWICE] * STEPS
     assert holding == [TWICE, TWICE, ONCE, ONCE]
+
+
+def in_segments(mode: str) -> tuple[list[float], Any, int]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh()) for _ in range(24)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outsize.prepare(model, optimizer, host_memory="64MiB", params="host", activations=mode)
+    torch.manual_seed(rank)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(torch.randn(ROWS * (1 + 3 * rank), 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    chosen = outsize.plan(model).activations
+    return losses, weights_of(model), 1 if chosen is None else chosen.segment
+
+
+def keep_and_segments() -> list[tuple[list[float], Any, int]]:
+    return [in_segments(mode) for mode in ("keep", "recompute")]
+
+
+def test_ranks_make_segments_of_the_same_length_and_change_no_bit() -> None:
+    lengths = set()
+    for keep, segments in run_on_ranks(2, keep_and_segments):
+        assert segments[0] == keep[0]
+        assert same_bits(segments[1], keep[1])
+        lengths.add(segments[2])
+    assert len(lengths) == 1
+    assert lengths.pop() > 1

@@ -146,6 +146,7 @@ class Choice:
             told = _of_all(group.collect(told, "activations"))
         self._apart = self.outdated = told is None
         if told is None:
+            self.segments.length = 1
             return
         most = {key: Cost(key[0], None, ()) for key in told[2]}
         for key, cost in most.items():
