@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import outsize
 from tests.conftest import Pair, Product, Workshop, assert_same_gradients, gradients, prepared, weights
 
-EXPERTS, WIDTH, HIDDEN, ROWS = 48, 32, 128, 6
+EXPERTS, WIDTH, HIDDEN, ROWS = 24, 32, 256, 6
 SMALL = 640 << 10
 GROUPED = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -152,7 +152,7 @@ def test_stacks_in_tiles_train_as_in_torch(workshop: Workshop, use: Use) -> None
     pair = pair_of(workshop, use)
     ledger = prepared(pair.model).resources.ledger
     ledger.peak = dict(ledger.now)  # `prepare` has had a whole stack on an accelerator
-    data = inputs(3)
+    data = inputs(2)
     for batch in data:
         for model, optimizer in pair.both:
             mean_square(model, batch).backward()
@@ -172,7 +172,7 @@ def test_groups_of_rows_train_as_in_torch(workshop: Workshop) -> None:
     if workshop.device != "cpu":
         pytest.skip("the simulated accelerator has no grouped_mm for the plain model")
     pair = pair_of(workshop, grouped)
-    pair.train(inputs(3), rel=2e-5, loss_of=mean_square, clip=0.5)
+    pair.train(inputs(2), rel=2e-5, loss_of=mean_square, clip=0.5)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "recompute", "in the backward", "bf16"])
@@ -185,7 +185,7 @@ def test_with_other_things(workshop: Workshop, how: str) -> None:
     }[how]
     pair = pair_of(workshop, one_by_one, **fields)
     if how != "bf16":
-        pair.train(inputs(3), rel=2e-5, loss_of=mean_square)
+        pair.train(inputs(2), rel=2e-5, loss_of=mean_square)
         return
     for model, _ in pair.both:
         with torch.autocast(workshop.device, torch.bfloat16):
@@ -196,7 +196,7 @@ def test_with_other_things(workshop: Workshop, how: str) -> None:
 def test_experts_that_are_not_hit_keep_earlier_gradients_and_have_none_of_their_own(workshop: Workshop) -> None:
     """After a step whose gradients lie where these will."""
     pair = pair_of(workshop, in_turn)
-    pair.train(inputs(2), rel=2e-5, loss_of=mean_square)
+    pair.train(inputs(1), rel=2e-5, loss_of=mean_square)
     for uses in ([one_by_one], [in_turn, one_by_one]):
         for model, optimizer in pair.both:
             optimizer.zero_grad()
