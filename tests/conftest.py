@@ -109,7 +109,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks and a head: a unit each."""
 
-    def __init__(self, width: int = 16, hidden: int = 40, depth: int = 4) -> None:
+    def __init__(self, width: int = 16, hidden: int = 40, depth: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(width, hidden) for _ in range(depth)])
         self.head = nn.Linear(width, 4)

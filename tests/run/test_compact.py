@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return Stack(width=24, hidden=130, depth=3)  # sizes that are no multiples of a block
+    return Stack(width=24, hidden=130, depth=2)  # sizes that are no multiples of a block
 
 
 def cast(data: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -37,7 +37,7 @@ def test_every_tier_gives_the_same_bits(workshop: Workshop, name: str, dtype: to
         model = build()
         optimizer = OPTIMIZERS[name](model.parameters())
         workshop.prepare(model, optimizer, tier, state_format="compact", compute_dtype=dtype)
-        trace = train(model, optimizer, cast(batches(6, width=24), dtype), clip=1.0)
+        trace = train(model, optimizer, cast(batches(3, width=24), dtype), clip=1.0)
         state = copy.deepcopy(optimizer.state_dict()["state"])
         found.append((trace.losses, weights(model), state))
     for losses, values, state in found[1:]:

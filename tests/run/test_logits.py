@@ -145,7 +145,7 @@ def test_every_loss_is_that_of_torch_with_the_weight_in_tiles(
         model.zero_grad()
         return found  # type: ignore[no-any-return]
 
-    pair.train(tokens(2), rel=2e-5, loss_of=loss_of)
+    pair.train(tokens(1), rel=2e-5, loss_of=loss_of)
     ours = [found for model, found in seen if model is pair.model]
     whole = FEATURES * (ROWS - 2)
     assert all(found < whole / 1.5 for found in ours) == (loss in LATE)

@@ -17,7 +17,7 @@ from outsize.checkpoint.manifest import sealed
 from outsize.optim.choice import rule_for
 from outsize.optim.rows import LazyAdamWRule, RowwiseAdagradRule
 from outsize.optim.streamed import StreamedRule
-from tests.conftest import KINDS, Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import KINDS, TIERS, Stack, Workshop, batches, squared_error, train, weights
 
 OPTIM = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -171,7 +171,7 @@ OPTIMIZERS["Lion"] = lambda params: outsize.optim.Lion(params, weight_decay=0.1)
 @pytest.mark.parametrize("tier", ["device", "squeezed"])
 def test_it_trains_as_in_torch(workshop: Workshop, tier: str, name: str) -> None:
     workshop.pair(lambda: Stack(depth=2), lambda model: OPTIMIZERS[name](model.parameters()), tier).train(
-        batches(5), clip=1.0, rel=2e-6
+        batches(4), clip=1.0, rel=2e-6
     )
 
 
@@ -258,7 +258,7 @@ if hasattr(optim, "Muon"):
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_that_needs_whole_parameters_gets_them(workshop: Workshop, tier: str, name: str) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), lambda model: WHOLE[name](model.parameters()), tier)
-    pair.train(batches(5), clip=1.0, rel=2e-6)
+    pair.train(batches(3), clip=1.0, rel=2e-6)
     mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
     assert mine.keys() == theirs.keys()
     for index, entry in theirs.items():
@@ -276,7 +276,7 @@ def test_whole_parameters_of_bf16_have_exact_masters_and_the_same_bits_on_every_
         model = Stack(depth=2)
         optimizer = WHOLE[name](model.parameters())
         workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
-        trace = train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(4)], clip=1.0)
+        trace = train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(3)], clip=1.0)
         found.append((trace.losses, weights(model)))
     for losses, values in found[1:]:
         assert losses == found[0][0]
@@ -420,6 +420,7 @@ LATER: dict[str, Callable[[torch.optim.Optimizer, nn.Module], None]] = {
 
 
 @pytest.mark.parametrize("how", LATER)
+@pytest.mark.parametrize("tier", ["device", "squeezed"])
 def test_a_streamed_optimizer_that_needs_a_new_array_is_refused_before_anything_changes(
     workshop: Workshop, tier: str, how: str
 ) -> None:
@@ -559,11 +560,17 @@ def reset(optimizer: torch.optim.Optimizer, how: str) -> None:
             del optimizer.state[param]
 
 
-@pytest.mark.parametrize("update", ["fetch", "backward"])
-@pytest.mark.parametrize("how", ["replace", "clear", "delete"])
+@pytest.mark.parametrize(
+    ("tier", "how", "update"),
+    [
+        (tier, how, ("fetch", "backward")[(row + column) % 2])
+        for row, tier in enumerate(TIERS)
+        for column, how in enumerate(["replace", "clear", "delete"])
+    ],
+)
 def test_a_reset_of_the_state_begins_anew_as_in_torch(workshop: Workshop, tier: str, how: str, update: str) -> None:
     pair = workshop.pair(tier=tier, update=update)
-    pair.train(batches(4))
+    pair.train(batches(2))
     for _, optimizer in pair.both:
         reset(optimizer, how)
     pair.train(batches(3))

@@ -25,8 +25,8 @@ from tests.conftest import (
 
 
 @pytest.mark.slow
-def test_fifty_clipped_steps_give_the_losses_norms_and_weights_of_torch(workshop: Workshop, tier: str) -> None:
-    workshop.pair(tier=tier).train(batches(50), clip=0.5)
+def test_twenty_clipped_steps_give_the_losses_norms_and_weights_of_torch(workshop: Workshop, tier: str) -> None:
+    workshop.pair(tier=tier).train(batches(20), clip=0.5)
 
 
 def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
@@ -38,7 +38,7 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
         model = Stack(depth=2)
         optimizer = adamw(model)
         workshop.prepare(model, optimizer, **dict(zip(KINDS, places, strict=True)))
-        runs.append((places, train(model, optimizer, batches(4), clip=0.5), weights(model)))
+        runs.append((places, train(model, optimizer, batches(3), clip=0.5), weights(model)))
     _, trace, values = runs[0]
     for places, other, other_values in runs[1:]:
         assert other == trace, places
@@ -47,14 +47,14 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
 
 def test_a_squeezed_disk_gives_the_bits_of_the_device(workshop: Workshop) -> None:
     device, disk = workshop.pair(tier=workshop.exact_tiers[0]), workshop.pair(tier="squeezed")
-    assert device.train(batches(10), clip=0.5) == disk.train(batches(10), clip=0.5)
+    assert device.train(batches(6), clip=0.5) == disk.train(batches(6), clip=0.5)
     expected = weights(device.model)
     assert all(torch.equal(expected[name], value) for name, value in weights(disk.model).items())
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_recomputing_activations_changes_nothing(workshop: Workshop, tier: str, activations: str) -> None:
-    workshop.pair(tier=tier, activations=activations).train(batches(5), clip=0.5)
+    workshop.pair(tier=tier, activations=activations).train(batches(3), clip=0.5)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -210,7 +210,7 @@ def test_the_optimizer_state_reads_as_torch_would_show_it(workshop: Workshop, ti
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_works_both_ways(workshop: Workshop, tier: str, set_to_none: bool) -> None:
     pair = workshop.pair(tier=tier)
-    data = batches(5)
+    data = batches(3)
     for model, optimizer in pair.both:
         for batch in data:
             squared_error(model, batch).backward()
@@ -320,7 +320,7 @@ def test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit(
     model = Stack(depth=2)
     plain = copy.deepcopy(model).bfloat16()
     start = weights(model)
-    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(50)]
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(20)]
     expected = train_with_masters(plain, start, data, clip=0.5)
     optimizer = adamw(model)
     workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
