@@ -139,14 +139,12 @@ def state_of(width: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cut", "dtype"), [(whole, torch.float32), (columns, torch.float32), (grid, torch.float32), (grid, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("cut", "dtype"), [(whole, torch.float32), (columns, torch.float32), (grid, torch.bfloat16)])
 def test_memory_of_a_load_is_slabs_however_large_a_tensor_is(
     cut: Callable[[Tensor], list[Chunk]], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     runs = {}
-    for name, width in (("warm", 64), ("large", 4096)):  # 64 MiB a tensor
+    for name, width in (("warm", 64), ("large", 3584)):  # 49 MiB a tensor
         write_chunks(tmp_path / name, {key: (value.shape, cut(value)) for key, value in state_of(width).items()})
         model = nn.Linear(width, width)
         optimizer = torch.optim.AdamW(model.parameters())

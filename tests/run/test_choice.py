@@ -201,7 +201,7 @@ def test_the_bits_are_those_of_keep(workshop: Workshop, tier: str) -> None:
         optimizer = adamw(model)
         workshop.prepare(model, optimizer, tier, **fields)
         torch.manual_seed(1)
-        return train(model, optimizer, data(5), clip=1.0), weights(model)
+        return train(model, optimizer, data(4), clip=1.0), weights(model)
 
     budget = {"host_memory" if workshop.device == "cpu" else "device_memory": a_third(workshop)}
     if tier == "squeezed":
@@ -226,7 +226,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tighter_budget_never_takes_more(workshop: Workshop, alike: None) -> None:
-    peaks, budgets = [], [share_of(workshop, share) for share in (0.01, 0.2, 0.4, 0.6, 0.8, 1.1)]
+    peaks, budgets = [], [share_of(workshop, share) for share in (0.01, 0.3, 0.6, 1.1)]
     for budget in budgets:
         model, optimizer = prepared(workshop, budget)
         forwards(model, optimizer, data(4))

@@ -110,7 +110,7 @@ def check_same(pair: Pair) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_get_the_bits_of_plain_torch_on_every_tier(workshop: Workshop, optimizer: Optimizer) -> None:
-    data = batches(40)
+    data = batches(15)
     pair = workshop.pair(Clicks, optimizer, "disk")
     train_both(pair, data)
     check_same(pair)
@@ -132,7 +132,7 @@ def test_rows_that_give_way_in_a_small_cache_keep_their_bits(
     pair = Pair(plain, optimizer(plain), model, optimizer(model))
     outsize.prepare(model, pair.optimizer, **small(workshop))
     workshop.watch(model)
-    train_both(pair, batches(30), (lambda data: outsize.lookahead(data, model)) if ahead else iter)
+    train_both(pair, batches(20), (lambda data: outsize.lookahead(data, model)) if ahead else iter)
     report = outsize.memory(model)
     assert report.row_hits < report.rows, "some rows came from the drive"
     assert report.bytes_written > 0, "some rows gave way"
@@ -143,7 +143,7 @@ def test_rows_that_give_way_in_a_small_cache_keep_their_bits(
 @pytest.mark.parametrize("optimizer", [sgd, adagrad, lazy, rowwise])
 def test_tables_and_dense_layers_train_under_one_optimizer(workshop: Workshop, tier: str, optimizer: Optimizer) -> None:
     pair = workshop.pair(lambda: Clicks(dense=True), optimizer, tier)
-    pair.train(batches(12), loss_of=mean, rel=1e-5)
+    pair.train(batches(6), loss_of=mean, rel=1e-5)
 
 
 def test_gradients_add_up_and_go_as_in_torch(workshop: Workshop, tier: str) -> None:
