@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +56,28 @@ def train_with_set_gradients(stage: int, tier: str, unused: str, disk: str) -> t
 
 
 PLACES = [(0, "device"), (0, "host"), (1, "host"), (2, "disk"), (3, "device"), (3, "host"), (3, "disk")]
+CASES = [(*place, "error") for place in PLACES]
+CASES += [(stage, tier, "sync") for stage, tier in ((0, "host"), (2, "disk"), (3, "device"), (3, "disk"))]
 
 
-every_place = pytest.mark.parametrize(("stage", "tier"), PLACES)
-both_ways = pytest.mark.parametrize("unused", ["error", "sync"])
+def of_each(train: Callable[[int, str, str, str], Any], disk: str) -> list[Any]:
+    """Case after case in one start of the ranks."""
+    return [train(*case, disk) for case in CASES]
 
 
-@both_ways
-@every_place
-def test_a_gradient_that_the_script_sets_is_used_on_every_rank(
-    stage: int, tier: str, unused: str, tmp_path: Path
-) -> None:
+def found_on_ranks(train: Callable[[int, str, str, str], Any], disk: Path) -> Iterator[tuple[Any, Any]]:
+    """(case, what a rank has found there)."""
+    for found in run_on_ranks(RANKS, of_each, train, str(disk)):
+        yield from zip(CASES, found, strict=True)
+
+
+def test_a_gradient_that_the_script_sets_is_used_on_every_rank(tmp_path: Path) -> None:
     plain = [param.detach() for param in build().parameters()]
     given = [gradient(param, number) for number, param in enumerate(plain)]
-    for found, restored in run_on_ranks(RANKS, train_with_set_gradients, stage, tier, unused, str(tmp_path)):
+    for case, (found, restored) in found_on_ranks(train_with_set_gradients, tmp_path):
         for param, grad, each, again in zip(plain, given, found, restored, strict=True):
-            assert torch.allclose(each, param - LR * grad - LR * grad, rtol=1e-6)
-            assert torch.equal(again, grad)
+            assert torch.allclose(each, param - LR * grad - LR * grad, rtol=1e-6), case
+            assert torch.equal(again, grad), case
 
 
 def train_with_earlier_gradients(stage: int, tier: str, unused: str, disk: str) -> list[Tensor]:
@@ -85,15 +91,13 @@ def train_with_earlier_gradients(stage: int, tier: str, unused: str, disk: str) 
     return weights_of(model)
 
 
-@both_ways
-@every_place
-def test_of_gradients_from_before_prepare_the_mean_is_used(stage: int, tier: str, unused: str, tmp_path: Path) -> None:
+def test_of_gradients_from_before_prepare_the_mean_is_used(tmp_path: Path) -> None:
     plain = [param.detach() for param in build().parameters()]
     expected: list[Any] = [
         param - LR * 2 * gradient(param, number) if number != 1 else param for number, param in enumerate(plain)
     ]
-    for found in run_on_ranks(RANKS, train_with_earlier_gradients, stage, tier, unused, str(tmp_path)):
-        assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(found, expected, strict=True))
+    for case, found in found_on_ranks(train_with_earlier_gradients, tmp_path):
+        assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(found, expected, strict=True)), case
 
 
 def train_with_additions(stage: int, tier: str, unused: str, disk: str) -> tuple[float, list[Tensor]]:
@@ -109,16 +113,14 @@ def train_with_additions(stage: int, tier: str, unused: str, disk: str) -> tuple
     return norm, weights_of(model)
 
 
-@both_ways
-@every_place
-def test_what_the_script_adds_is_part_of_the_mean(stage: int, tier: str, unused: str, tmp_path: Path) -> None:
+def test_what_the_script_adds_is_part_of_the_mean(tmp_path: Path) -> None:
     plain = build()
     plain(torch.ones(2, 70)).sum().backward()
     total = [param.grad + 2 * gradient(param, number) for number, param in enumerate(plain.parameters())]
     expected = [param.detach() - LR * grad for param, grad in zip(plain.parameters(), total, strict=True)]
-    for norm, found in run_on_ranks(RANKS, train_with_additions, stage, tier, unused, str(tmp_path)):
-        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(total)), rel=1e-5)
-        assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(found, expected, strict=True))
+    for case, (norm, found) in found_on_ranks(train_with_additions, tmp_path):
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(total)), rel=1e-5), case
+        assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(found, expected, strict=True)), case
 
 
 def earlier_gradients_by_rank(disk: str) -> str:

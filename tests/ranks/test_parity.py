@@ -40,7 +40,7 @@ def settings_of(manners: dict[str, Setting], tiers: list[str], both: int = 0) ->
     first, found = next(iter(manners)), []
     for number, (name, manner) in enumerate(manners.items()):
         in_memory = tiers[number % (len(tiers) - 1)]
-        some = [in_memory, tiers[-1]] if number % 2 == both else [in_memory if number % 4 < 2 else tiers[-1]]
+        some = [in_memory, tiers[-1]] if number % 2 == both else [in_memory if number % 4 else tiers[-1]]
         found += [(name, replace(manner, tiers=tier)) for tier in (tiers if name == first else some)]
     return found
 
