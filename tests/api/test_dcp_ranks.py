@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.api.dcp_runs import (
     Net,
@@ -19,41 +20,29 @@ from tests.api.dcp_runs import (
     plain_load,
     train,
 )
+from tests.ranks.launching import run_on_ranks
 
 
-def _sharded_rank(rank: int, root: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        model = Net()
-        mesh = init_device_mesh("cpu", (2,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={model.empty, model.scale})
-        optimizer = adamw(model)
-        train(model, optimizer, 2)
-        for flat in (False, True):
-            options = StateDictOptions(flatten_optimizer_state_dict=flat)
-            weights, states = get_state_dict(model, optimizer, options=options)
-            dcp.save({"model": weights, "optim": states}, checkpoint_id=root / f"flat-{flat}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # the threads of torch.distributed sometimes abort a process that ends in the usual way
+def _write_shards(root: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.empty, model.scale})
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        weights, states = get_state_dict(model, optimizer, options=options)
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=f"{root}/flat-{flat}")
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders that two ranks of FSDP2 wrote."""
-    import torch.multiprocessing as mp
-
     root = tmp_path_factory.mktemp("sharded")
-    mp.spawn(_sharded_rank, (root,), nprocs=2)
+    run_on_ranks(2, _write_shards, str(root))
     return root
 
 
