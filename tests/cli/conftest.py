@@ -9,7 +9,16 @@ import pytest
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A folder of twelve small text files."""
-    folder = tmp_path / "text"
+    return write_text(tmp_path / "text")
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    """A folder with the configuration of a Llama of 50 thousand parameters."""
+    return write_model(tmp_path / "tiny")
+
+
+def write_text(folder: Path) -> Path:
     folder.mkdir()
     for number in range(12):
         lines = [f"def function_{i}_{number}(value): return value + {i * number}" for i in range(60)]
@@ -17,10 +26,7 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def tiny_model(tmp_path: Path) -> Path:
-    """A folder with the configuration of a Llama of 50 thousand parameters."""
-    folder = tmp_path / "tiny"
+def write_model(folder: Path) -> Path:
     folder.mkdir()
     sizes = {
         "hidden_size": 32,

@@ -1,13 +1,14 @@
 """`outsize train` from the first line to the export, on disk. A run that never stopped is the oracle of resuming."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,56 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from outsize.cli import corpus, main, watch  # noqa: E402
-from tests.ranks.launching import run_on_ranks  # noqa: E402
+from tests.cli.conftest import write_model, write_text  # noqa: E402
+from tests.ranks.launching import ends_on_ranks, run_on_ranks  # noqa: E402
 
 Capture = pytest.CaptureFixture[str]
-FEW = ["--batch", "2", "--seq-len", "16", "--warmup", "2", "--eval-every", "2", "--lr", "0.01", "--steps", "5"]
+FEW = ["--batch", "2", "--seq-len", "16", "--warmup", "2", "--eval-every", "2", "--lr", "0.01", "--steps", "6"]
+DRAWN = watch.write_report
 
 
 @pytest.fixture
 def words(text: Path, tiny_model: Path, tmp_path: Path) -> list[str]:
     """A short run of a tiny model, in `tmp_path / "run"`."""
-    return ["train", "--text", str(text), "--model", str(tiny_model), "--run", str(tmp_path / "run"), *FEW]
+    return command(text, tiny_model, tmp_path / "run")
+
+
+def command(text: Path, model: Path, run: Path) -> list[str]:
+    return ["train", "--text", str(text), "--model", str(model), "--run", str(run), *FEW]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_a_process_for_the_text() -> Iterator[None]:
+    """tests/cli/test_corpus.py has it: a process takes longer to start than these runs take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+        yield
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that never stopped: its folder, what it said, and its losses."""
+
+    run: Path
+    said: str
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, without_a_process_for_the_text: None) -> Whole:
+    """The run of `words` with its checkpoints of steps 4 and 6; its text is gone."""
+    folder, said = tmp_path_factory.mktemp("whole"), io.StringIO()
+    text = write_text(folder / "text")
+    with contextlib.redirect_stdout(said):
+        assert main([*command(text, write_model(folder / "tiny"), folder / "run"), "--save-every", "2"]) == 0
+    shutil.rmtree(text)
+    return Whole(folder / "run", said.getvalue(), history(folder / "run"))
 
 
 @pytest.fixture(autouse=True)
-def without_a_process_for_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/cli/test_corpus.py has it: a process takes longer to start than these runs take."""
-    monkeypatch.setattr(corpus, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+def without_a_drawing(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole run has it: to draw the report takes as long as such a run."""
+    monkeypatch.setattr(watch, "write_report", lambda path, history, base_memory: path.write_text(str(history)))
 
 
 def history(run: Path, name: str = "loss") -> list[float]:
@@ -42,19 +77,17 @@ def history(run: Path, name: str = "loss") -> list[float]:
     return [entry[name] for entry in log if name in entry]
 
 
-def test_run_shows_and_leaves_everything(words: list[str], tmp_path: Path, capsys: Capture) -> None:
-    assert main([*words, "--save-every", "2"]) == 0
-    said, run = capsys.readouterr().out, tmp_path / "run"
-    for part in ("loading ...\nunit ", "step 1/5 | loss", "step 2/5 | held-out", "step 5/5 | loss", "after 5 steps"):
+def test_run_shows_and_leaves_everything(whole: Whole, tmp_path: Path, capsys: Capture) -> None:
+    said, run = whole.said, whole.run
+    for part in ("loading ...\nunit ", "step 1/6 | loss", "step 2/6 | held-out", "step 6/6 | loss", "after 6 steps"):
         assert part in said
     assert "peak memory: " in said and "a sample:\ndef" not in said and "tier/kind" in said
-    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
-    losses = history(run)
-    assert losses[-1] < losses[0] and len(losses) == 5
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert whole.losses[-1] < whole.losses[0] and len(whole.losses) == 6
     assert sum(history(run, "bytes_written")) > 0 and len(history(run, "eval_loss")) >= 3
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert capsys.readouterr().out.count("every checksum is right") == 2
-    assert main(["checkpoint", "export", str(run / "checkpoint-5"), str(tmp_path / "exported")]) == 0
+    assert main(["checkpoint", "export", str(run / "checkpoint-6"), str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "model.safetensors").exists()
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
@@ -64,26 +97,37 @@ def test_run_shows_and_leaves_everything(words: list[str], tmp_path: Path, capsy
     assert tokenizer.decode(tokens[0]) == "def function"
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--dtype", "bf16", "--state-format", "compact", "--delayed-update", "2"]], ids=["exact", "compact"]
-)
-def test_resumed_run_is_bit_for_bit_the_same_and_needs_no_option_and_no_text(
-    more: list[str], words: list[str], text: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    assert main([*words, "--save-every", "3", *more]) == 0
-    run = tmp_path / "run"
-    whole, weights = history(run), (run / "model" / "model.safetensors").read_bytes()
-    shutil.rmtree(text)
-    shutil.rmtree(run / "checkpoint-5")
+def goes_on_to_the_same(run: Path) -> None:
+    """Take the last checkpoint and the export away: the run makes the same again."""
+    losses, weights = history(run), (run / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "checkpoint-6")
+    shutil.rmtree(run / "model")
     assert main(["train", "--resume", str(run)]) == 0
-    assert history(run) == whole
+    assert history(run) == losses
     assert (run / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_resumed_run_is_bit_for_bit_the_same_and_needs_no_option_and_no_text(
+    whole: Whole, tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole.run, run)
+    goes_on_to_the_same(run)
     assert main(["train", "--resume", str(run)]) == 0
-    assert "checkpoint-5 is at step 5 of 5: there is nothing to do; give more --steps" in capsys.readouterr().out
-    assert main(["train", "--resume", str(run), "--steps", "6"]) == 0
-    assert len(history(run)) == 6
+    assert "checkpoint-6 is at step 6 of 6: there is nothing to do; give more --steps" in capsys.readouterr().out
+    assert main(["train", "--resume", str(run), "--steps", "7"]) == 0
+    assert len(history(run)) == 7
     assert main(["train", "--resume", str(run), "--seed", "5"]) == 2
     assert "was made with --seed 0, not 5; give the same or leave it out" in capsys.readouterr().err
+
+
+def test_resumed_run_in_bf16_with_compact_state_and_a_delayed_update_is_bit_for_bit_the_same(
+    words: list[str], text: Path, tmp_path: Path
+) -> None:
+    more = ["--dtype", "bf16", "--state-format", "compact", "--delayed-update", "2", "--save-every", "3"]
+    assert main([*words, *more]) == 0
+    shutil.rmtree(text)
+    goes_on_to_the_same(tmp_path / "run")
 
 
 def signals(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) -> None:
@@ -103,21 +147,21 @@ def test_interruption_saves_and_says_how_to_go_on(
     number: signal.Signals,
     code: int,
     words: list[str],
+    whole: Whole,
     tmp_path: Path,
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, run = signal.getsignal(number), tmp_path / "run"
-    signals(monkeypatch, 2, number)
-    assert main(words) == code
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        signals(patch, 2, number)
+        assert main(words) == code
     assert signal.getsignal(number) is before
     assert capsys.readouterr().out.endswith(f"go on with:\n  outsize train --resume {run}\n")
     assert (run / "report.png").exists()
     if number is signal.SIGINT:
         assert main(["train", "--resume", str(run)]) == 0
-        assert main([*words, "--run", str(tmp_path / "whole")]) == 0
-        assert history(run) == history(tmp_path / "whole")
+        assert history(run) == whole.losses
 
 
 def test_second_interruption_ends_the_run_at_once(
@@ -128,27 +172,28 @@ def test_second_interruption_ends_the_run_at_once(
     assert capsys.readouterr().out.endswith("interrupted; there is no checkpoint to go on from\n")
 
 
-def test_killed_run_goes_on_from_its_newest_complete_checkpoint(words: list[str], tmp_path: Path) -> None:
-    assert main([*words, "--save-every", "1", "--steps", "8"]) == 0
-    whole = history(tmp_path / "run")
-    killed = tmp_path / "killed"
-    again = [*words[: -len(FEW)], "--run", str(killed), *FEW, "--save-every", "1", "--steps", "8"]
-    process = subprocess.Popen([str(Path(sys.executable).with_name("outsize")), *again], stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not (killed / "checkpoint-2").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert not (killed / "checkpoint-8").exists()
+def killed_in_step_3(words: list[str]) -> None:
+    signals(pytest.MonkeyPatch(), 3, signal.SIGKILL)
+    main(words)
+
+
+def test_killed_run_goes_on_from_its_newest_complete_checkpoint(words: list[str], whole: Whole, tmp_path: Path) -> None:
+    killed = tmp_path / "run"
+    shutil.copytree(whole.run / "corpus", killed / "corpus")  # a rank of a test may not start the process of the text
+    (end,) = ends_on_ranks(1, killed_in_step_3, [*words, "--save-every", "1"])
+    assert end.killed
+    assert (killed / "checkpoint-2").exists() and not (killed / "checkpoint-3").exists()
     assert main(["train", "--resume", str(killed)]) == 0
-    assert history(killed) == whole
+    assert history(killed) == whole.losses
 
 
-def test_run_that_stops_by_time_says_so_and_how_to_go_on(words: list[str], tmp_path: Path, capsys: Capture) -> None:
+def test_run_that_stops_by_time_says_so_and_how_to_go_on(
+    words: list[str], whole: Whole, tmp_path: Path, capsys: Capture
+) -> None:
     assert main([*words, "--minutes", "0.0001"]) == 0
-    assert "stopped: 0.0001 minutes are over (step 1 of 5); the newest checkpoint is" in capsys.readouterr().out
+    assert "stopped: 0.0001 minutes are over (step 1 of 6); the newest checkpoint is" in capsys.readouterr().out
     assert main(["train", "--resume", str(tmp_path / "run"), "--minutes", "0"]) == 0
-    assert len(history(tmp_path / "run")) == 5
+    assert history(tmp_path / "run") == whole.losses
 
 
 def test_run_that_diverges_ends_in_one_line_with_the_way_on(words: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -192,17 +237,15 @@ def on_two_ranks(run: Path, *commands: list[str]) -> list[tuple[int, list[float]
     return ended
 
 
-def test_two_ranks_train_and_resume_what_one_trains(words: list[str], tmp_path: Path) -> None:
-    one, two = tmp_path / "run", tmp_path / "two"
-    assert main([*words, "--save-every", "3"]) == 0
-    shutil.copytree(one / "corpus", two / "corpus")  # a rank of a test may not start the process of the tokenizer
+def test_two_ranks_train_and_resume_what_one_trains(words: list[str], whole: Whole, tmp_path: Path) -> None:
+    two = tmp_path / "two"
+    shutil.copytree(whole.run / "corpus", two / "corpus")  # a rank of a test may not start the process of the tokenizer
     again = [*words, "--run", str(two), "--save-every", "3"]
     resumed = ["train", "--resume", str(two / "checkpoint-3")]
     wrong = [*words, "--run", str(tmp_path / "three"), "--batch", "3"]
     (first, *others), same = run_on_ranks(2, on_two_ranks, two, again, resumed, wrong)
     assert [first, *others] == same and first[0] == 0 and others == [first, (2, first[1])]
-    whole = first[1]
-    assert whole == pytest.approx(history(one), rel=1e-4)
+    assert first[1] == pytest.approx(whole.losses, rel=1e-4)
     assert (two / "model" / "model.safetensors").exists() and (two / "report.png").exists()
 
 
@@ -238,7 +281,7 @@ def test_figures_of_a_step_are_the_same_in_a_line_and_in_the_panel() -> None:
 
 
 def test_report_is_drawn_where_there_was_a_step(tmp_path: Path) -> None:
-    watch.write_report(tmp_path / "none.png", [{"step": 0, "eval_loss": 9.0}], 0)
+    DRAWN(tmp_path / "none.png", [{"step": 0, "eval_loss": 9.0}], 0)
     assert not any(tmp_path.iterdir())
-    watch.write_report(tmp_path / "report.png", [RECORD, {"step": 3, "eval_loss": 9.0}], 0)
+    DRAWN(tmp_path / "report.png", [RECORD, {"step": 3, "eval_loss": 9.0}], 0)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

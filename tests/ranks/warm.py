@@ -13,6 +13,8 @@ import outsize.run.paging
 
 with suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import outsize.cli.train
 torch.set_num_threads(1)
 _param = torch.nn.Parameter(torch.zeros(1))
 _optimizer = torch.optim.AdamW([_param])  # torch imports its compiler with the first one
