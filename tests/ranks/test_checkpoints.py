@@ -75,7 +75,7 @@ def save_and_go_on(settings: list[Setting], folder: str, large: bool) -> list[di
         torch.manual_seed(10 + run.rank)
         run.train(2)
         run.save(Path(folder) / f"ckpt-{index}")
-        run.train(2)
+        run.train(1)
         found.append({**run.weights(), "random": torch.rand(3)})
         run.optimizer.zero_grad()
     return found
@@ -87,7 +87,7 @@ def load_and_go_on(settings: list[Setting], folder: str, large: bool) -> list[di
         run = Run(setting, folder, seed=1, large=large)
         extra = run.load(Path(folder) / f"ckpt-{index}")
         assert extra["rank"] == run.rank and torch.equal(extra["at"], torch.ones(3))
-        run.train(2)
+        run.train(1)
         found.append({**run.weights(), "random": torch.rand(3)})
     return found
 
@@ -102,12 +102,15 @@ SETTINGS = [
     Setting(0, "host"),
     Setting(3, "disk", fields={"delayed_update": 1}),
 ]
+LARGE = [SETTINGS[index] for index in (0, 3, 4, 7)]
+"""Every tier that can rest there, split and whole parameters, masters, and an update that is owed."""
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_going_on_from_a_checkpoint_is_exact(large: bool, tmp_path: Path) -> None:
-    before = run_on_ranks(2, save_and_go_on, SETTINGS, str(tmp_path), large)
-    after = run_on_ranks(2, load_and_go_on, SETTINGS, str(tmp_path), large)
+    settings = LARGE if large else SETTINGS
+    before = run_on_ranks(2, save_and_go_on, settings, str(tmp_path), large)
+    after = run_on_ranks(2, load_and_go_on, settings, str(tmp_path), large)
     for one, other in zip(before, after, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             assert_equal(mine, theirs)
@@ -138,12 +141,12 @@ def go_on_with_buffers(stage: int, mesh: tuple[int, ...], disk: str, load: bool)
     fields = fields_of(Setting(stage, "host"), disk)
     outsize.prepare(model, optimizer, **fields, **({"mesh": init_device_mesh("cpu", mesh)} if mesh else {}))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    losses, steps = [], range(3, 5) if load else range(5)
+    losses, steps = [], range(2, 4) if load else range(4)
     if load:
         outsize.load(f"{disk}/ckpt", model, optimizer)
         buffers = [value.clone() for value in model.buffers()]
     for step in steps:
-        if step == 3 and not load:
+        if step == 2 and not load:
             outsize.save(f"{disk}/ckpt", model, optimizer)
             buffers = [value.clone() for value in model.buffers()]
         x, y = batch(step, rank)
@@ -153,6 +156,10 @@ def go_on_with_buffers(stage: int, mesh: tuple[int, ...], disk: str, load: bool)
         optimizer.step()
         optimizer.zero_grad()
     return losses[-2:], buffers
+
+
+def buffers_on_meshes(meshes: list[tuple[int, ...]], disk: str) -> list[list[Tensor]]:
+    return [go_on_with_buffers(3, mesh, disk, True)[1] for mesh in meshes]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -165,8 +172,9 @@ def test_each_rank_gets_its_own_buffers_back(stage: int, tmp_path: Path) -> None
         assert same_bits(buffers, restored)
     manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
     assert sorted(manifest["ranks"][1]["buffers"]) == ["norm.running_mean", "norm.running_var", "seen"]
-    for _, restored in run_on_ranks(3, go_on_with_buffers, stage, (), str(tmp_path), True):  # another number of ranks
-        assert same_bits(before[0][1], restored)
+    if stage == 3:  # another number of ranks
+        for _, restored in run_on_ranks(3, go_on_with_buffers, stage, (), str(tmp_path), True):
+            assert same_bits(before[0][1], restored)
 
 
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
@@ -178,9 +186,10 @@ def test_each_rank_of_each_copy_gets_its_own_buffers_back(mesh: tuple[int, int],
     for (losses, buffers), (again, restored) in zip(before, after, strict=True):
         assert losses == again
         assert same_bits(buffers, restored)
-    for other in ((1, 2), (2, 1), ()):  # a rank that has no place there takes what the first one of all had
-        if other != mesh:
-            for _, restored in run_on_ranks(3 if not other else 2, go_on_with_buffers, 3, other, str(tmp_path), True):
+    if mesh == (2, 2):
+        alone = run_on_ranks(3, buffers_on_meshes, [()], str(tmp_path))
+        for each in (*alone, *run_on_ranks(2, buffers_on_meshes, [(1, 2), (2, 1)], str(tmp_path))):
+            for restored in each:  # a rank that has no place there takes what the first one of all had
                 assert any(torch.equal(restored[0], buffers[0]) for _, buffers in before[: mesh[1]])
 
 
@@ -226,7 +235,8 @@ def test_each_rank_gets_the_extra_states_of_its_own_modules_back(mesh: tuple[int
     ranks = mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]
     assert run_on_ranks(ranks, load_extra_states, mesh, str(tmp_path), True) == [1.0 + rank for rank in range(ranks)]
     assert run_on_ranks(ranks, load_extra_states, mesh, str(tmp_path), False) == [1.0 + rank for rank in range(ranks)]
-    assert run_on_ranks(3, load_extra_states, (), str(tmp_path), False) == [1.0] * 3  # another number of ranks
+    if ranks == 4:  # another number of ranks
+        assert run_on_ranks(3, load_extra_states, (), str(tmp_path), False) == [1.0] * 3
 
 
 def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[dict[str, Tensor]]:
@@ -234,7 +244,7 @@ def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[
     for index, setting in enumerate(settings):
         run = Run(setting, folder, seed=0 if first else 1)
         if first:
-            run.train(2)
+            run.train(1)
         else:
             run.load(Path(folder) / f"ckpt-{index}-{at - 1}")
         run.save(Path(folder) / f"ckpt-{index}-{at}")
@@ -249,7 +259,7 @@ def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[
 
 
 def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> None:
-    settings = SETTINGS[:-1]
+    settings = SETTINGS[2:-1]  # every stage, both dtypes, and states that are compact
     dist_free = pass_on(settings, str(tmp_path), 0, True)
     for at, ranks in ((1, 2), (2, 4)):
         for found in run_on_ranks(ranks, pass_on, settings, str(tmp_path), at, False):
@@ -286,8 +296,9 @@ COPIES = [Setting(3, "host", mesh=(2, 2)), Setting(3, "disk", dtype=BF16, mesh=(
 @pytest.mark.parametrize("large", [False, True])
 def test_all_copies_of_a_mesh_go_on_exactly(large: bool, tmp_path: Path) -> None:
     """With random numbers and an `extra` (a tensor in it) of each rank's own."""
-    before = run_on_ranks(4, save_and_go_on, COPIES, str(tmp_path), large)
-    after = run_on_ranks(4, load_and_go_on, COPIES, str(tmp_path), large)
+    settings = COPIES[1:] if large else COPIES
+    before = run_on_ranks(4, save_and_go_on, settings, str(tmp_path), large)
+    after = run_on_ranks(4, load_and_go_on, settings, str(tmp_path), large)
     for one, other in zip(before, after, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             assert_equal(mine, theirs)
@@ -371,11 +382,11 @@ def test_a_rank_that_dies_in_a_save_leaves_the_last_checkpoint(tmp_path: Path) -
 
 
 def export_on_ranks(folder: str) -> dict[str, Tensor]:
-    settings = [Setting(3, "host"), Setting(3, "disk", dtype=BF16), Setting(2, "host", dtype=BF16), Setting(0, "host")]
+    settings = [Setting(3, "disk", dtype=BF16), Setting(2, "host", dtype=BF16), Setting(0, "host")]
     found = {}
     for index, setting in enumerate(settings):
         run = Run(setting, folder)
-        run.train(2)
+        run.train(1)
         outsize.export(Path(folder) / f"model-{index}", run.model, max_shard_size="20KiB")
         outsize.export(Path(folder) / f"wide-{index}", run.model, dtype=torch.float32)
         run.save(Path(folder) / f"ckpt-{index}")
@@ -385,7 +396,7 @@ def export_on_ranks(folder: str) -> dict[str, Tensor]:
 
 def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
     weights, _ = run_on_ranks(2, export_on_ranks, str(tmp_path))
-    for index, dtype in enumerate((torch.float32, BF16, BF16, torch.float32)):
+    for index, dtype in enumerate((BF16, BF16, torch.float32)):
         exported: dict[str, Tensor] = {}
         for file in (tmp_path / f"model-{index}").glob("*.safetensors"):
             exported |= load_file(file)

@@ -3,13 +3,17 @@
 import gc
 from contextlib import suppress
 
+import pytest  # the module of a test imports it, and takes longer to do so than ranks take to start
+import safetensors.torch
 import torch
 import torch.distributed
 import torch.distributed.fsdp
+import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
 import outsize.api.ranks
 import outsize.run.paging
+import tests.ranks.training
 
 with suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -24,4 +28,4 @@ _optimizer.step()
 gc.collect()
 gc.freeze()  # the collector of a rank looks at its own objects only
 
-__all__ = ["outsize"]
+__all__ = ["outsize", "pytest", "safetensors", "tests"]
