@@ -115,7 +115,9 @@ class TinyRun:
                 _add(found, name, value)
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state[param].items():
-                _add(found, f"{name}/{key}", torch.as_tensor(value))
+                _add(
+                    found, f"{name}/{key}", torch.as_tensor(value).clone()
+                )  # plain: an entry's tensors watch each call
         for group in self.optimizer.param_groups:
             found.update(repr({key: value for key, value in group.items() if key != "params"}).encode())
         return found.hexdigest()

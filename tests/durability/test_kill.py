@@ -1,6 +1,5 @@
 """A run that is killed again and again ends as one that was never killed; the oracle is that one."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,11 @@ import torch
 from torch import nn
 
 import outsize
-from benchmarks.checkpoint_full import life
+from benchmarks.checkpoint_full import live
 from benchmarks.checkpoint_kills import in_a_process
+from tests.ranks.launching import ends_on_ranks
 
-KILLS = 12
+KILLS = 8
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +44,8 @@ def test_killed_runs_leave_nothing_once_one_is_through(tally: dict[str, Any]) ->
 @pytest.mark.slow
 def test_prepare_sweeps_what_a_save_of_a_killed_run_left_before_it_counts_room(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    assert life(tmp_path, killed=False).returncode == 0
-    assert life(tmp_path, killed=True).returncode == -signal.SIGKILL
+    (whole,), (killed,) = (ends_on_ranks(1, live, tmp_path, killed) for killed in (False, True))
+    assert whole.error is None and not whole.killed and killed.killed
     assert len(list((tmp_path / "saves").glob(".step-*.new-*"))) == 1
     model = nn.Linear(2, 2)
     outsize.plan(model, torch.optim.SGD(model.parameters()), host_memory="64MiB", disk=tmp_path / "disk")
