@@ -12,9 +12,10 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -246,22 +247,26 @@ class Ground:
         gc.collect()
         gc.freeze()  # what lives now needs no look at each trial's end
 
-    def calls(self, kind: str) -> int:
-        """How many requests or calls of this kind "step, save, step" makes."""
-        fault = Fault(kind)
-        outcome = self.trial(fault)
+    @cached_property
+    def calls(self) -> dict[str, int]:
+        """How many requests or calls of each kind "step, save, step" makes; the kinds of requests are alike."""
+        counts = [Fault(kind) for kind in ("refused", *SYSTEM_KINDS)]
+        outcome = self.trial(*counts)
         if outcome.errors or outcome.wrong:
             raise RuntimeError(f"without a fault: {outcome}")
-        return fault.count
+        return {**dict.fromkeys(ENGINE_KINDS, counts[0].count), **{each.kind: each.count for each in counts[1:]}}
 
-    def trial(self, fault: Fault) -> Outcome:
-        """Let one run meet the fault. Raises `Hung` if anything does not come back."""
-        outcome = Outcome(fault)
+    def trial(self, *faults: Fault) -> Outcome:
+        """Let one run meet the fault, or several. Raises `Hung` if anything does not come back."""
+        outcome = Outcome(faults[0])
         self._checkpoints.mkdir()
         before, writer.AT_ONCE_BYTES = writer.AT_ONCE_BYTES, -1 if self._manner.large else 1 << 60
         try:
-            with injected(fault), patience():
-                self._meet(fault, outcome)
+            with ExitStack() as stack:
+                for fault in faults:
+                    stack.enter_context(injected(fault))
+                stack.enter_context(patience())
+                self._meet(faults, outcome)
             torch.ones((), requires_grad=True).backward()  # torch keeps the graph of an exception until the next one
             gc.collect()
             if os.listdir(self._disk):
@@ -273,18 +278,20 @@ class Ground:
             shutil.rmtree(self._checkpoints)
         return outcome
 
-    def _meet(self, fault: Fault, outcome: Outcome) -> None:
+    def _meet(self, faults: Sequence[Fault], outcome: Outcome) -> None:
         run = TinyRun(self._disk, self._manner.places)
         run.load(self._origin)
         run.save(self._checkpoints / self._manner.target(run.steps)).wait()
-        fault.armed = True
+        for fault in faults:
+            fault.armed = True
         whole = self._try(outcome, lambda: self._step(run, outcome))
         saved = self._try(outcome, lambda: run.save(self._checkpoints / self._manner.target(run.steps), keep=1).wait())
         if not saved and any(".new-" in entry.name for entry in self._checkpoints.iterdir()):
             outcome.wrong.append("a failed save leaves its folder behind")
         whole = whole and self._try(outcome, lambda: self._step(run, outcome))
         settled = self._try(outcome, lambda: self._digest_is_right(run, outcome)) if whole else False
-        fault.armed = False
+        for fault in faults:
+            fault.armed = False
         emergency = self._try(outcome, lambda: run.save(self._root / "emergency" / "step-0").wait())
         if settled and not (emergency and saved) and not outcome.errors:
             outcome.wrong.append("a save failed without an error")
@@ -341,7 +348,7 @@ class Ground:
 
 def trials(ground: Ground, kind: str, most: int) -> Iterator[Outcome]:
     """The kind's fault at every request or call, or at `most` of them, evenly spread; the errors take turns."""
-    count = ground.calls(kind)
-    places = range(1, count + 1) if count <= most else sorted({1 + at * count // most for at in range(most)})
+    count = ground.calls[kind]
+    places = range(1, count + 1) if count <= most else [1 + (2 * at + 1) * count // (2 * most) for at in range(most)]
     for turn, at in enumerate(places):
         yield ground.trial(Fault(kind, at, CODES[turn % len(CODES)]))

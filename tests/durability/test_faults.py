@@ -21,8 +21,8 @@ MANNERS = {
     "small": Manner(ON_DISK, large=False),
     "replacing": Manner(ON_DISK, replaces=True),
 }
-MOST_ON_DISK = {"refused": 8, "torn": 8, "late": 5}
-"""Trials of a kind that asks for hundreds; the benchmark makes them all."""
+MOST = {"disk": 6, "mixed": 1, "small": 1, "replacing": 2}
+"""Trials of a kind, evenly spread over hundreds of requests and calls; the benchmark makes them all."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def grounds(swift: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("kind", [*ENGINE_KINDS, *SYSTEM_KINDS])
 @pytest.mark.parametrize("manner", MANNERS)
 def test_a_fault_gives_the_right_bits_or_a_clear_error(grounds: Any, manner: str, kind: str) -> None:
-    most = MOST_ON_DISK.get(kind, 5) if manner == "disk" else 2
-    wrong = [str(outcome) for outcome in trials(grounds(manner), kind, most) if outcome.wrong]
+    wrong = [str(outcome) for outcome in trials(grounds(manner), kind, MOST[manner]) if outcome.wrong]
     assert not wrong
 
 
@@ -175,6 +174,6 @@ def test_a_load_is_of_one_checkpoint_whatever_takes_its_name_meanwhile(
 
 @pytest.mark.slow
 def test_a_damaged_page_is_found_before_its_value_is_used(swift: Path) -> None:
-    tally = try_often(swift / "damage", 15)
-    assert tally.found >= 8
+    tally = try_often(swift / "damage", 10)
+    assert tally.found >= 5
     assert not tally.wrong

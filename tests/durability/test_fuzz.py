@@ -13,8 +13,8 @@ from benchmarks.checkpoint_runs import ON_DISK, TinyRun
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from tests.conftest import prepared
 
-INPUTS, FLIPS, LIVE_FLIPS = 110, 40, 24
-ALL_OVER = 97
+INPUTS, FLIPS, LIVE_FLIPS = 60, 24, 12
+ALL_OVER = 197
 """A number of bytes that is prime to every row, page and file."""
 
 
