@@ -22,14 +22,16 @@ from tests.ranks.training import assert_near, named_weights, prepared
 BF16 = torch.bfloat16
 WIDTH, LAYERS, VOCABULARY = 128, 6, 16
 PADDING_BYTES = 1 << 20
+ROOMY = "64MiB"
 
 
-def wide_model(dtype: torch.dtype) -> nn.Module:
+def wide_model(dtype: torch.dtype, layers: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(dtype)
 
 
-def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bool, disk: str) -> dict[str, Any]:
+def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, steps: int, disk: str) -> dict[str, Any]:
+    """Over so many steps. With much memory each ends when all updates are done."""
     model = wide_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     places = {"params": "device" if stage in (1, 2) else tiers, "grads": tiers, "states": tiers}
@@ -37,11 +39,11 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
     inside = prepared(model)
     reduction = inside.engine.reduction
     counts = []
-    for _ in range(4):
+    for _ in range(steps):
         before = {} if reduction is None else dict(reduction.ranks.model.counts)
         model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
         optimizer.step()
-        if settled:
+        if memory == ROOMY:
             inside.engine.streamer.settle_all()
         for unit in inside.engine.parameters.units:  # gathers that run ahead belong to the step that began them
             inside.engine.streamer.room.arrive(unit)
@@ -61,7 +63,7 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, settled: bo
     }
 
 
-def measure_all(cases: list[tuple[int, str, torch.dtype, str, bool]], disk: str) -> list[dict[str, Any]]:
+def measure_all(cases: list[tuple[int, str, torch.dtype, str, int]], disk: str) -> list[dict[str, Any]]:
     return [measure(*case, disk) for case in cases]
 
 
@@ -78,11 +80,11 @@ def expected_bytes(numel: int, stage: int, ranks: int, dtype: torch.dtype) -> fl
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
     cases = [
-        (stage, tier, dtype, "64MiB", True)
+        (stage, tier, dtype, ROOMY, 2)
         for stage in (0, 1, 2, 3)
         for tier in ("device", "host", "disk")
         for dtype in (torch.float32, BF16)
-        if (stage == 3 or tier != "disk") and (ranks < 4 or tier != "host")
+        if (stage == 3 or tier != "disk") and (ranks < 4 or (tier != "host" and dtype is BF16))
     ]
     found = run_on_ranks(ranks, measure_all, cases, str(tmp_path)) if ranks > 1 else [measure_all(cases, str(tmp_path))]
     for rank in found:
@@ -103,8 +105,8 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
     memory = "680KiB"  # of six units of 96 KiB three stay
-    cases = [(stage, "host", torch.float32, "64MiB", True) for stage in (0, 1, 2)]
-    cases.append((3, "disk", torch.float32, memory, False))
+    cases = [(stage, "host", torch.float32, ROOMY, 4) for stage in (0, 1, 2)]
+    cases.append((3, "disk", torch.float32, memory, 4))
     for rank in run_on_ranks(ranks, measure_all, cases, str(tmp_path)):
         for (stage, *_), each in zip(cases, rank, strict=True):
             numel, sent = each["numel"], each["sent"]
@@ -238,7 +240,7 @@ def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]
             used.append(streamer.room.in_use)
 
         ledger.add = counted  # type: ignore[method-assign]
-        for step in range(4):
+        for step in range(3):
             for _ in range(1 if "update" in fields else 2):
                 rows = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
                 model(rows).square().mean().backward()
@@ -331,7 +333,7 @@ def bytes_of_a_run(memory: str, disk: str) -> tuple[int, int]:
     places = dict.fromkeys(("params", "grads", "states"), "disk")
     outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], activations="keep", **places)
     inside = prepared(model)
-    for _ in range(6):
+    for _ in range(4):
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -347,7 +349,7 @@ def bytes_of_runs(budgets: list[str], disk: str) -> list[tuple[int, int]]:
 
 def test_two_ranks_read_and_write_together_what_one_does(tmp_path: Path) -> None:
     """Of 12 units of memory some stay from the forward to the backward, and from there to the next forward."""
-    budgets = ["1024KiB", "1152KiB", "1216KiB", "1344KiB", "1536KiB", "1792KiB"]
+    budgets = ["1024KiB", "1152KiB", "1344KiB", "1792KiB"]
     one = bytes_of_runs(budgets, str(tmp_path))
     two = [bytes for rank in run_on_ranks(2, bytes_of_runs, budgets, str(tmp_path)) for bytes in rank]
     assert sum(written for _, written in two) == sum(written for _, written in one)
@@ -379,7 +381,7 @@ def test_the_table_of_stages_and_tiers_is_what_happens(tmp_path: Path) -> None:
 
 
 def refused(fields: dict[str, Any], kind: str, disk: str) -> str:
-    model = wide_model(torch.float32)
+    model = wide_model(torch.float32, layers=2)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     if kind == "whole":
         optimizer = torch.optim.Adafactor(model.parameters())

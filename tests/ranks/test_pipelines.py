@@ -16,7 +16,7 @@ import outsize
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import WIDTH, Block, assert_near, same_bits
 
-BLOCKS, MICRO_BATCHES, STEPS = 8, 4, 3
+BLOCKS, MICRO_BATCHES, STEPS = 8, 4, 2
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # the first rank has the first stage and the last
@@ -106,7 +106,7 @@ def train_on(name: str, tiers: list[str], disk: str) -> list[Trained]:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_stages_at_rest_train_as_torch_does_under_every_schedule(name: str, tmp_path: Path) -> None:
-    tiers = ["device", "host", "squeezed"]
+    tiers = ["device", "host", "squeezed"] if name in SINGLE else ["device", "squeezed"]
     expected_losses, expected = plain()
     first, *others = zip(*run_on_ranks(2, train_on, name, tiers, str(tmp_path)), strict=True)
     for of_tier in (first, *others):

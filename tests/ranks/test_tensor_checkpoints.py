@@ -50,7 +50,7 @@ def save_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
         outsize.save(Path(disk) / f"{index}" / "step-2", model, optimizer, {"step": 2}).wait()
         backward(model, way)
         outsize.save(Path(disk) / f"{index}" / "middle", model, optimizer).wait()
-        steps(model, optimizer, way, 2)
+        steps(model, optimizer, replace(way, steps=1), 2)
         outsize.export(Path(disk) / f"{index}" / "weights", model)
         found.append(values(model, optimizer))
         del model, optimizer, mesh
@@ -61,9 +61,9 @@ def load_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
     found = []
     for index, way in enumerate(ways):
         model, optimizer, mesh = prepared(way, disk)
-        steps(model, optimizer, way, 7)  # another place
+        steps(model, optimizer, replace(way, steps=1), 7)  # another place
         outsize.load(Path(disk) / f"{index}" / "middle", model, optimizer)
-        steps(model, optimizer, way, 2)
+        steps(model, optimizer, replace(way, steps=1), 2)
         found.append(values(model, optimizer))
         del model, optimizer, mesh
     return found

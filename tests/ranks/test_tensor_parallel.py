@@ -219,14 +219,14 @@ def test_a_llama_on_two_by_two_ranks_trains_as_plain_torch_does(tmp_path: Path) 
 
 def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
     ways = [
-        Way(tier=tier, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) for tier in ("device", "host", "disk")
+        *[Way(tier=tier) for tier in ("device", "disk")],
+        *[Way(tier=tier, dtype=torch.bfloat16) for tier in ("device", "host", "disk")],
     ]
     for found in run_on_ranks(4, train_parallel, ways, str(tmp_path)):
-        for first in (0, 3):
-            for other in (1, 2):
-                assert found[first][0] == found[first + other][0]
-                for name, value in found[first][1].items():
-                    assert torch.equal(value, found[first + other][1][name])
+        for first, other in ((0, 1), (2, 3), (2, 4)):
+            assert found[first][0] == found[other][0]
+            for name, value in found[first][1].items():
+                assert torch.equal(value, found[other][1][name])
 
 
 def test_tensor_parallel_ranks_alone_and_copies_of_them(tmp_path: Path) -> None:
