@@ -155,8 +155,7 @@ def test_ranks_that_go_different_ways_say_so(wrong: Callable[[Run, int], None], 
     assert ends[1].error is not None, ends[1].value
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("wrong", GONE, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("wrong", "who"), [*zip(GONE, (0, 1, 0, 1), strict=True), (killed, 1)])
 def test_a_rank_that_is_gone_ends_the_others(wrong: Callable[[Run, int], None], who: int, tmp_path: Path) -> None:
     check(ends_on_ranks(3, astray, wrong, HOST, str(tmp_path), who), who, gone=True)
 
@@ -168,8 +167,7 @@ def test_ranks_that_update_in_the_backward_say_so_too(wrong: Callable[[Run, int]
     check(ends_on_ranks(2, astray, wrong, setting, str(tmp_path), 1), 1, gone=False)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("wrong", [skipped_unit, fewer_steps, killed], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("wrong", "stage"), [(skipped_unit, 0), (skipped_unit, 2), (fewer_steps, 0), (killed, 2)])
 def test_whole_parameters_change_nothing_about_that(
     wrong: Callable[[Run, int], None], stage: int, tmp_path: Path
 ) -> None:
