@@ -5,7 +5,7 @@ import pytest
 from tests.programs.checking import check
 from tests.programs.programs import program_of
 
-GROUPS, EACH = 8, 5
+GROUPS, EACH = 4, 5
 
 
 @pytest.mark.slow

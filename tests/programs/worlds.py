@@ -245,19 +245,21 @@ class PreparedWorld(World):
         """`room` times the smallest budget that the plan accepts, to 4 KiB; more where that is cut into larger units,
         which do not fit."""
 
+        frozen = any(not param.requires_grad for param in self.model.parameters())
+
         def accepts(pages: int) -> bool:
             all_fields = {"ranks": self.spec.ranks, **fields, self._bounded: pages << 12}
             try:
                 outsize.plan(self.model, self.optimizer, **all_fields)
-                with _unfrozen(self.model):  # what the program may unfreeze has room
-                    outsize.plan(self.model, self.optimizer, **all_fields)
+                if frozen:
+                    with _unfrozen(self.model):  # what the program may unfreeze has room
+                        outsize.plan(self.model, self.optimizer, **all_fields)
             except ValueError:
                 return False
             return True
 
         least = bisect_left(range(4096), True, lo=1, key=accepts)
         found = next(pages for pages in range(int(least * room), 4096) if accepts(pages)) << 12
-        frozen = any(not param.requires_grad for param in self.model.parameters())
         units = outsize.plan(self.model, self.optimizer, **{**fields, self._bounded: found}).units
         return found + frozen * len(units) * PADDING  # arrays for what is unfrozen take whole pages
 
