@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.ranks.launching import run_on_ranks
 
@@ -37,16 +40,29 @@ def test_a_run_that_is_stopped_and_started_again_is_the_same_run(tmp_path: Path)
     assert sorted(each.name for each in (tmp_path / "two" / "ckpts").iterdir()) == ["step-80", "step-90"]
 
 
-def train_on_ranks(ranks: int, directory: Path, steps: int, **environment: str) -> str:
+def run_as_a_command(directory: Path, steps: int, kill_at: int) -> str:
     """What the example of several ranks says at its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"]
-    command += ["--nproc-per-node", str(ranks)]
-    command += [str(EXAMPLES / "ranks.py"), str(directory), str(steps)]
-    done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    os.environ["KILL_AT"], sys.argv = str(kill_at), ["ranks.py", str(directory), str(steps)]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / "ranks.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def train_on_ranks(ranks: int, directory: Path, steps: int, kill_at: int) -> str:
+    """As torchrun does it, which starts all workers again where one is lost; forked ones, which have torch already."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        max_restarts=1,
+        start_method="forkserver",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="job",
+        monitor_interval=0.1,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+    said: str = elastic_launch(config, run_as_a_command)(directory, steps, kill_at)[0]
+    return said
 
 
 def test_the_example_of_several_ranks_runs_on_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +81,8 @@ def on_a_rank(directory: Path, steps: int) -> float:
 @pytest.mark.slow
 def test_a_job_that_loses_a_rank_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     whole = run_on_ranks(2, on_a_rank, tmp_path / "whole", 25)[0]
-    assert train_on_ranks(2, tmp_path / "broken", 25, KILL_AT="15") == f"after 25 steps on 2 ranks: loss {whole!r}"
+    said = train_on_ranks(2, tmp_path / "broken", 25, kill_at=15)
+    assert said == f"after 25 steps on 2 ranks: loss {whole!r}\n"
     assert (tmp_path / "broken" / "died").exists()
     assert sorted(each.name for each in (tmp_path / "broken" / "ckpts").iterdir()) == ["step-20", "step-25"]
     assert 0 < run_on_ranks(3, on_a_rank, tmp_path / "broken", 27)[0] < 1
