@@ -98,7 +98,7 @@ def in_a_manner(workshop: Workshop, manner: str, tiers: tuple[str, str, str]) ->
     squeeze(model)
     scaler = torch.amp.GradScaler("sim", init_scale=64.0, enabled=manner == "fp16")
     losses = []
-    for x, y in on_sim(batches(4)):
+    for x, y in on_sim(batches(4 if manner == "delayed" else 2)):
         for _ in range(2 if manner == "accumulated" else 1):
             with torch.autocast("sim", torch.bfloat16, enabled=manner == "autocast"):
                 loss = (model(x.to(fields.get("compute_dtype"))).float() - y).square().mean()
@@ -118,9 +118,11 @@ def in_a_manner(workshop: Workshop, manner: str, tiers: tuple[str, str, str]) ->
 def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> None:
     """Nor where state rests, off the device."""
     found = []
+    places = {"now": ("host",), "hold": ("host", "disk", "mixed"), "random": ("disk", "mixed")}
     for policy in POLICIES:
         with simulator.switched_on(policy, seed=3):
-            for tiers in (("host",) * 3, ("disk",) * 3, ("device", "host", "disk")):
+            for place in places[policy]:
+                tiers = ("device", "host", "disk") if place == "mixed" else (place,) * 3
                 found.append(in_a_manner(workshop, manner, tiers))
             gc.collect()
     for losses, shown in found[1:]:
