@@ -47,7 +47,7 @@ def trained(workshop: Workshop, tiers: tuple[str, str, str], **fields: Any) -> t
     kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
     workshop.prepare(model, optimizer, device="sim", disk=workshop.disk, **kinds, **fields)
     squeeze(model)
-    trace = train(model, optimizer, on_sim(batches(5)), clip=0.5)
+    trace = train(model, optimizer, on_sim(batches(3)), clip=0.5)
     return trace, values(model)
 
 
@@ -56,7 +56,7 @@ def trained(workshop: Workshop, tiers: tuple[str, str, str], **fields: Any) -> t
 def test_every_mixture_of_tiers_trains_like_torch(sim: Any, workshop: Workshop, tiers: tuple[str, str, str]) -> None:
     trace, mine = trained(workshop, tiers)
     plain = stack().to("sim")
-    trace.close_to(train(plain, adamw(plain), on_sim(batches(5)), clip=0.5))
+    trace.close_to(train(plain, adamw(plain), on_sim(batches(3)), clip=0.5))
     torch.testing.assert_close(mine, values(plain), rtol=0, atol=1e-5)
 
 

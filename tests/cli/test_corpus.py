@@ -1,6 +1,7 @@
 """Text, split and tokens are functions of their arguments."""
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def test_tokens_decode_to_the_text_and_are_made_once(text: Path, tmp_path: Path)
     corpus.prepare(folder, ["nowhere"], None, 400)  # nothing is read again
 
 
-@pytest.mark.slow
-def test_model_with_too_small_a_vocabulary_is_refused(text: Path, tmp_path: Path) -> None:
+def test_model_with_too_small_a_vocabulary_is_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))  # starts at once
     with pytest.raises(ValueError, match="vocabulary is 100"):
         corpus.prepare(tmp_path / "corpus", [str(text)], None, 100)

@@ -99,11 +99,15 @@ def test_run_shows_and_leaves_everything(whole: Whole, tmp_path: Path, capsys: C
 
 def goes_on_to_the_same(run: Path) -> None:
     """Take the last checkpoint and the export away: the run makes the same again."""
-    losses, weights = history(run), (run / "model" / "model.safetensors").read_bytes()
+    losses, held_out, weights = (
+        history(run),
+        history(run, "eval_loss"),
+        (run / "model" / "model.safetensors").read_bytes(),
+    )
     shutil.rmtree(run / "checkpoint-6")
     shutil.rmtree(run / "model")
     assert main(["train", "--resume", str(run)]) == 0
-    assert history(run) == losses
+    assert history(run) == losses and history(run, "eval_loss") == held_out  # the first is of before any step
     assert (run / "model" / "model.safetensors").read_bytes() == weights
 
 
@@ -184,7 +188,7 @@ def test_killed_run_goes_on_from_its_newest_complete_checkpoint(words: list[str]
     assert end.killed
     assert (killed / "checkpoint-2").exists() and not (killed / "checkpoint-3").exists()
     assert main(["train", "--resume", str(killed)]) == 0
-    assert history(killed) == whole.losses
+    assert history(killed) == whole.losses and history(killed, "eval_loss") == history(whole.run, "eval_loss")
 
 
 def test_run_that_stops_by_time_says_so_and_how_to_go_on(
