@@ -128,9 +128,10 @@ def test_a_model_built_at_rest_trains_within_the_budget(disk: dict[str, Any], tm
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"gradient_accumulation_steps": 3, "bf16": True}], ids=["plain", "accumulated"]
+    ("tier", "changes"),
+    [("host", {}), ("disk", {"gradient_accumulation_steps": 3, "bf16": True})],
+    ids=["host-plain", "disk-accumulated"],
 )
-@pytest.mark.parametrize("tier", ["disk", "host"])
 def test_resumed_training_is_bit_for_bit_the_same(
     tier: str, changes: Any, disk: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -233,17 +234,22 @@ def test_what_cannot_train_is_refused_with_the_remedy(spoil: Any, message: str, 
         Trainer(args=args, train_dataset=rows(), **given)
 
 
-def rank_of_two(folder: Path, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def rank_of_two(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """What a whole run shows, and what one shows that goes on from its third step."""
     rank = torch.distributed.get_rank()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     fields = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.05}
     budgets = {**ON_DISK, "disk": folder / "disk"}
-    model = language_model(dropout=0.0)
-    trainer = Trainer(model, arguments(folder / "run", **fields), train_dataset=rows(), **budgets)
-    trainer.train(resume)
-    trainer.save_model(folder / "model")
-    assert trainer.model_wrapped is model
-    return losses(trainer), weights(model)
+    shown = []
+    for resume in (None, str(folder / "run" / "checkpoint-3")):
+        model = language_model(seed=0 if resume is None else 1, dropout=0.0)
+        trainer = Trainer(model, arguments(folder / "run", **fields), train_dataset=rows(), **budgets)
+        trainer.train(resume)
+        assert trainer.model_wrapped is model
+        shown.append((losses(trainer), weights(model)))
+        if resume is None:
+            trainer.save_model(folder / "model")
+    return shown
 
 
 def test_two_ranks_train_and_resume_like_one_plain_trainer(disk: dict[str, Any], tmp_path: Path) -> None:
@@ -251,12 +257,11 @@ def test_two_ranks_train_and_resume_like_one_plain_trainer(disk: dict[str, Any],
         language_model(dropout=0.0), arguments(tmp_path / "plain", max_grad_norm=0.05), train_dataset=rows()
     )
     plain.train()
-    (whole, values), (same, _) = run_on_ranks(2, rank_of_two, tmp_path, None)
+    ((whole, values), (resumed, again)), ((same, _), _) = run_on_ranks(2, rank_of_two, tmp_path)
     assert whole == same == pytest.approx(losses(plain), rel=1e-5)
     for name, value in plain.model.named_parameters():
         torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=1e-5)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(opened.get_parameter(name), value) for name, value in values.items())
-    (resumed, again), _ = run_on_ranks(2, rank_of_two, tmp_path, str(tmp_path / "run" / "checkpoint-3"))
     assert resumed == whole
     assert all(torch.equal(again[name], value) for name, value in values.items())
