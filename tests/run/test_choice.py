@@ -132,22 +132,29 @@ def spare_of(workshop: Workshop, budget: int, build: Any = Deep, **fields: Any) 
 
 
 def budget_for(workshop: Workshop, spare: int, build: Any = Deep, enough: int = AMPLE, **fields: Any) -> int:
-    """The smallest budget that leaves layers so many bytes, to some KiB."""
-    too_small = 0
-    while enough - too_small > enough // 1024:
-        middle = (too_small + enough) // 2
-        if spare_of(workshop, middle, build, **fields) >= spare:
-            enough = middle
+    """The smallest budget that leaves layers so many bytes, to some KiB: a byte more of budget is about one to spare."""
+    too_small, found = 0, spare_of(workshop, enough, build, **fields)
+    while found - spare > enough // 1024 and enough - too_small > enough // 1024:
+        less = max(enough - (found - spare), too_small + (enough - too_small) // 8)
+        at = spare_of(workshop, less, build, **fields)
+        if at >= spare:
+            enough, found = less, at
         else:
-            too_small = middle
+            too_small = less
     return enough
+
+
+SHARES: dict[tuple[str, float, Any], int] = {}
 
 
 def share_of(workshop: Workshop, share: float, build: Any = Deep) -> int:
     """The smallest budget under which this share may be kept of all that the layers save."""
-    model, optimizer = prepared(workshop, AMPLE, build)
-    forwards(model, optimizer, data(2))
-    return budget_for(workshop, int(chosen(model).nbytes * share), build)
+    key = workshop.device, share, build
+    if key not in SHARES:
+        model, optimizer = prepared(workshop, AMPLE, build)
+        forwards(model, optimizer, data(2))
+        SHARES[key] = budget_for(workshop, int(chosen(model).nbytes * share), build)
+    return SHARES[key]
 
 
 def a_third(workshop: Workshop) -> int:
