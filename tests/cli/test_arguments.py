@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +146,8 @@ def test_probe_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.count("GB/s") == 3
     assert not any(tmp_path.iterdir())
     assert probe.STEP_READ_BYTES == 20
+
+
+def test_the_command_is_the_package_s_script() -> None:
+    (script,) = entry_points(group="console_scripts", name="outsize")
+    assert script.load() is main

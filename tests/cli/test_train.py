@@ -18,6 +18,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from outsize.cli import corpus, main, watch  # noqa: E402
+from outsize.integrations.transformers import Trainer  # noqa: E402
 from tests.cli.conftest import write_model, write_text  # noqa: E402
 from tests.ranks.launching import ends_on_ranks, run_on_ranks  # noqa: E402
 
@@ -176,18 +177,31 @@ def test_second_interruption_ends_the_run_at_once(
     assert capsys.readouterr().out.endswith("interrupted; there is no checkpoint to go on from\n")
 
 
-def killed_in_step_3(words: list[str]) -> None:
-    signals(pytest.MonkeyPatch(), 3, signal.SIGKILL)
+def killed_in_its_third_save(words: list[str]) -> None:
+    """When the state is there, and what the Trainer adds is not."""
+    save = Trainer._save_optimizer_and_scheduler
+
+    def save_and_be_killed(self: Any, output_dir: str) -> None:
+        save(self, output_dir)
+        if self.state.global_step == 3:
+            self._saving.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer._save_optimizer_and_scheduler = save_and_be_killed  # type: ignore[method-assign]
     main(words)
 
 
-def test_killed_run_goes_on_from_its_newest_complete_checkpoint(words: list[str], whole: Whole, tmp_path: Path) -> None:
+def test_killed_run_goes_on_from_its_newest_complete_checkpoint(
+    words: list[str], whole: Whole, tmp_path: Path, capsys: Capture
+) -> None:
     killed = tmp_path / "run"
     shutil.copytree(whole.run / "corpus", killed / "corpus")  # a rank of a test may not start the process of the text
-    (end,) = ends_on_ranks(1, killed_in_step_3, [*words, "--save-every", "1"])
+    (end,) = ends_on_ranks(1, killed_in_its_third_save, [*words, "--save-every", "1"])
     assert end.killed
-    assert (killed / "checkpoint-2").exists() and not (killed / "checkpoint-3").exists()
+    assert (killed / "checkpoint-3" / "outsize").is_dir()
+    capsys.readouterr()
     assert main(["train", "--resume", str(killed)]) == 0
+    assert f"loading {killed / 'checkpoint-2'} ..." in capsys.readouterr().out
     assert history(killed) == whole.losses and history(killed, "eval_loss") == history(whole.run, "eval_loss")
 
 

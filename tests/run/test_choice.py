@@ -132,7 +132,7 @@ def spare_of(workshop: Workshop, budget: int, build: Any = Deep, **fields: Any) 
 
 
 def budget_for(workshop: Workshop, spare: int, build: Any = Deep, enough: int = AMPLE, **fields: Any) -> int:
-    """The smallest budget that leaves layers so many bytes, to some KiB: a byte more of budget is about one to spare."""
+    """The smallest budget that leaves layers so many bytes, to some KiB. A byte more of it is about one to spare."""
     too_small, found = 0, spare_of(workshop, enough, build, **fields)
     while found - spare > enough // 1024 and enough - too_small > enough // 1024:
         less = max(enough - (found - spare), too_small + (enough - too_small) // 8)
