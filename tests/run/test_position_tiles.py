@@ -303,6 +303,28 @@ def test_a_budget_that_holds_a_call_cuts_nothing(workshop: Workshop, monkeypatch
         assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
 
 
+class Shifts(nn.Module):
+    """Sixteen results, of which autograd saves one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for _ in range(15):
+            x = x + 0.5
+        return self.down(x)
+
+
+def test_results_that_nobody_saves_do_not_count(workshop: Workshop) -> None:
+    """All results of a call take 16 MiB, those that last 1.3 MiB: under 4 MiB it runs whole."""
+    field = "host_memory" if workshop.device == "cpu" else "device_memory"
+    pair = workshop.pair(lambda: Model(Shifts), sgd, "host", activations="keep", **{field: "4MiB"})
+    pair.train([data(), data()])
+    assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
+
+
 def test_tiles_false_cuts_nothing(workshop: Workshop) -> None:
     pair = small(workshop, activations="keep", tiles=False)
     pair.train([data()])
