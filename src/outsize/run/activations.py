@@ -207,7 +207,8 @@ class Layer:
             nullcontext() if self._repeats else set_checkpoint_early_stop(False),
         ):
             result = checkpoint(forward, here, *tensors.values(), use_reentrant=False, context_fn=lambda: contexts)
-        if versions != [version_of(each) for each in inputs] and self._has_backward(inputs):
+        has_backward = any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
+        if has_backward and versions != [version_of(each) for each in inputs]:
             raise RuntimeError(
                 f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
                 f'activations={self._mode!r} asks for and "auto", the default, chooses for such layers: pass '
@@ -314,9 +315,6 @@ class Layer:
                 ) from error
 
         return torch.autograd.graph.saved_tensors_hooks(numbered, explained)
-
-    def _has_backward(self, inputs: list[torch.Tensor]) -> bool:
-        return any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
 
 
 @contextmanager

@@ -60,9 +60,7 @@ class Backward:
         if not gradients.arrives(slot):
             return
         self._streamer.finished(unit)  # before the gradients are copied: the weights may make room for them
-        if gradients.defers:
-            gradients.complete_later()
-        else:
+        if not gradients.defer():
             self._complete(unit, True)
             if self._reduction is not None:
                 self._reduction.unit_complete(unit.index)

@@ -182,7 +182,7 @@ class Collector:
         self._whole.add(name, grad)
         self._reduction.collected()
         if previous is None:
-            previous = self._rest.unfilled(name)
+            previous = self._rest.resting.unfilled(name)
             self._fresh.add(name)
         self._expected[name] = previous
         return previous
@@ -266,7 +266,7 @@ class Collector:
         for name in names if not self._reduction.dropping else ():
             param = self._unit.parameters[name]
             if not isinstance(param.grad, RestingGrad):
-                param.grad = self._rest.unfilled(name)
+                param.grad = self._rest.resting.unfilled(name)
                 fresh.add(name)
             elif name in self._fresh:  # this rank's own has come since: it will be added to these
                 self._fresh.remove(name)

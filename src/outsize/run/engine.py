@@ -298,8 +298,10 @@ class Engine:
         grad = grad.to(device=param.device, dtype=param.dtype)
         if unit.shard.on_device and self.reduction is None and param.dtype in (torch.float32, torch.float64):
             param.grad = grad
+        elif (collector := self.gradients[unit.index].collector) is not None:  # each rank has that of its own batch
+            param.grad = collector.collect(name, grad, None)
         else:
-            self.gradients[unit.index].take_over(name, grad)
+            self.gradients[unit.index].adopt(name, grad)
 
     def take_over(self, unit: Unit, param: torch.Tensor) -> None:
         """The parameter is of this engine from now on."""

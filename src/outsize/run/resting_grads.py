@@ -115,7 +115,8 @@ class RestingGrads:
         return pair[0]
 
     def unfilled(self, name: str) -> RestingGrad:
-        """What will be the gradient at rest, when there is one."""
+        """What will be the gradient at rest, when it has been reduced."""
+        self._place.knows_norm(name)  # of an interrupted backward
         grad = self.next(name)
         if grad is None:
             param = self._unit.parameters[name]

@@ -229,7 +229,8 @@ class RestingPlace:
         self.find_norms()
         shard = self.shard
         if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
-            self._start_writing(shard)
+            self._dirty = False
+            self._writing = self._unit.submit(self._conveyor, iter([Step(finish=shard.write)]))
 
     def give_to_update(self) -> None:
         """The update that has just started reads the gradients out of memory: there is nothing to write."""
@@ -275,10 +276,6 @@ class RestingPlace:
         for name, (content, ops) in held.items():
             loose = content.to(self._unit.shard.device) if shard is None else None
             self._unit.held[name] = SlotUpdate({}, ops, loose, shard)
-
-    def _start_writing(self, shard: GradShard) -> None:
-        self._dirty = False
-        self._writing = self._unit.submit(self._conveyor, iter([Step(finish=shard.write)]))
 
     def _await_writing(self) -> None:
         if self._writing is not None:

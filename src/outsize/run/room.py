@@ -175,8 +175,8 @@ class Room:
                 self.make_for(None, nbytes)
                 return
             self._drop_written_grads()
-            room = max(sum(self._passing), PASSING_UNITS * nbytes)  # more where sums are wider than gradients
-            room = room if self._flight_room is None else self._flight_room
+            # More where sums are wider than gradients.
+            room = max(sum(self._passing), PASSING_UNITS * nbytes) if self._flight_room is None else self._flight_room
             while self._grads_in_flight + nbytes > room and self._flush_grads():
                 continue
 
@@ -277,9 +277,7 @@ class Room:
 
     def _note_arrivals(self) -> None:
         """What was updated in the backward may be released once it is done."""
-        if self._reduction is not None:
-            return
-        for unit in self._units:
+        for unit in self._units if self._reduction is None else ():
             if unit.state is Residency.FETCHING and unit.fetched:
                 self.arrive(unit)
 

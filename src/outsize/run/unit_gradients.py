@@ -9,7 +9,6 @@ from typing import final
 import torch
 
 from outsize.move.grad_ops import GradOps
-from outsize.move.gradients import GradShard
 from outsize.move.shard import Pending
 from outsize.move.store import OWN_BYTES
 from outsize.plan.layout import Slot
@@ -120,16 +119,14 @@ class UnitGradients:
         for (name, _, _), laid in zip(grads, self._lay_down(grads), strict=True):
             set_grad(parameters[name], self._at_rest(name, laid))
 
-    @property
-    def defers(self) -> bool:
-        """Whether parameters without a gradient may be needed until the backward is over, which an update would end."""
-        return self._updates and not all(param.requires_grad for param in self._unit.parameters.values())
-
-    def complete_later(self) -> None:
-        """The unit's gradients are complete; `end_of_backward` follows when the backward is over."""
+    def defer(self) -> bool:
+        """The unit's gradients are complete. Whether `end_of_backward` must wait until the backward is over: parameters
+        without a gradient may still be needed, and an update would end that."""
+        if not self._updates or all(param.requires_grad for param in self._unit.parameters.values()):
+            return False
         self._lay_waiting_down()
-        self.deferred = True
-        self._missing = None
+        self.deferred, self._missing = True, None
+        return True
 
     def end_of_backward(self, complete: bool) -> bool:
         """The unit's gradients of this backward are complete, or as many as an interrupted one has left.
@@ -137,8 +134,7 @@ class UnitGradients:
         Returns whether they are at rest, and `finish` must follow. Otherwise they come to rest when they are reduced.
         """
         self._lay_waiting_down()
-        self.deferred = False
-        self._missing = None
+        self.deferred, self._missing = False, None
         if self._reduction is not None and self.collector is not None:
             if not complete:
                 self.collector.abandon()
@@ -154,8 +150,7 @@ class UnitGradients:
 
     def given_to_update(self) -> None:
         """The update has started, in the backward. It takes the gradients out of memory."""
-        grads = [param.grad for param in self._unit.parameters.values()]
-        if all(grad.spent for grad in grads if isinstance(grad, RestingGrad)):
+        if all(grad.spent for grad in map(grad_of, self._unit.parameters.values()) if isinstance(grad, RestingGrad)):
             self.place.give_to_update()
 
     def finish(self) -> None:
@@ -227,13 +222,6 @@ class UnitGradients:
         self._unit.parameters[name].grad = self._rest(name, value)
         self.finish()
 
-    def take_over(self, name: str, grad: torch.Tensor) -> None:
-        """A gradient from before `prepare`; with several ranks each has that of its own batch."""
-        if self.collector is None:
-            self.adopt(name, grad)
-        else:
-            self._unit.parameters[name].grad = self.collector.collect(name, grad, None)
-
     def restore(self, name: str, content: torch.Tensor, ops: GradOps, norms: Mapping[float, float]) -> None:
         """Lay a gradient to rest as a checkpoint holds it: bytes as they rested, operations not yet applied, norms.
 
@@ -245,13 +233,6 @@ class UnitGradients:
         self.place.find_norms()
         grad.norms.update({order: torch.full_like(grad.norms[2.0], norm) for order, norm in norms.items()})
         self._unit.parameters[name].grad = grad
-
-    # -- several ranks -----------------------------------------------------------------------------------------------
-
-    def unfilled(self, name: str) -> RestingGrad:
-        """What will be the gradient at rest, when it has been reduced."""
-        self.place.knows_norm(name)  # of an interrupted backward
-        return self.resting.unfilled(name)
 
     def rest_reduced(self, name: str, own: torch.Tensor, previous: RestingGrad | None, grad: RestingGrad) -> None:
         """Lay what is this rank's of a reduced gradient to rest as `grad`, added to what rests as `previous`."""
@@ -300,7 +281,6 @@ class UnitGradients:
             self.place.find_norm_later(grad)
         else:
             self.place.knows_norm(grad.label)
-        shard: GradShard | None = self.place.shard
-        grad.become(laid.norm, laid.loose, shard)
+        grad.become(laid.norm, laid.loose, self.place.shard)
         if self._reduction is not None:
             self._reduction.changed()
