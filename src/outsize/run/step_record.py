@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
+from outsize.move.store import MASTER
 from outsize.optim.worker import differs
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, local_gradient
@@ -86,6 +87,17 @@ def hyper_of(group: dict[str, Any]) -> dict[str, object]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def check_masters(pendings: Mapping[Unit, Pending]) -> None:
+    """Refuse a step on masters of weights that the user may be writing to."""
+    for unit, pending in pendings.items():
+        if pending and unit.writable and MASTER in unit.shard.arrays:
+            raise RuntimeError(
+                f"optimizer.step() inside gathered(..., modify=True) of {unit.name!r}: what the step changes and "
+                f"what you change could not be told apart, and its masters hold more bits than its weights show; "
+                f"call step() outside the block. Nothing was updated"
+            )
 
 
 def check_finite(pendings: Mapping[Unit, Pending], factor: float) -> None:

@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 
 from outsize.move.shard import Pending
-from outsize.move.store import MASTER
 from outsize.optim.rows import update_rows
 from outsize.optim.update import ChunkUpdater
 from outsize.run.grads import RestingGrad
@@ -19,6 +18,7 @@ from outsize.run.reduction import Reduction
 from outsize.run.state import OptimizerState
 from outsize.run.step_record import (
     check_finite,
+    check_masters,
     check_promises,
     hyper_of,
     not_finite,
@@ -140,7 +140,7 @@ class Stepper:
         if self._reduction is not None:
             self._reduction.check_step(told(pendings, factor, counted=not self._reduction.sync))
             self._check_options(self._is_stepped)  # behind what tells a rank apart that alone has such an option
-        self._check_masters(pendings)
+        check_masters(pendings)
         check_finite(pendings, factor)
         for unit, pending in pendings.items():
             if unit.shard.rows is not None:
@@ -231,8 +231,7 @@ class Stepper:
         for index, group in enumerate(self._optimizer.param_groups):
             if not any(map(stepped, group["params"])):
                 continue
-            hyper = hyper_of(group)
-            rule = self._updater.rule
+            hyper, rule = hyper_of(group), self._updater.rule
             rule.check(hyper, f"optimizer.param_groups[{index}]")
             missing = [name for name in rule.needs(hyper) if name not in rule.arrays]
             if missing:
@@ -240,15 +239,6 @@ class Stepper:
                     f"the optimizer needs {missing[0]!r} for each element since an option of a parameter group was "
                     f"changed after outsize.prepare; set the option (a momentum, amsgrad) before prepare. Nothing was "
                     f"updated"
-                )
-
-    def _check_masters(self, pendings: dict[Unit, Pending]) -> None:
-        for unit, pending in pendings.items():
-            if pending and unit.writable and MASTER in unit.shard.arrays:
-                raise RuntimeError(
-                    f"optimizer.step() inside gathered(..., modify=True) of {unit.name!r}: what the step changes and "
-                    f"what you change could not be told apart, and its masters hold more bits than its weights show; "
-                    f"call step() outside the block. Nothing was updated"
                 )
 
     @property
