@@ -38,7 +38,11 @@ class OverBudget:
         if needed <= max(self._budgets.host if on_cpu else self._budgets.computing[1], self.most_needed):
             return
         what = "gradients" if wanted is None else f"unit {wanted!r}"
-        self._what = f"{_listed(in_use())} in use at once, with {format_bytes(nbytes)} more for {what}"
+        others = in_use()
+        before = (
+            f"{_listed(others)} in use at once, with {format_bytes(nbytes)} more" if others else format_bytes(nbytes)
+        )
+        self._what = f"{before} for {what}"
         self.most_needed = needed
         if not self.logged:
             self.log()
@@ -65,10 +69,10 @@ class OverBudget:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Up to four units by name."""
+    """One unit or more, up to four of them by name."""
     quoted = [repr(name) for name in names]
     if len(quoted) == 1:
         return f"unit {quoted[0]} is"
     if len(quoted) > NAMED_UNITS:
         quoted = [*quoted[:NAMED_UNITS], f"{len(quoted) - NAMED_UNITS} more"]
-    return f"units {', '.join(quoted)} are" if quoted else "no units are"
+    return f"units {', '.join(quoted)} are"
