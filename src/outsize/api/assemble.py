@@ -218,6 +218,8 @@ def _build(
     capacity = capacity_of(plan, units, leaving)
     spare = spare_of(units, plan, capacity)
     hot = keep_hot_rows(units, plan, spare, leaving)
+    if ranks is not None and plan.tables:  # the last ranks have fewer rows, and all decide alike what is gathered
+        hot = int(ranks.combine(torch.tensor([hot], device="cpu"), "prepare", "max"))
     capacity, spare = capacity - hot, spare - hot if "auto" in layers.values() else 0
     resources.activations = _open_activations(plan, config, resources, ranks, chosen=spare > 0)
     choice = Choice(

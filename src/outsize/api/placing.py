@@ -113,10 +113,16 @@ class PlacedModel:
     """The indices of the units of which only the rows that a batch touches move."""
     dense_tables: tuple[tuple[str, int, int], ...] = ()
     """(name, bytes of weights and states that each step moves, rows) of large embeddings without sparse=True."""
+    tables_split: tuple[int, int] = (0, 1)
+    """(this rank, the ranks over which each table is split, at every stage)."""
 
     @property
     def state_bytes(self) -> int:
         return sum(unit.total for unit in self.unit_bytes)
+
+    def split_of(self, index: int) -> tuple[int, int]:
+        """(this rank, the ranks over which the unit is split)."""
+        return self.tables_split if index in self.tables else self.split
 
 
 def place_model(
@@ -148,23 +154,25 @@ def place_model(
     }
     budgets = find_budgets(config, dry)
     shared = ranks is not None or size > 1
-    rank, size = 0, size if config.stage else 1
+    tables_split = 0, size
     if ranks is not None:
         check_same(ranks.everyone(), "what they prepare", description(parameters, infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
-        rank, size = (ranks.rank, ranks.size) if config.stage else (0, 1)
+        tables_split = ranks.rank, ranks.size
+    rank, size = tables_split if config.stage else (0, 1)
     if budgets.disk is not None or budgets.device is not None:
         budgets = replace(budgets, least_staging=least_staging(element_bytes(infos, kept)))
     _refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     tables = tables_of(model)
-    _refuse_tables(tables, infos, config, shared)
+    _refuse_tables(tables, infos, config, kept, ranks, shared)
     # Alike, whatever part is here.
     cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config), tables)
     cuts, beside = part_adapters(cuts, largest)
     layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
     by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
+    layouts = tuple(with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts)
     in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
     sizes = tuple(
@@ -178,9 +186,7 @@ def place_model(
         wanted["params"] = "device"
     together = _used_together(model, names, layouts)
     sizes = tuple(
-        replace(each, grads=0, states=_table_states(layouts[at], infos, kept), tiles=ROWS_AT_WORK)
-        if at in by_rows
-        else each
+        _bytes_of_table(layouts[at], infos, kept, tables_split[1]) if at in by_rows else each
         for at, each in enumerate(sizes)
     )
     if not kept.tables:
@@ -223,6 +229,7 @@ def place_model(
         beside,
         tabled,
         _dense_tables(model, names, infos, kept),
+        tables_split,
     )
 
 
@@ -268,10 +275,13 @@ def _dense_tables(
     return tuple((name, *each) for name, each in found.items())
 
 
-def _table_states(layout: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kept) -> int:
+def _bytes_of_table(whole: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kept, ranks: int) -> UnitBytes:
+    """What rests on one rank, the first, which no other has more rows than."""
+    layout = slice_of(whole, 0, ranks)
     (slot,) = layout.slots
     kept = kept if kept.tables else replace(kept, arrays=(), compact=frozenset())
-    return kept.nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
+    states = kept.nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
+    return UnitBytes(layout.name or "model", layout.param_bytes, 0, states, tiles=ROWS_AT_WORK)
 
 
 def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int]) -> int:
@@ -280,19 +290,43 @@ def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int]) -> int:
     return sum(slot.shape[0] * STATE_BYTES[slot.dtype] for slot in slots)
 
 
-def _refuse_tables(tables: Collection[str], infos: Mapping[str, ParamInfo], config: Config, shared: bool) -> None:
-    """Raise `ValueError` for what tables that are used by rows do not serve."""
+def _refuse_tables(
+    tables: Collection[str],
+    infos: Mapping[str, ParamInfo],
+    config: Config,
+    kept: Kept,
+    ranks: Ranks | None,
+    shared: bool,
+) -> None:
+    """Raise `ValueError` for what tables that are used by rows do not serve. `shared`: on several ranks."""
+    dense = "use sparse=False"
     what = {
-        "several ranks": shared,
-        f"delayed_update={config.delayed_update}": config.delayed_update is not False,
-        "state_format='compact'": config.state_format == "compact",
-        "an empty table": any(not infos[name].numel for name in tables),
+        f"delayed_update={config.delayed_update}": (config.delayed_update is not False, dense),
+        "state_format='compact'": (config.state_format == "compact", dense),
+        "an empty table": (any(not infos[name].numel for name in tables), dense),
+        "tensor parallelism": (ranks is not None and ranks.tensor is not None, dense),
+        "copies of the model": (
+            ranks is not None and ranks.copies is not None,
+            "pass a mesh of one dimension, or use sparse=False",
+        ),
+        "unused='sync' on several ranks": (
+            shared and config.unused == "sync",
+            "use unused='error', with which every rank uses the same modules, or sparse=False",
+        ),
+        "float16 on several ranks, each of which may find another overflow": (
+            shared and any(infos[name].dtype == "float16" for name in tables),
+            "use bfloat16 or float32, or sparse=False",
+        ),
+        "an optimizer that keeps one value a row in memory (RowwiseAdagrad) on several ranks": (
+            shared and not kept.tables,
+            "use torch.optim.Adagrad or outsize.optim.LazyAdamW, or sparse=False",
+        ),
     }
-    found = next((words for words, is_so in what.items() if is_so), None)
+    found = next(((words, remedy) for words, (is_so, remedy) in what.items() if is_so), None)
     if tables and found is not None:
         raise ValueError(
-            f"table {min(tables)!r} is an embedding with sparse=True, and its rows cannot be moved alone with {found}; "
-            f"use sparse=False"
+            f"table {min(tables)!r} is an embedding with sparse=True, and its rows cannot be moved alone with "
+            f"{found[0]}; {found[1]}"
         )
 
 

@@ -44,6 +44,12 @@ def release(model: nn.Module) -> None:
     with engine.owner.turn("outsize.release"):
         if any(unit.holds for unit in engine.parameters.units):
             raise RuntimeError("outsize.release was called inside a forward or a gathered block; call it after that")
+        for table in engine.tables.values():
+            if table.unit.owners is not None and table.param.grad is not None:
+                raise RuntimeError(
+                    f"outsize.release: the gradient of table {table.name!r} is of this rank's batch alone until "
+                    f"optimizer.step(); call step() or zero_grad() before. Nothing was changed"
+                )
         prepared.resources.settle_saving()
         take_state(prepared)
         if engine.reduction is not None:

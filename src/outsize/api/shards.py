@@ -64,7 +64,7 @@ class Shards:
 
     def open(self, whole: UnitLayout, tiers: UnitTiers) -> UnitShard:
         """`whole` is the layout of the whole unit; what rests here is this rank's slice of it."""
-        resources, config, (rank, ranks) = self._resources, self._config, self._plan.split
+        resources, config, (rank, ranks) = self._resources, self._config, self._plan.split_of(whole.index)
         layout, lanes, ledger = slice_of(whole, rank, ranks), resources.lanes, resources.ledger
         by_rows = layout.index in self._plan.tables
         layouts = self._layouts(layout, [segment for segment in layout.segments if segment.trainable])
@@ -125,9 +125,10 @@ class Shards:
 
     def _rows(self, shard: UnitShard) -> Rows:
         """The rows of a table, which is a unit of one parameter."""
-        (slot,) = shard.layout.slots
+        ((slot,), (whole,)) = shard.layout.slots, shard.whole.slots
         assert shard.params is not None
-        count, width = slot.shape[0], slot.numel // slot.shape[0]
+        width = whole.numel // whole.shape[0]
+        count = slot.numel // width
         arrays = {"params": RowArray(shard.params, 0, count, width, DTYPES[slot.dtype])}
         for name, array in shard.arrays.items():
             arrays[name] = RowArray(array.store, 0, count, width, array.dtype(slot.dtype))

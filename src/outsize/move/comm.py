@@ -381,6 +381,21 @@ class Ranks:
         # What comes in was written by this very program on another rank of the job.
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes, strict=True)]
 
+    def counts(self, own: torch.Tensor, kind: str, unit: int) -> torch.Tensor:
+        """How many rows each rank is about to `trade` with each [size, size]; `own`: this one (int64 [size])."""
+        every = torch.empty(self.size, self.size, dtype=torch.int64, device="cpu")
+        turn = self._lanes[CONTROL].next(kind, unit, every.numel())
+        self._start(turn, lambda group: group._allgather_base(every.view(-1), own), own.numel()).wait()
+        return every
+
+    def trade(self, rows: torch.Tensor, sent: list[int], received: list[int], kind: str, unit: int) -> torch.Tensor:
+        """Send each rank its rows of `rows` (CPU), as many as are `sent` to it, one after the other; those that come,
+        in the order of ranks. It follows `counts`, so all ranks know of it."""
+        turn = self._lanes[CONTROL].next(kind, unit, fixed=True)
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        self._start(turn, lambda group: group.alltoall_base(came, rows, received, sent), rows.numel()).wait()
+        return came
+
     def meet(self, kind: str, number: int = 0) -> list[int]:
         """Wait until all ranks are here; the `number` of each."""
         lane = self._lanes[CONTROL]

@@ -180,6 +180,7 @@ class Rows:
 
     def __init__(self, arrays: Mapping[str, RowArray], ledger: Ledger) -> None:
         self.arrays = dict(arrays)
+        self.count, self.width = arrays["params"].rows, arrays["params"].width
         self.counts = RowCounts()
         self._on_disk = {name: array for name, array in arrays.items() if array.on_disk}
         self._ledger = ledger
@@ -188,6 +189,11 @@ class Rows:
         self._now = 0
         self._coming: list[Coming] = []
         self._writing: list[tuple[Transfer, Reading]] = []
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether any array is; the same on every rank."""
+        return bool(self._on_disk)
 
     @property
     def disk_bytes(self) -> int:

@@ -18,7 +18,7 @@ from outsize.optim.stepped import Stepped
 
 def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> None:
     """Update the rows of a table by a sparse gradient. Blocks."""
-    rows, slot, grad = shard.rows, shard.slots[name], owed.loose
+    rows, grad = shard.rows, owed.loose
     assert rows is not None and grad is not None
     shard.before_update()
     whole = rows.whole()
@@ -26,11 +26,11 @@ def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> No
     ids = None
     if whole is None or MASTER in whole or whole["params"].device != grad.device:
         ids, among = torch.unique(grad._indices()[0].cpu(), return_inverse=True)
-        whole, width = rows.get(ids), slot.numel // slot.shape[0]
+        whole = rows.get(ids)
         grad = torch.sparse_coo_tensor(
             among[None],
             grad._values().cpu(),
-            (ids.numel(), width),
+            (ids.numel(), rows.width),
             is_coalesced=grad.is_coalesced(),
             check_invariants=False,
         )
@@ -38,7 +38,7 @@ def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> No
     if master is not None:
         param = join_master(param.view(-1), master.view(-1)).view(param.shape)
     states = {key: value for key, value in whole.items() if key not in ("params", MASTER)}
-    piece = Piece(param, None, states, grad.to(param.dtype), AS_IT_IS, owed.hyper, state, ids=ids, rows=slot.shape[0])
+    piece = Piece(param, None, states, grad.to(param.dtype), AS_IT_IS, owed.hyper, state, ids=ids, rows=rows.count)
     after = rule.apply_rows(piece)
     if master is not None:
         split_master(param.view(-1), whole["params"].view(-1), master.view(-1))

@@ -110,8 +110,8 @@ class Lookahead:
         for table in self._tables:
             found = [place.of(leaves) for place in self._places.get(table.name, ())]
             wanted = distinct([each for each in (given.get(table.name), *found) if each is not None])
-            if wanted.numel() and 0 <= int(wanted[0]) <= int(wanted[-1]) < table.count:  # else the forward says so
-                table.rows.prefetch(wanted)
+            known = not wanted.numel() or 0 <= int(wanted[0]) <= int(wanted[-1]) < table.count
+            table.prefetch(wanted if known else wanted[:0])  # what is not there the forward says
 
     def _learn(self, batch: Any) -> None:
         leaves = tree_leaves(batch)

@@ -91,7 +91,14 @@ class Table:
 
     @property
     def count(self) -> int:
-        return int(self.unit.shard.slots[self.name].shape[0])
+        return int(self.unit.shard.whole_slots[self.name].shape[0])
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start to read these rows (ascending), each rank those that rest with it; every rank calls it."""
+        if self.unit.owners is None:
+            self.rows.prefetch(ids)
+        elif self.rows.on_disk:
+            self.unit.owners.prefetch(ids)
 
     def rows_for(self, ids: torch.Tensor, padding: int | None) -> _Fetched:
         """What the operation is given: all rows where they rest where it computes, else those that it needs, that of
@@ -105,16 +112,16 @@ class Table:
                 f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from "
                 f"{int(ids.min())} to {int(ids.max())}"
             )
-        whole = rows.whole()
+        whole = rows.whole() if self.unit.owners is None else None
         if whole is not None and whole["params"].device == ids.device:
             return _Fetched(whole["params"], ids, padding, None)
         every = ids.reshape(-1) if padding is None else torch.cat([ids.reshape(-1), ids.new_tensor([padding])])
         wanted, among = torch.unique(every, return_inverse=True)
         wanted, among = wanted.to("cpu", torch.int64), among.to(ids.dtype)
         with self._streamer.live.waiting():
-            values = rows.get_params(wanted).to(ids.device)
+            values = rows.get_params(wanted) if self.unit.owners is None else self.unit.owners.get_params(wanted)
         place = None if padding is None else int(among[-1])
-        return _Fetched(values, among[: ids.numel()].view(ids.shape), place, wanted)
+        return _Fetched(values.to(ids.device), among[: ids.numel()].view(ids.shape), place, wanted)
 
 
 class _Fetched(NamedTuple):

@@ -207,7 +207,7 @@ class Reduction:
 
     def whole(self, shard: UnitShard, name: str, own: torch.Tensor) -> torch.Tensor:
         """The whole gradient, 1-D, of which this rank has the elements `own`."""
-        if not self.split:
+        if shard.ranks == 1:
             return own
         slot = shard.whole_slots[name]
         value = torch.zeros(slot.numel, dtype=torch.float64, device="cpu")

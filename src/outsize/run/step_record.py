@@ -16,6 +16,7 @@ from outsize.optim.worker import differs
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, local_gradient
 from outsize.run.parameters import grad_of
+from outsize.run.reduction import Reduction
 from outsize.run.state_entry import snapshot
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
@@ -100,9 +101,14 @@ def check_masters(pendings: Mapping[Unit, Pending]) -> None:
             )
 
 
-def check_finite(pendings: Mapping[Unit, Pending], factor: float) -> None:
+def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Reduction | None) -> None:
     """Raise unless all gradients are finite, and stay so when a loss scale's `factor` is taken out."""
     bad = not_finite(pendings) if isfinite(factor) else [name for pending in pendings.values() for name in pending]
+    rows = [name for unit, pending in pendings.items() if unit.owners is not None for name in pending]
+    if rows and reduction is not None:  # of which each rank has looked at its own
+        found = torch.tensor([name in bad for name in rows], dtype=torch.int32, device="cpu")
+        worst = reduction.ranks.combine(found, "rows that are not finite", "max").tolist()
+        bad += [name for name, each in zip(rows, worst, strict=True) if each and name not in bad]
     if bad:
         count = sum(len(pending) for pending in pendings.values())
         raise FloatingPointError(
@@ -132,16 +138,16 @@ def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:
     if good.all():
         return []
     doubtful = [name for name, each in zip(names, good.tolist(), strict=True) if not each]
-    return [name for unit, name in doubtful if not _is_finite(unit, name)]
+    return [name for unit, name in doubtful if not _is_finite(unit, name, pendings[unit][name])]
 
 
-def _is_finite(unit: Unit, name: str) -> bool:
+def _is_finite(unit: Unit, name: str, owed: SlotUpdate) -> bool:
     """The sum of squares of large elements may overflow: look at the elements."""
     grad = unit.parameters[name].grad
-    assert grad is not None
     if isinstance(grad, RestingGrad):
         return grad.home.resting.all_finite(grad)
-    return bool(torch.isfinite(_values_of(grad)).all())
+    assert owed.loose is not None
+    return bool(torch.isfinite(_values_of(owed.loose)).all())
 
 
 def _values_of(grad: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
+from outsize.move.owners import Owners
 from outsize.move.shard import Gathering, Pending, UnitShard, read_steps
 from outsize.optim.update import ChunkUpdater
 from outsize.run.local import is_distributed
@@ -43,6 +44,8 @@ class Unit:
     def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter], ranks: Ranks | None = None) -> None:
         self.shard = shard
         self._ranks = ranks if shard.ranks > 1 else None
+        by_rows = self._ranks is not None and shard.rows is not None
+        self.owners = Owners(shard, self._ranks) if by_rows and self._ranks is not None else None  # of a split table
         self.parameters = parameters
         self.index = shard.layout.index
         self.name = shard.layout.name
