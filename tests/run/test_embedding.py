@@ -445,6 +445,16 @@ def test_the_plan_says_what_a_large_embedding_costs_and_which_form_does_not() ->
     assert "table 'weight': a step reads and writes the rows that its batch touches" in plan_of(True)
 
 
-def test_tables_on_several_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"table 'weight'.* with several ranks; use sparse=False"):
-        outsize.plan(nn.Embedding(10, 4, sparse=True), host_memory="64MiB", device="cpu", ranks=2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_have_each_a_part_of_a_table_in_the_plan(stage: int) -> None:
+    def bytes_of(ranks: int) -> int:
+        with torch.device("meta"):
+            model = nn.Embedding(3 << 16, 64, sparse=True)
+        fields = {"host_memory": "1GiB", "device": "cpu", "stage": stage}
+        return outsize.plan(model, lazy(model), ranks=ranks, **fields).state_bytes
+
+    assert bytes_of(1) == (3 << 16) * 64 * 12
+    assert bytes_of(3) == bytes_of(1) // 3
+    with pytest.raises(ValueError, match=r"table 'weight'.*RowwiseAdagrad\) on several ranks; use .*LazyAdamW"):
+        model = nn.Embedding(10, 4, sparse=True)
+        outsize.plan(model, rowwise(model), host_memory="64MiB", device="cpu", ranks=2)

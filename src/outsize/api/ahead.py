@@ -18,7 +18,7 @@ def lookahead(
     """Wrap a data loader: while a batch trains, the rows of tables that the next batch needs are read from disk.
 
     Tables are embeddings with `sparse=True`. The results are the same bits as without it: a row that the batch at work
-    changes is read after its update.
+    changes is read after its update. With several ranks every rank wraps its loader, and the owners of the rows read.
 
     Args:
         loader: any iterable of batches; it is asked for one batch more than the loop has used.
