@@ -22,6 +22,7 @@ from outsize.move.generations import Generations
 from outsize.move.memory import Ledger
 from outsize.move.outbox import Outbox
 from outsize.move.shard import UnitShard
+from outsize.move.tokens import TokenStore
 
 
 @final
@@ -49,6 +50,7 @@ class Resources:
         self.saving: Saving | None = None  # the last one; there is one on its way at a time
         self.disk: DiskEngine | None = None
         self.activations: ActivationStore | None = None
+        self.tokens: TokenStore | None = None
         try:
             for directory in directories:
                 self._runs.append(RunDirectory(directory))
@@ -119,6 +121,8 @@ class Resources:
         self.conveyor.close()
         if self.activations is not None:
             self.activations.close()
+        if self.tokens is not None:
+            self.tokens.close()
         for shard in self.shards:
             shard.close()
         self.shards = []

@@ -1,0 +1,266 @@
+"""Keys and values of transformers' `generate()` that do not fit in memory."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from outsize.api.resources import Resources
+from outsize.config import Config
+from outsize.move.conveyor import Job
+from outsize.move.tokens import SLABS, TokenStore, layer_bytes, slab_bytes
+from outsize.plan.layout import round_up
+
+ALIGNED = 64
+"""Bytes: values begin there behind the keys. See Note [Alignment] in plan/layout.py."""
+
+
+class KeyValueCache(Cache):
+    """Keys and values at rest on `disk`, or in host memory beside an accelerator; those of two layers are in memory.
+
+    ```python
+    with KeyValueCache(model.config, tokens=4096, disk="/mnt/nvme") as cache:
+        model.generate(**inputs, cache=cache, max_new_tokens=64)
+    ```
+
+    `tokens`: the most of one sequence, prompt and answer. Each forward of a layer reads what the layer keeps, while the
+    layer before it computes, and writes the new tokens alone. Layers with a sliding window stay in memory. One cache
+    is for one call of `generate`. `close` gives files and memory back; so does the end of the object. Raises
+    `ValueError` for a model of which it cannot hold the cache, `OSError` where the drive is full.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokens: int,
+        disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    ) -> None:
+        layers: list[Any] = _layers_of(config)
+        moved = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        directories: Any = Config(device="cpu", disk=disk).disk or ()
+        self._shared = _Shared(len(moved), tokens, [Path(each) for each in directories])
+        for number, index in enumerate(moved):
+            layers[index] = _MovedLayer(self._shared, number)
+        super().__init__(layers=layers)
+
+    @property
+    def bytes_written(self) -> int:
+        """To `disk`, so far."""
+        resources = self._shared.resources
+        return 0 if resources is None else resources.bytes_written
+
+    @property
+    def bytes_read(self) -> int:
+        """From `disk`, so far."""
+        resources = self._shared.resources
+        return 0 if resources is None else resources.bytes_read
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        super().reorder_cache(beam_idx)
+        with torch.inference_mode(False), torch.no_grad():
+            self._shared.reorder(beam_idx)
+
+    def close(self) -> None:
+        """Remove the files and end the thread; safe to repeat."""
+        if self._shared.resources is not None:
+            self._shared.resources.close()
+
+    def __enter__(self) -> KeyValueCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def held_bytes(config: Any, whole: int, tokens: int) -> tuple[int, int]:
+    """(bytes where the model computes, of staging) while `whole` bytes of keys and values of all layers are moved."""
+    layers = _layers_of(config)
+    moved = sum(type(layer) is DynamicLayer for layer in layers)
+    one = whole // len(layers)
+    return (len(layers) - moved + 2) * one + 2 * ALIGNED, SLABS * slab_bytes(one // tokens, tokens)
+
+
+def _layers_of(config: Any) -> list[Any]:
+    if config.is_encoder_decoder:
+        raise ValueError(f"KeyValueCache cannot hold keys of an encoder, which {config.model_type} has; leave it out")
+    layers = DynamicCache(config=config).layers
+    others = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    if others:
+        raise ValueError(
+            f"KeyValueCache holds the keys and values of attention alone, and {config.model_type} has layers that keep "
+            f"something else ({', '.join(sorted(others))}); leave it out"
+        )
+    if not any(type(layer) is DynamicLayer for layer in layers):
+        raise ValueError(
+            f"each layer of {config.model_type} attends to a sliding window, whose keys and values stay in memory: "
+            f"KeyValueCache has nothing to move; leave it out"
+        )
+    return layers
+
+
+class _Shared:
+    """What the layers share: the store of their tokens, and memory for two of them."""
+
+    def __init__(self, layers: int, tokens: int, disk: Sequence[Path]) -> None:
+        self.counts = [0] * layers  # tokens
+        self._tokens, self._disk = tokens, disk
+        self._store: TokenStore | None = None
+        self.resources: Resources | None = None
+        self._origins: torch.Tensor | None = None  # [tokens, batch]; see Note [Tokens at rest] in move/tokens.py
+        self._ahead: tuple[int, int, Job | None, list[torch.Tensor]] | None = None  # layer, all its tokens, read, where
+        self._turn = 0  # the buffer that was given out last
+
+    def update(self, layer: int, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All keys and values of the layer with these new ones, until the layer after the next one is updated."""
+        if self._store is None:
+            self._store = self._open(kept)
+        self._check(kept, layer)
+        store, count, new = self._store, self.counts[layer], kept[0].shape[2]
+        if self._ahead is None or self._ahead[:2] != (layer, count + new):
+            self._forget_ahead()
+            self._ahead = self._read(layer, count + new)
+        _, _, reading, out = self._ahead
+        self._ahead = None
+        if reading is not None:
+            store.arrive(reading)
+        for whole, each in zip(out, kept, strict=True):
+            whole[:, :, count:].copy_(each)
+        store.append(layer, kept)
+        self.counts[layer] += new
+        self._read_ahead((layer + 1) % len(self.counts), new)
+        return out
+
+    def _read_ahead(self, following: int, new: int) -> None:
+        """After the last layer the next token comes to the first one. A wrong guess costs a wait."""
+        total = self.counts[following] + (new if following else 1)
+        if self.counts[following] and total <= self._tokens:
+            self._ahead = self._read(following, total)
+
+    def _read(self, layer: int, total: int) -> tuple[int, int, Job | None, list[torch.Tensor]]:
+        """Start to bring the layer's tokens into the buffer that is not in use."""
+        assert self._store is not None
+        self._turn = 1 - self._turn
+        out, start = [], 0
+        for batch, heads, width in self._shapes:
+            nbytes = batch * heads * total * width * self._dtype.itemsize
+            flat = self._buffers[self._turn][start : start + nbytes]
+            out.append(flat.view(self._dtype).view(batch, heads, total, width))
+            start = round_up(start + nbytes, ALIGNED)
+        origins = None if self._origins is None else self._origins[: self.counts[layer]]
+        reading = self._store.read(layer, out, origins) if self.counts[layer] else None
+        return layer, total, reading, out
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None and self._ahead[2] is not None:
+            self._ahead[2].written.wait()  # the buffer and the origins are free then
+        self._ahead = None
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row i of the batch goes on with what row `rows[i]` has so far."""
+        self._forget_ahead()
+        count = self.counts[0]
+        if self._origins is None:
+            batch = torch.arange(rows.numel(), device=self._buffers[0].device)
+            self._origins = batch.repeat(self._tokens, 1)
+        self._origins[:count] = self._origins[:count, rows.to(self._origins.device)]
+        self._read_ahead(0, 1)
+
+    def _open(self, kept: Sequence[torch.Tensor]) -> TokenStore:
+        device, self._dtype = kept[0].device, kept[0].dtype
+        self._shapes = [(each.shape[0], each.shape[1], each.shape[3]) for each in kept]
+        if not self._disk and device.type == "cpu":
+            raise ValueError(
+                "KeyValueCache without a disk holds keys and values in host memory, where a model on the "
+                "CPU has them anyway: name a disk, or leave KeyValueCache out"
+            )
+        row_bytes = sum(each[:, :, 0].numel() for each in kept) * self._dtype.itemsize
+        whole = layer_bytes(row_bytes, self._tokens)
+        self._buffers = [torch.empty(whole + ALIGNED, dtype=torch.uint8, device=device) for _ in range(2)]
+        slabs = SLABS if self._disk else 0
+        resources = Resources(self._disk, slab_bytes(row_bytes, self._tokens), slabs, device, 0, bool(self._disk))
+        weakref.finalize(self, resources.close)
+        try:
+            file = None
+            if self._disk:
+                file = resources.open_file("keys-values", len(self.counts) * whole, verify=True, summed=True)
+            resources.tokens = TokenStore(
+                len(self.counts), self._tokens, kept, resources.conveyor, resources.lanes, file, resources.ledger
+            )
+        except BaseException:
+            resources.close()
+            raise
+        self.resources = resources
+        return resources.tokens
+
+    def _check(self, kept: Sequence[torch.Tensor], layer: int) -> None:
+        shapes = [(each.shape[0], each.shape[1], each.shape[3]) for each in kept]
+        if shapes != self._shapes or any(each.dtype != self._dtype for each in kept):
+            raise ValueError(
+                f"layer {layer} gives keys and values of (batch, heads, width) {shapes}, and the first call gave "
+                f"{self._shapes}: KeyValueCache holds one shape and dtype; make one for each call of generate()"
+            )
+        needed = self.counts[layer] + kept[0].shape[2]
+        if needed > self._tokens:
+            raise ValueError(
+                f"KeyValueCache was made for {self._tokens} tokens a sequence, and {needed} are needed: "
+                f"pass tokens={needed} or more, prompt and answer together"
+            )
+
+
+class _MovedLayer(CacheLayerMixin):
+    """One layer whose keys and values are moved."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, shared: _Shared, number: int) -> None:
+        super().__init__()
+        self._shared, self._number = shared, number
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the first update opens what all layers share."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(
+                "KeyValueCache is for answers, and gradients would flow through it: call generate(), or run the model "
+                "under torch.inference_mode()"
+            )
+        with torch.inference_mode(False), torch.no_grad():  # the conveyor writes to what is made here
+            keys, values = self._shared.update(self._number, (key_states, value_states))
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self._shared.counts[self._number]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Nothing: `KeyValueCache` does it for all layers at once."""
+
+    def reset(self) -> None:
+        self._refuse("be emptied: make another one")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._refuse("give tokens up, which assisted generation needs: leave the assistant out")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("repeat its batch: repeat the prompts")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse("give rows of its batch up: generate them to the end")
+
+    def _refuse(self, what: str) -> None:
+        raise ValueError(f"KeyValueCache cannot {what}")
