@@ -56,11 +56,11 @@ def generate(folder: Path, *words: Any) -> int:
     return main(["generate", str(folder), "--device", "cpu", "--host-memory", "2MiB", *map(str, words)])
 
 
-def expected(folder: Path) -> list[str]:
+def expected(folder: Path, prompts: list[str] = PROMPTS) -> list[str]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
         answer = model.generate(tokens, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         found.append(tokenizer.decode(answer[0, tokens.shape[1] :], skip_special_tokens=True))
@@ -87,6 +87,28 @@ def test_answers_go_to_the_standard_output_as_text(
     for prompt, answer in zip(PROMPTS, expected(folder), strict=True):
         assert f"{prompt}{answer}\n" in shown.out
     assert "tokens" in shown.err
+
+
+MANY = [*PROMPTS, " ".join(WORDS[40:75])] * 6  # keys and values of 25 with 40 tokens each: 4.1 MB, a layer 0.5 MB
+
+
+def test_keys_and_values_beyond_the_budget_rest_on_disk(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    prompts, out = prompts_in(tmp_path / "prompts.txt", *MANY), tmp_path / "answers.jsonl"
+    options = ["--prompts", prompts, "--out", out, "--batch", 25, "--max-new-tokens", NEW, "--host-memory", "3584KiB"]
+    assert generate(folder, *options) == 2
+    shown = capsys.readouterr().err
+    assert "keys and values of 25 prompts of 40 tokens take 3.9 MiB, but --host-memory is 3.5 MiB" in shown
+    assert "or name a --disk for them" in shown
+    assert not out.exists()
+    assert generate(folder, *options, "--disk", disk) == 0
+    assert "take 3.9 MiB: they rest on disk, 1.5 MiB of" in capsys.readouterr().err
+    answers = [json.loads(line)["answer"] for line in out.read_text().splitlines()]
+    assert answers == expected(folder, MANY[:5]) * 6
+    assert not os.listdir(disk)
 
 
 LONG = " ".join(WORDS[:38])

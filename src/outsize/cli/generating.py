@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -42,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cpu, cuda, xpu, ... (default: the accelerator, else cpu)")
     add("--device-memory", help="budget, such as 8GiB")
     add("--host-memory", help="budget for the weights and what is kept of the prompts, such as 2GiB")
-    add("--disk", type=os.path.abspath, nargs="+", metavar="DIR", help="folders for weights that must be converted")
+    add(
+        "--disk",
+        type=os.path.abspath,
+        nargs="+",
+        metavar="DIR",
+        help="folders for what does not fit: keys and values, converted weights",
+    )
 
 
 @dataclass(frozen=True)
@@ -122,24 +129,48 @@ def _load(transformers: Any, config: Any, prompts: Sequence[Prompt], args: argpa
     with torch.device("cpu"), outsize.init(made):
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=dtype).eval()
     longest = max(len(prompt.tokens) for prompt in prompts) + args.max_new_tokens
-    kept = cache_bytes(config, min(args.batch, len(prompts)), longest, model.dtype.itemsize)
-    field = "host_memory" if made.compute_device.type == "cpu" else "device_memory"
-    budget = getattr(made, field)
-    args.cache = None
-    if field == "device_memory" and budget is not None and 2 * kept > budget:
-        args.cache, field, budget = "offloaded", "host_memory", made.host_memory  # a layer at a time on the device
-    fields = {name: getattr(made, name) for name in ("device", "device_memory", "host_memory")} | {"disk": args.disk}
-    if budget is not None:
-        if kept >= budget:
-            raise ValueError(
-                f"keys and values of {args.batch} prompts of {longest} tokens take {format_bytes(kept)}, but "
-                f"{field} is {format_bytes(budget)}: lower --batch, or raise --{field.replace('_', '-')}"
-            )
-        fields[field] = budget - kept
+    fields = {"device": made.device, "disk": args.disk}
+    fields |= _budgets(made, config, longest, min(args.batch, len(prompts)), model.dtype.itemsize, args)
     return outsize.prepare(model, **{name: value for name, value in fields.items() if value is not None})[0]
 
 
+def _budgets(made: Config, config: Any, tokens: int, batch: int, itemsize: int, args: argparse.Namespace) -> Any:
+    """What the keys and values leave for the weights. Sets `args.cache` to the tier where they rest."""
+    from outsize.integrations.key_values import held_bytes
+
+    whole = cache_bytes(config, batch, tokens, itemsize)
+    on_cpu = made.compute_device.type == "cpu"
+    computing = "host_memory" if on_cpu else "device_memory"
+    budgets = {name: getattr(made, name) for name in ("device_memory", "host_memory")}
+    taken, args.cache = {computing: whole}, None
+    if budgets[computing] is not None and (whole >= budgets[computing] if on_cpu else 2 * whole > budgets[computing]):
+        fit_on_host = not on_cpu and (budgets["host_memory"] is None or whole < budgets["host_memory"])
+        args.cache = "host" if fit_on_host else "disk" if args.disk else None
+    if args.cache is not None:
+        held, staging = held_bytes(config, whole, tokens)
+        taken = {computing: held + staging} if on_cpu else {computing: held, "host_memory": staging}
+        if args.cache == "host":
+            taken["host_memory"] = whole
+    what = f"keys and values of {batch} prompts of {tokens} tokens take {format_bytes(whole)}"
+    for field, nbytes in taken.items():
+        if budgets[field] is None:
+            continue
+        if nbytes >= budgets[field]:
+            rest = f", {format_bytes(nbytes)} of {field} while they rest on {args.cache}" if args.cache else ""
+            disk = "" if args.disk else ", or name a --disk for them"
+            raise ValueError(
+                f"{what}{rest}, but {field} is {format_bytes(budgets[field])}: lower --batch, or raise "
+                f"--{field.replace('_', '-')}{disk}"
+            )
+        budgets[field] -= nbytes
+    if args.cache is not None:
+        print(f"{what}: they rest on {args.cache}, {format_bytes(taken[computing])} of {computing}", file=sys.stderr)
+    return budgets
+
+
 def _answers(model: Any, tokenizer: Any, batch: Sequence[Prompt], args: argparse.Namespace, count: Any) -> list[str]:
+    from outsize.integrations.key_values import KeyValueCache
+
     device = next(model.parameters()).device
     inputs = tokenizer.pad({"input_ids": [prompt.tokens for prompt in batch]}, return_tensors="pt").to(device)
     length = inputs["input_ids"].shape[1]
@@ -148,9 +179,15 @@ def _answers(model: Any, tokenizer: Any, batch: Sequence[Prompt], args: argparse
         count(len(batch), done=0)
         return torch.zeros(len(batch), dtype=torch.bool, device=tokens.device)
 
-    more = {"prefill_chunk_size": CHUNK_TOKENS} if length > CHUNK_TOKENS else {}
-    more |= {} if args.cache is None else {"cache_implementation": args.cache}
-    with torch.inference_mode():
+    more: dict[str, Any] = {"prefill_chunk_size": CHUNK_TOKENS} if length > CHUNK_TOKENS else {}
+    with ExitStack() as opened, torch.inference_mode():
+        if args.cache is not None:
+            cache = KeyValueCache(
+                model.config, length + args.max_new_tokens, args.disk if args.cache == "disk" else None
+            )
+            # Older versions of transformers call it `past_key_values`.
+            names = inspect.signature(model.forward).parameters
+            more["cache" if "cache" in names else "past_key_values"] = opened.enter_context(cache)
         found = model.generate(
             **inputs,
             max_new_tokens=args.max_new_tokens,

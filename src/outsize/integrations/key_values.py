@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from outsize.api.resources import Resources
 from outsize.config import Config
 from outsize.move.conveyor import Job
-from outsize.move.tokens import SLABS, TokenStore, layer_bytes, slab_bytes
+from outsize.move.memory import PAGE_BYTES
+from outsize.move.tokens import SLABS, TokenStore, form_of, row_bytes, slab_bytes
 from outsize.plan.layout import round_up
 
 ALIGNED = 64
@@ -108,109 +109,100 @@ class _Shared:
     """What the layers share: the store of their tokens, and memory for two of them."""
 
     def __init__(self, layers: int, tokens: int, disk: Sequence[Path]) -> None:
-        self.counts = [0] * layers  # tokens
-        self._tokens, self._disk = tokens, disk
-        self._store: TokenStore | None = None
+        self._layers, self._tokens, self._disk = layers, tokens, disk
         self.resources: Resources | None = None
+        self._store: TokenStore | None = None
         self._origins: torch.Tensor | None = None  # [tokens, batch]; see Note [Tokens at rest] in move/tokens.py
         self._ahead: tuple[int, int, Job | None, list[torch.Tensor]] | None = None  # layer, all its tokens, read, where
         self._turn = 0  # the buffer that was given out last
 
+    def count(self, layer: int) -> int:
+        """Tokens."""
+        return 0 if self._store is None else self._store.counts[layer]
+
     def update(self, layer: int, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All keys and values of the layer with these new ones, until the layer after the next one is updated."""
-        if self._store is None:
-            self._store = self._open(kept)
-        self._check(kept, layer)
-        store, count, new = self._store, self.counts[layer], kept[0].shape[2]
+        """All keys and values of the layer, with these new ones. They last until the next but one update."""
+        count, new = self.count(layer), kept[0].shape[2]
+        if count + new > self._tokens:
+            raise ValueError(
+                f"KeyValueCache was made for {self._tokens} tokens a sequence, and {count + new} are needed: pass "
+                f"tokens={count + new} or more, prompt and answer together"
+            )
+        store = self._store or self._open(kept)
+        if form_of(kept) != store.form:
+            raise ValueError(
+                f"layer {layer} gives keys and values of another form than the first layer: (batch, heads, width) "
+                f"{form_of(kept)[2]}, not {store.form[2]}, or another dtype or device. KeyValueCache holds one form; "
+                f"make one for each call of generate()"
+            )
         if self._ahead is None or self._ahead[:2] != (layer, count + new):
             self._forget_ahead()
-            self._ahead = self._read(layer, count + new)
-        _, _, reading, out = self._ahead
+            self._ahead = self._read(store, layer, count + new)
+        reading, out = self._ahead[2:]
         self._ahead = None
         if reading is not None:
             store.arrive(reading)
         for whole, each in zip(out, kept, strict=True):
             whole[:, :, count:].copy_(each)
         store.append(layer, kept)
-        self.counts[layer] += new
-        self._read_ahead((layer + 1) % len(self.counts), new)
+        # The first layer goes on with the next token, as a rule. A wrong guess costs a wait.
+        self._read_ahead(store, (layer + 1) % self._layers, new if layer + 1 < self._layers else 1)
         return out
 
-    def _read_ahead(self, following: int, new: int) -> None:
-        """After the last layer the next token comes to the first one. A wrong guess costs a wait."""
-        total = self.counts[following] + (new if following else 1)
-        if self.counts[following] and total <= self._tokens:
-            self._ahead = self._read(following, total)
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row i of the batch goes on with what row `rows[i]` has so far."""
+        if self._store is None:
+            return
+        self._forget_ahead()
+        count, device = self.count(0), self._store.form[0]
+        if self._origins is None:
+            self._origins = torch.arange(rows.numel(), device=device).repeat(self._tokens, 1)
+        self._origins[:count] = self._origins[:count, rows.to(device)]
+        self._read_ahead(self._store, 0, 1)
 
-    def _read(self, layer: int, total: int) -> tuple[int, int, Job | None, list[torch.Tensor]]:
-        """Start to bring the layer's tokens into the buffer that is not in use."""
-        assert self._store is not None
+    def _read_ahead(self, store: TokenStore, layer: int, new: int) -> None:
+        if store.counts[layer] and store.counts[layer] + new <= self._tokens:
+            self._ahead = self._read(store, layer, store.counts[layer] + new)
+
+    def _read(self, store: TokenStore, layer: int, total: int) -> tuple[int, int, Job | None, list[torch.Tensor]]:
+        """Start to bring the layer's tokens into the buffer that is not in use, with room for `total` of them."""
         self._turn = 1 - self._turn
+        _, dtype, shapes = store.form
         out, start = [], 0
-        for batch, heads, width in self._shapes:
-            nbytes = batch * heads * total * width * self._dtype.itemsize
+        for batch, heads, width in shapes:
+            nbytes = batch * heads * total * width * dtype.itemsize
             flat = self._buffers[self._turn][start : start + nbytes]
-            out.append(flat.view(self._dtype).view(batch, heads, total, width))
+            out.append(flat.view(dtype).view(batch, heads, total, width))
             start = round_up(start + nbytes, ALIGNED)
-        origins = None if self._origins is None else self._origins[: self.counts[layer]]
-        reading = self._store.read(layer, out, origins) if self.counts[layer] else None
-        return layer, total, reading, out
+        count = store.counts[layer]
+        origins = None if self._origins is None else self._origins[:count]
+        return layer, total, store.read(layer, out, origins) if count else None, out
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None and self._ahead[2] is not None:
             self._ahead[2].written.wait()  # the buffer and the origins are free then
         self._ahead = None
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row i of the batch goes on with what row `rows[i]` has so far."""
-        self._forget_ahead()
-        count = self.counts[0]
-        if self._origins is None:
-            batch = torch.arange(rows.numel(), device=self._buffers[0].device)
-            self._origins = batch.repeat(self._tokens, 1)
-        self._origins[:count] = self._origins[:count, rows.to(self._origins.device)]
-        self._read_ahead(0, 1)
-
     def _open(self, kept: Sequence[torch.Tensor]) -> TokenStore:
-        device, self._dtype = kept[0].device, kept[0].dtype
-        self._shapes = [(each.shape[0], each.shape[1], each.shape[3]) for each in kept]
+        device, row, tokens = kept[0].device, row_bytes(kept), self._tokens
         if not self._disk and device.type == "cpu":
             raise ValueError(
-                "KeyValueCache without a disk holds keys and values in host memory, where a model on the "
-                "CPU has them anyway: name a disk, or leave KeyValueCache out"
+                "KeyValueCache without a disk holds keys and values in host memory, where a model on the CPU has them "
+                "anyway: name a disk, or leave KeyValueCache out"
             )
-        row_bytes = sum(each[:, :, 0].numel() for each in kept) * self._dtype.itemsize
-        whole = layer_bytes(row_bytes, self._tokens)
-        self._buffers = [torch.empty(whole + ALIGNED, dtype=torch.uint8, device=device) for _ in range(2)]
-        slabs = SLABS if self._disk else 0
-        resources = Resources(self._disk, slab_bytes(row_bytes, self._tokens), slabs, device, 0, bool(self._disk))
-        weakref.finalize(self, resources.close)
+        on_disk = bool(self._disk)
+        resources = Resources(self._disk, slab_bytes(row, tokens), SLABS if on_disk else 0, device, 0, on_disk)
         try:
-            file = None
-            if self._disk:
-                file = resources.open_file("keys-values", len(self.counts) * whole, verify=True, summed=True)
-            resources.tokens = TokenStore(
-                len(self.counts), self._tokens, kept, resources.conveyor, resources.lanes, file, resources.ledger
-            )
+            whole = self._layers * round_up(row * tokens, PAGE_BYTES)
+            file = resources.open_file("keys-values", whole, verify=True, summed=True) if on_disk else None
+            store = TokenStore(self._layers, tokens, kept, resources.conveyor, resources.lanes, file)
+            self._buffers = [torch.empty(row * tokens + ALIGNED, dtype=torch.uint8, device=device) for _ in range(2)]
         except BaseException:
             resources.close()
             raise
-        self.resources = resources
-        return resources.tokens
-
-    def _check(self, kept: Sequence[torch.Tensor], layer: int) -> None:
-        shapes = [(each.shape[0], each.shape[1], each.shape[3]) for each in kept]
-        if shapes != self._shapes or any(each.dtype != self._dtype for each in kept):
-            raise ValueError(
-                f"layer {layer} gives keys and values of (batch, heads, width) {shapes}, and the first call gave "
-                f"{self._shapes}: KeyValueCache holds one shape and dtype; make one for each call of generate()"
-            )
-        needed = self.counts[layer] + kept[0].shape[2]
-        if needed > self._tokens:
-            raise ValueError(
-                f"KeyValueCache was made for {self._tokens} tokens a sequence, and {needed} are needed: "
-                f"pass tokens={needed} or more, prompt and answer together"
-            )
+        weakref.finalize(self, resources.close)
+        self.resources, self._store, resources.tokens = resources, store, store
+        return store
 
 
 class _MovedLayer(CacheLayerMixin):
@@ -239,7 +231,7 @@ class _MovedLayer(CacheLayerMixin):
         return keys, values
 
     def get_seq_length(self) -> int:
-        return self._shared.counts[self._number]
+        return self._shared.count(self._number)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -8,6 +8,7 @@ trainer.train()
 ```
 
 A model that is prepared already goes in with its optimizer: `Trainer(model, args, optimizers=(optimizer, None))`.
+`KeyValueCache` holds the keys and values of `generate()` where they do not fit in memory.
 Trainers of other libraries mix it in: `class Mine(outsize.integrations.transformers.Trainer, trl.SFTTrainer): ...`
 """
 
@@ -22,6 +23,7 @@ import torch
 import transformers
 
 import outsize
+from outsize.integrations.key_values import KeyValueCache as KeyValueCache
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(

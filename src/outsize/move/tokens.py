@@ -12,13 +12,13 @@ import torch
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.device import EventTransfer, Lanes
 from outsize.move.generations import Generations
-from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
+from outsize.move.memory import PAGE_BYTES, HostBuffer
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.plan.layout import round_up
 
 SLABS = 4
 SLAB_BYTES = 2 << 20
-"""Of keys and values, what is read or written at once, unless a single token has more."""
+"""What is read at once, unless a single token has more."""
 
 # Note [Tokens at rest]
 # A layer's bytes lie token by token: [tokens][keys, then values][batch][heads][width]. So new tokens are one range, at
@@ -32,14 +32,24 @@ SLAB_BYTES = 2 << 20
 # which row of the batch its bytes were written, and a read follows it.
 
 
-def slab_bytes(row_bytes: int, tokens: int) -> int:
-    """For tokens of so many bytes each, of which there are so many a layer."""
-    return round_up(row_bytes * max(1, min(tokens, SLAB_BYTES // row_bytes)), PAGE_BYTES) + 2 * PAGE_BYTES
+def form_of(kept: Sequence[torch.Tensor]) -> tuple[torch.device, torch.dtype, list[tuple[int, int, int]]]:
+    """Device, dtype, and (batch, heads, width) of each."""
+    return kept[0].device, kept[0].dtype, [(each.shape[0], each.shape[1], each.shape[3]) for each in kept]
 
 
-def layer_bytes(row_bytes: int, tokens: int) -> int:
-    """What the tokens of a layer take at rest: whole pages."""
-    return round_up(row_bytes * tokens, PAGE_BYTES)
+def row_bytes(kept: Sequence[torch.Tensor]) -> int:
+    """What one token of the whole batch takes."""
+    return sum(each[:, :, 0].numel() * each.itemsize for each in kept)
+
+
+def slab_tokens(row: int, tokens: int) -> int:
+    """Of `tokens` tokens of `row` bytes each, those that are read at once. All slabs together hold a layer at most."""
+    return max(1, min(tokens // SLABS, SLAB_BYTES // row))
+
+
+def slab_bytes(row: int, tokens: int) -> int:
+    """For these tokens, which begin and end within pages."""
+    return round_up(row * slab_tokens(row, tokens), PAGE_BYTES) + 2 * PAGE_BYTES
 
 
 @final
@@ -54,19 +64,18 @@ class TokenStore:
         conveyor: Conveyor,
         lanes: Lanes | None,
         file: Generations | None,
-        ledger: Ledger,
     ) -> None:
         """`kept`: keys and values as they come, [batch, heads, any, width]. Without a `file` they rest on the host."""
-        self._device, self._dtype = kept[0].device, kept[0].dtype
-        self._shapes = [(each.shape[0], each.shape[1], each.shape[3]) for each in kept]
-        self._row_bytes = sum(prod(shape) for shape in self._shapes) * self._dtype.itemsize
-        self._layer_bytes = layer_bytes(self._row_bytes, tokens)
+        self.form = form_of(kept)
+        self._device, self._dtype, self._shapes = self.form
+        self._row_bytes = row_bytes(kept)
+        self._slab_tokens = slab_tokens(self._row_bytes, tokens)
+        self._layer_bytes = round_up(self._row_bytes * tokens, PAGE_BYTES)
         self._conveyor, self._lanes, self._file = conveyor, lanes, file
-        self._counts = [0] * layers  # tokens
+        self.counts = [0] * layers  # tokens
         self._written: list[list[Job]] = [[] for _ in range(layers)]  # the last job of each
         if file is None:
             self._memory = HostBuffer(layers * self._layer_bytes, pinned=True)
-            ledger.add("host/keys and values", self._memory.nbytes)
         else:
             file.preallocate(0, layers * self._layer_bytes)
             self._tails = torch.empty(layers, PAGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -80,8 +89,8 @@ class TokenStore:
         """Start to store further keys and values, [batch, heads, tokens, width]."""
         rows = torch.cat([each.permute(2, 0, 1, 3).flatten(1) for each in kept], 1)
         content = rows.view(torch.uint8).view(-1)
-        start = self._counts[layer] * self._row_bytes
-        self._counts[layer] += rows.shape[0]
+        start = self.counts[layer] * self._row_bytes
+        self.counts[layer] += rows.shape[0]
         if self._lanes is not None:
             self._lanes.follow(self._lanes.outgoing)
         most = content.numel() if self._file is None else self._conveyor.slab_bytes - PAGE_BYTES
@@ -95,9 +104,9 @@ class TokenStore:
         """
         if self._lanes is not None:
             self._lanes.follow(self._lanes.incoming)
-        count = self._counts[layer]
-        rows = max(1, SLAB_BYTES // self._row_bytes)
-        steps = (self._back(layer, at, min(at + rows, count), count, out, origins) for at in range(0, count, rows))
+        count = self.counts[layer]
+        most = self._slab_tokens
+        steps = (self._back(layer, at, min(at + most, count), count, out, origins) for at in range(0, count, most))
         return self._conveyor.submit(Job(steps, after=self._written[layer]))
 
     def arrive(self, reading: Job) -> None:
