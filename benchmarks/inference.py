@@ -1,8 +1,8 @@
 """Answers and fine-tuning beyond memory: `python -m benchmarks.inference [row ...] --disk DIR`.
 
-Rows: equal token batch peers lora. A Llama of 86 M parameters in fp32 (0.34 GB), a budget of 96 MiB. `token`, `batch`
-and `lora` hold the process to 0.1 GB/s of the drive, where that can be done, so that the drive is the limit on any
-machine; `peers` hold each process to the same memory, cached files included.
+Rows: equal token batch cache peers lora. A Llama of 86 M parameters in fp32 (0.34 GB), a budget of 96 MiB. `token`,
+`batch` and `lora` hold the process to 0.1 GB/s of the drive, where that can be done, so that the drive is the limit on
+any machine; `peers` hold each process to the same memory, cached files included. `cache` has the weights in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PARAMETERS, BUDGET = 60e6, 96 << 20
 DRIVE = 0.1e9
 MEMORY = 600 << 20
 TOKENS, NEW = 8, 4
+CACHE_ROWS, CACHE_TOKENS, CACHE_NEW = 32, 512, 8
 
 
 def base(directory: str) -> Path:
@@ -122,6 +124,31 @@ def ours(directory: str, rows: str, slow: str, capped: str) -> dict[str, object]
     }
 
 
+def kept(directory: str, where: str) -> dict[str, object]:
+    """Seconds a token after a long prompt, with keys and values in memory or on disk; the weights are in memory."""
+    from outsize.integrations.key_values import KeyValueCache
+
+    model = load(base(directory))
+    tokens = torch.randint(1, 8192, (CACHE_ROWS, CACHE_TOKENS), generator=torch.Generator().manual_seed(0))
+    times: list[float] = []
+
+    def note(*_: object, **__: object) -> torch.Tensor:
+        times.append(time.perf_counter())
+        return torch.zeros(CACHE_ROWS, dtype=torch.bool)
+
+    how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "prefill_chunk_size": 128}
+    cache = KeyValueCache(model.config, CACHE_TOKENS + CACHE_NEW, directory) if where == "disk" else None
+    with torch.inference_mode(), PeakRss() as peak:
+        more = {} if cache is None else {"cache": cache}
+        mask = torch.ones_like(tokens)
+        found = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=CACHE_NEW, stopping_criteria=[note], **how, **more
+        )
+    taken = [after - before for before, after in pairwise(times)]
+    text = str(found[:, CACHE_TOKENS:].tolist())
+    return {"seconds": statistics.median(taken), "tokens": text, "peak": peak.peak}
+
+
 def theirs(directory: str) -> dict[str, object]:
     from accelerate import disk_offload
 
@@ -204,6 +231,21 @@ def batch(directory: str) -> list[Row]:
     return [Row("batch 32 over batch 1, tokens/s", f"{ratio:.1f} x ({text})", ">= 10 x", ratio >= 10)]
 
 
+def cache(directory: str) -> list[Row]:
+    memory, disk = (child(directory, "kept", where) for where in ("memory", "disk"))
+    ratio = disk["seconds"] / memory["seconds"]
+    text = ", ".join(f"{CACHE_ROWS / each['seconds']:.1f}" for each in (memory, disk))
+    return [
+        Row(
+            f"seconds a token, {CACHE_ROWS} prompts of {CACHE_TOKENS} tokens: keys and values on disk over in memory",
+            f"{ratio:.2f} x ({text} tokens/s; peak {memory['peak'] / 1e9:.2f}, {disk['peak'] / 1e9:.2f} GB)",
+            "<= 1.5 x",
+            ratio <= 1.5,
+        ),
+        Row("tokens", "equal", "equal", memory["tokens"] == disk["tokens"]),
+    ]
+
+
 def peers(directory: str) -> list[Row]:
     if not MEMORY_GROUPS.exists():
         return []
@@ -240,8 +282,8 @@ def lora(directory: str) -> list[Row]:
     ]
 
 
-ROWS = {"equal": equal, "token": token, "batch": batch, "peers": peers, "lora": lora}
-CHILDREN = {"plain": plain, "ours": ours, "theirs": theirs, "adapters": adapters}
+ROWS = {"equal": equal, "token": token, "batch": batch, "cache": cache, "peers": peers, "lora": lora}
+CHILDREN = {"plain": plain, "ours": ours, "kept": kept, "theirs": theirs, "adapters": adapters}
 
 
 if __name__ == "__main__":

@@ -105,10 +105,27 @@ def test_keys_and_values_beyond_the_budget_rest_on_disk(
     assert "or name a --disk for them" in shown
     assert not out.exists()
     assert generate(folder, *options, "--disk", disk) == 0
-    assert "take 3.9 MiB: they rest on disk, 1.5 MiB of" in capsys.readouterr().err
+    assert (
+        "take 3.9 MiB; they rest on disk, and two layers of them at a time take 1.5 MiB of --host-memory"
+        in capsys.readouterr().err
+    )
     answers = [json.loads(line)["answer"] for line in out.read_text().splitlines()]
     assert answers == expected(folder, MANY[:5]) * 6
-    assert not os.listdir(disk)
+    assert not list(disk.glob("*/keys-values*"))
+
+
+def test_keys_and_values_beyond_an_accelerator_rest_on_the_host(
+    sim: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = prompts_in(tmp_path / "prompts.txt", *MANY[:25]), tmp_path / "answers.jsonl"
+    options = ["--prompts", prompts, "--out", out, "--batch", 25, "--max-new-tokens", NEW, "--device", "sim"]
+    assert generate(folder, *options, "--device-memory", "5MiB", "--host-memory", "16MiB") == 0
+    assert (
+        "they rest on host, and two layers of them at a time take 1000.1 KiB of --device-memory"
+        in capsys.readouterr().err
+    )
+    answers = [json.loads(line)["answer"] for line in out.read_text().splitlines()]
+    assert answers == expected(folder, MANY[:5]) * 5
 
 
 LONG = " ".join(WORDS[:38])
