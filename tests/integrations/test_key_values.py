@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from outsize.move.tokens import TokenStore
 from tests.conftest import Workshop, threads
 
 transformers = pytest.importorskip("transformers")
@@ -152,6 +154,28 @@ def test_memory_holds_two_layers(disk: Path) -> None:
     layer = 40 * 3 * 2 * 2 * 16 * 4
     assert len(given) == 2
     assert sum(given.values()) == held_bytes(model.config, 3 * layer, 40)[0] == 2 * (layer + 64)
+
+
+def test_a_long_prompt_waits_for_the_drive(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would lie in memory as a whole."""
+    home = TokenStore._home
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return home(*args)
+
+    monkeypatch.setattr(TokenStore, "_home", slowly)
+    model, under_way = build(), []
+    with KeyValueCache(model.config, tokens=40, disk=disk) as cache:
+
+        def look(*_: Any) -> None:
+            under_way.append(sum(not job.done() for jobs in cache._shared._store._written for job in jobs))
+
+        for layer in model.model.layers:
+            layer.register_forward_hook(look)
+        begin(model, cache)
+    assert len(under_way) == 3
+    assert max(under_way) <= 1
 
 
 def begin(model: Any, cache: Any) -> torch.Tensor:

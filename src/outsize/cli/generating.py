@@ -164,8 +164,8 @@ def _budgets(made: Config, config: Any, tokens: int, batch: int, itemsize: int, 
             )
         budgets[field] -= nbytes
     if args.cache is not None:
-        held = f"{format_bytes(taken[computing])} of --{computing.replace('_', '-')}"
-        print(f"{what}; they rest on {args.cache}, and two layers of them at a time take {held}", file=sys.stderr)
+        share = f"{format_bytes(taken[computing])} of --{computing.replace('_', '-')}"
+        print(f"{what}; they rest on {args.cache}, and two layers of them at a time take {share}", file=sys.stderr)
     return budgets
 
 

@@ -74,6 +74,7 @@ class TokenStore:
         self._conveyor, self._lanes, self._file = conveyor, lanes, file
         self.counts = [0] * layers  # tokens
         self._written: list[list[Job]] = [[] for _ in range(layers)]  # the last job of each
+        self._leaving: Job | None = None
         if file is None:
             self._memory = HostBuffer(layers * self._layer_bytes, pinned=True)
         else:
@@ -86,7 +87,9 @@ class TokenStore:
             self._memory.close()
 
     def append(self, layer: int, kept: Sequence[torch.Tensor]) -> None:
-        """Start to store further keys and values, [batch, heads, tokens, width]."""
+        """Start to store further keys and values, [batch, heads, tokens, width], once those before are on their way."""
+        if self._leaving is not None:
+            self._leaving.wait()  # a long prompt is computed faster than it is written
         rows = torch.cat([each.permute(2, 0, 1, 3).flatten(1) for each in kept], 1)
         content = rows.view(torch.uint8).view(-1)
         start = self.counts[layer] * self._row_bytes
@@ -95,7 +98,8 @@ class TokenStore:
             self._lanes.follow(self._lanes.outgoing)
         most = content.numel() if self._file is None else self._conveyor.slab_bytes - PAGE_BYTES
         steps = [self._away(layer, start + at, content[at : at + most]) for at in range(0, content.numel(), most)]
-        self._written[layer] = [self._conveyor.submit(Job(steps))]
+        self._leaving = self._conveyor.submit(Job(steps))
+        self._written[layer] = [self._leaving]
 
     def read(self, layer: int, out: Sequence[torch.Tensor], origins: torch.Tensor | None) -> Job:
         """Start to read the layer's tokens into the first of `out`, [batch, heads, tokens, width]; `arrive` ends it.
