@@ -240,7 +240,7 @@ def test_the_files_go_with_the_cache_after_an_error_too(disk: Path) -> None:
     ("config", "message"),
     [
         (lambda: transformers.MistralConfig(sliding_window=8), "each layer of mistral attends to a sliding window"),
-        (lambda: transformers.T5Config(), "an encoder, which t5 has"),
+        (lambda: transformers.T5Config(), "of an encoder, and t5 has one"),
         (lambda: transformers.JambaConfig(), "jamba has layers that keep something else"),
         (lambda: transformers.Gemma3nTextConfig(), "has layers that keep something else"),
     ],
@@ -255,7 +255,7 @@ def test_models_whose_cache_is_another_are_refused(disk: Path, config: Any, mess
     [
         (lambda model, cache: answers(model, new=30, cache=cache), "made for 40 tokens a sequence, and 41 are needed"),
         (lambda model, cache: answers(model, 1, cache=cache, assistant_model=build()), "can be cropped"),
-        (lambda model, cache: (answers(model, cache=cache), cache.crop(-1)), "cannot give tokens up"),
+        (lambda model, cache: (answers(model, cache=cache), cache.crop(-1)), "cannot give up tokens"),
         (lambda model, cache: (begin(model, cache), answers(model, cache=cache)), "another form"),
         (lambda model, cache: model(torch.ones(1, 3, dtype=torch.long), cache=cache), "gradients would flow"),
     ],

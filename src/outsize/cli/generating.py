@@ -142,12 +142,15 @@ def _budgets(made: Config, config: Any, tokens: int, batch: int, itemsize: int, 
     on_cpu = made.compute_device.type == "cpu"
     computing = "host_memory" if on_cpu else "device_memory"
     budgets = {name: getattr(made, name) for name in ("device_memory", "host_memory")}
-    taken, args.cache = {computing: whole}, None
+    taken, reason, args.cache = {computing: whole}, "", None
     if budgets[computing] is not None and (whole >= budgets[computing] if on_cpu else 2 * whole > budgets[computing]):
         fit_on_host = not on_cpu and (budgets["host_memory"] is None or whole < budgets["host_memory"])
-        args.cache = "host" if fit_on_host else "disk" if args.disk else None
+        try:
+            held, staging = held_bytes(config, whole, tokens)
+            args.cache = "host" if fit_on_host else "disk" if args.disk else None
+        except ValueError as error:
+            reason = f" ({error})"
     if args.cache is not None:
-        held, staging = held_bytes(config, whole, tokens)
         taken = {computing: held + staging} if on_cpu else {computing: held, "host_memory": staging}
         if args.cache == "host":
             taken["host_memory"] = whole
@@ -157,10 +160,10 @@ def _budgets(made: Config, config: Any, tokens: int, batch: int, itemsize: int, 
             continue
         if nbytes >= budgets[field]:
             rest = f", {format_bytes(nbytes)} of {field} while they rest on {args.cache}" if args.cache else ""
-            disk = "" if args.disk else ", or name a --disk for them"
+            disk = "" if args.disk or reason else ", or name a --disk for them"
             raise ValueError(
                 f"{what}{rest}, but {field} is {format_bytes(budgets[field])}: lower --batch, or raise "
-                f"--{field.replace('_', '-')}{disk}"
+                f"--{field.replace('_', '-')}{disk}{reason}"
             )
         budgets[field] -= nbytes
     if args.cache is not None:

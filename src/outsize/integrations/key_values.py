@@ -21,6 +21,9 @@ from outsize.plan.layout import round_up
 ALIGNED = 64
 """Bytes: values begin there behind the keys. See Note [Alignment] in plan/layout.py."""
 
+SUM_BYTES = 6
+"""What `Generation` keeps in memory for each page."""
+
 
 class KeyValueCache(Cache):
     """Keys and values at rest on `disk`, or in host memory beside an accelerator; those of two layers are in memory.
@@ -80,27 +83,31 @@ class KeyValueCache(Cache):
 
 
 def held_bytes(config: Any, whole: int, tokens: int) -> tuple[int, int]:
-    """(bytes where the model computes, of staging) while `whole` bytes of keys and values of all layers are moved."""
+    """While `whole` bytes of keys and values are moved: (bytes where the model computes, bytes on the host for a disk).
+
+    Raises `ValueError` for a model whose keys and values cannot be moved.
+    """
     layers = _layers_of(config)
     moved = sum(type(layer) is DynamicLayer for layer in layers)
     one = whole // len(layers)
-    return (len(layers) - moved + 2) * one + 2 * ALIGNED, SLABS * slab_bytes(one // tokens, tokens)
+    staging = SLABS * slab_bytes(one // tokens, tokens) + whole // PAGE_BYTES * SUM_BYTES
+    return (len(layers) - moved + 2) * one + 2 * ALIGNED, staging
 
 
 def _layers_of(config: Any) -> list[Any]:
     if config.is_encoder_decoder:
-        raise ValueError(f"KeyValueCache cannot hold keys of an encoder, which {config.model_type} has; leave it out")
+        raise ValueError(f"KeyValueCache cannot hold keys of an encoder, and {config.model_type} has one")
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
     if others:
         raise ValueError(
             f"KeyValueCache holds the keys and values of attention alone, and {config.model_type} has layers that keep "
-            f"something else ({', '.join(sorted(others))}); leave it out"
+            f"something else ({', '.join(sorted(others))})"
         )
     if not any(type(layer) is DynamicLayer for layer in layers):
         raise ValueError(
-            f"each layer of {config.model_type} attends to a sliding window, whose keys and values stay in memory: "
-            f"KeyValueCache has nothing to move; leave it out"
+            f"KeyValueCache has nothing to move: each layer of {config.model_type} attends to a sliding window, whose "
+            f"keys and values stay in memory"
         )
     return layers
 
@@ -121,7 +128,7 @@ class _Shared:
         return 0 if self._store is None else self._store.counts[layer]
 
     def update(self, layer: int, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All keys and values of the layer, with these new ones. They last until the next but one update."""
+        """All keys and values of the layer, with these new ones. They last until the next update."""
         count, new = self.count(layer), kept[0].shape[2]
         if count + new > self._tokens:
             raise ValueError(
@@ -242,17 +249,10 @@ class _MovedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Any) -> None:
         """Nothing: `KeyValueCache` does it for all layers at once."""
 
-    def reset(self) -> None:
-        self._refuse("be emptied: make another one")
+    def _refuse(self, *_: Any) -> None:
+        raise ValueError(
+            "KeyValueCache cannot give up tokens, which assisted generation asks for, nor change its batch: leave the "
+            "assistant out, and make a cache for each call of generate()"
+        )
 
-    def crop(self, tokens_to_remove: int) -> None:
-        self._refuse("give tokens up, which assisted generation needs: leave the assistant out")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._refuse("repeat its batch: repeat the prompts")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._refuse("give rows of its batch up: generate them to the end")
-
-    def _refuse(self, what: str) -> None:
-        raise ValueError(f"KeyValueCache cannot {what}")
+    reset = crop = batch_repeat_interleave = batch_select_indices = _refuse
