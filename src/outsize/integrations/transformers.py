@@ -34,7 +34,7 @@ STATE = "outsize"
 """The folder in each `checkpoint-N` of the Trainer that `outsize.save` writes."""
 
 
-class Trainer(transformers.Trainer):
+class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     """As `transformers.Trainer`; fields of `outsize.Config` are keywords beside its own.
 
     The optimizer is that of the `TrainingArguments`, unless `optimizers` gives one. `bf16` and `fp16` of the arguments
