@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.accelerator import sim as simulator
 from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
 
 TIERS = ("device", "host", "disk", "squeezed")
+PAIRS = (("device", "disk"), ("host", "squeezed"))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
 
@@ -34,9 +36,13 @@ Loss = Callable[[nn.Module, Any], Tensor]
 OF_PROCESSES = tuple(f"tests/{each}" for each in ("test_examples", "cli", "ranks", "durability", "programs"))
 """The slow tests, most of which wait for processes of theirs."""
 
+EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integrations")
+"""Where each case runs on each tier."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
+    parser.addoption("--every-tier", action="store_true", help="each case on each tier; else on two, and all in turn")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("--device") == "sim"
     if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
         simulator.load()  # torch must know the device before the first backward of the process
+    if not config.getoption("--every-tier"):
+        items[:] = _take_turns(items)
     _share_out(items)
     for item in items if wanted else ():
         reason = next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
@@ -51,6 +59,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = "computes its updates on the CPU, as without the device"
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a case that has three tiers or more, those whose turn it is: two and two, from case to case."""
+    tiers: dict[str, list[str]] = {}
+    cases = {}
+    for item in items:
+        tier = getattr(getattr(item, "callspec", None), "params", {}).get("tier")
+        if tier in TIERS and not item.nodeid.startswith(EVERY_TIER):
+            cases[item] = case = item.nodeid.replace(tier, "tier", 1)
+            tiers.setdefault(case, []).append(tier)
+    turn = {case: PAIRS[zlib.crc32(case.encode()) % 2] if len(each) > 2 else each for case, each in tiers.items()}
+    return [item for item in items if item not in cases or item.callspec.params["tier"] in turn[cases[item]]]
 
 
 def pytest_collection_finish() -> None:

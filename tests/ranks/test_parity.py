@@ -35,13 +35,12 @@ def tiers_of(stage: int) -> list[str]:
 
 
 def settings_of(manners: dict[str, Setting], tiers: list[str], both: int = 0) -> list[tuple[str, Setting]]:
-    """The first manner on every tier. Of the others each second one (`both`: which) in memory and on the last tier, the
-    rest in memory or there. Those of one manner in a row."""
+    """The first manner on every tier, of the others each second one (`both`: which) in memory, the rest on the last tier.
+    Those of one manner in a row."""
     first, found = next(iter(manners)), []
     for number, (name, manner) in enumerate(manners.items()):
-        in_memory = tiers[number % (len(tiers) - 1)]
-        some = [in_memory, tiers[-1]] if number % 2 == both else [in_memory if number % 4 else tiers[-1]]
-        found += [(name, replace(manner, tiers=tier)) for tier in (tiers if name == first else some)]
+        one = tiers[number % (len(tiers) - 1)] if number % 2 == both else tiers[-1]
+        found += [(name, replace(manner, tiers=tier)) for tier in (tiers if name == first else [one])]
     return found
 
 
