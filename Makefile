@@ -67,6 +67,7 @@ $(SIMULATOR): $(STAMP) $(SIMULATOR_SOURCES) tests/accelerator/build.py
 	CXX='$(CXX)' $(BIN)/python tests/accelerator/build.py
 
 test: export PYTHONDONTWRITEBYTECODE =  # compiled code is kept for the next run, and for processes that tests start
+test: export OMP_WAIT_POLICY = passive  # the tests share the cores: a thread that waits leaves its core to another
 test: $(STAMP) $(SIMULATOR)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
