@@ -25,7 +25,7 @@ SUM_BYTES = 6
 """What `Generation` keeps in memory for each page."""
 
 
-class KeyValueCache(Cache):
+class KeyValueCache(Cache):  # type: ignore[misc]  # not read by mypy
     """Keys and values at rest on `disk`, or in host memory beside an accelerator; those of two layers are in memory.
 
     ```python
@@ -97,7 +97,7 @@ def held_bytes(config: Any, whole: int, tokens: int) -> tuple[int, int]:
 def _layers_of(config: Any) -> list[Any]:
     if config.is_encoder_decoder:
         raise ValueError(f"KeyValueCache cannot hold keys of an encoder, and {config.model_type} has one")
-    layers = DynamicCache(config=config).layers
+    layers: list[Any] = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
     if others:
         raise ValueError(
@@ -212,7 +212,7 @@ class _Shared:
         return store
 
 
-class _MovedLayer(CacheLayerMixin):
+class _MovedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer whose keys and values are moved."""
 
     is_sliding = False
