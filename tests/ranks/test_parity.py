@@ -35,8 +35,8 @@ def tiers_of(stage: int) -> list[str]:
 
 
 def settings_of(manners: dict[str, Setting], tiers: list[str], both: int = 0) -> list[tuple[str, Setting]]:
-    """The first manner on every tier, of the others each second one (`both`: which) in memory, the rest on the last tier.
-    Those of one manner in a row."""
+    """The first manner on every tier. Of the others each second one (`both`: which) in memory, the rest on the last
+    tier. Those of one manner in a row."""
     first, found = next(iter(manners)), []
     for number, (name, manner) in enumerate(manners.items()):
         one = tiers[number % (len(tiers) - 1)] if number % 2 == both else tiers[-1]
