@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
-from tests.ranks.training import assert_near, named_weights, same_bits
+from tests.ranks.training import assert_near, named_weights, prepared, same_bits
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -364,10 +364,34 @@ def no_gradient(disk: str) -> None:
     optimizer.step()
 
 
+def raising(*_: Any) -> None:
+    raise OSError("gone")
+
+
+def unreadable(disk: str) -> None:
+    """An owner fails after it was asked. Its loop goes on to what needs all ranks."""
+    model, optimizer = Way(tier="disk").prepare(disk)
+    train(model, optimizer, Way(), 0, 1)
+    if dist.get_rank() == 0:
+        train(model, optimizer, Way(), 1, 1)
+    rows = prepared(model).engine.tables[id(model.items.weight)].rows  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="gone"):
+        patch.setattr(rows, "get_params", raising)
+        model(batch(1, 1))
+    outsize.save(f"{disk}/saved", model, optimizer)
+
+
 def ended(function: Callable[..., Any], *args: Any) -> list[Ended]:
     ends = ends_on_ranks(2, function, *args)
     assert all(end.error and end.seconds < 10 for end in ends), ends
     return ends
+
+
+def test_an_owner_that_cannot_read_ends_all_with_an_error(tmp_path: Path) -> None:
+    waits, failed = ended(unreadable, str(tmp_path))
+    assert "rank 1: save in step 1" in (failed.error or "")
+    assert "rows given of unit 'items.weight'" in (waits.error or "")
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("at", [0, 2])

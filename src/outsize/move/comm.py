@@ -44,8 +44,11 @@ logger = logging.getLogger("outsize")
 # on a kind of gloo collective that carries nothing else. So two ranks never start two collectives as if they were one.
 # A rank that goes another way waits for an agreement to which nobody comes, the others wait for a collective to which
 # it does not come, and the watch finds that out (Note [Nobody hangs]). No byte has moved to a wrong place then.
+# Rows of tables move by that kind too. So their lane has a second group, which moves them.
 
 CONTROL, REDUCE, GATHER, SAVE = LANES = "control", "reduce", "gather", "save"
+ROWS = "rows"
+"""The lane of tables, where there are any."""
 
 CONNECTING = timedelta(minutes=2)
 """All ranks have come to `prepare`, and make their groups."""
@@ -166,6 +169,7 @@ class Lane:
         self.name, self.members, self.model, self._store = name, members, model, store
         self.agreeing: Any = None  # gloo's group
         self.moving: Any = None  # the group that moves what the lane is for
+        self.on_device = False  # whether that is an accelerator's
         self.before = 0  # turns in earlier steps
         self.come: list[int] = []  # the keys of this one
         self._known: list[int] = []  # those of the last one, if all ranks had the same
@@ -290,22 +294,35 @@ class Ranks:
         self.rank = self.members.index(dist.get_rank())
         self.model = model or _meet(sorted(everyone or members), sync)
         self._last_on_device: Any = None
-        store = _own_store(self.model.number, self.members)
-        self._lanes = {name: self._open(name, distributed_c10d.PrefixStore(name, store), backend) for name in LANES}
+        self._store = _own_store(self.model.number, self.members)
+        self._lanes = {name: self._open(name, backend) for name in LANES}
         self.copies = Ranks(copies, backend, model=self.model) if copies else None
         self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
 
-    def _open(self, name: str, store: Any, backend: str) -> Lane:
+    def _open(self, name: str, backend: str) -> Lane:
+        store = distributed_c10d.PrefixStore(name, self._store)
         lane = Lane(f"{self.model.number}/{self.members[0]}-{self.members[-1]}/{name}", self.members, self.model, store)
-        try:
-            lane.agreeing = lane.moving = dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING)
-        except RuntimeError as error:
-            raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
-        lane.agreeing._set_default_timeout(PATIENCE)
+        lane.agreeing = lane.moving = self._connected(store)
+        if name == ROWS:
+            lane.moving = self._connected(distributed_c10d.PrefixStore("moving", store))
         if backend != "gloo" and name in (GATHER, REDUCE):
             lane.moving = _open_on_device(backend, distributed_c10d.PrefixStore(backend, store), self.rank, self.size)
+            lane.on_device = True
             self.model.watch.to_abort.append(lane.moving)
         return lane
+
+    def _connected(self, store: Any) -> Any:
+        try:
+            group = dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING)
+        except RuntimeError as error:
+            raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
+        group._set_default_timeout(PATIENCE)
+        return group
+
+    def open_rows(self) -> None:
+        """Open the lane of `counts` and `trade`; safe to repeat."""
+        if ROWS not in self._lanes:
+            self._lanes[ROWS] = self._open(ROWS, "gloo")
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
@@ -356,7 +373,7 @@ class Ranks:
             lane.exchange(turn)
         self.model.counts.update({turn.kind: numel, f"{turn.kind} calls": 1})
         group = lane.agreeing if on_host else lane.moving
-        work, on_stream = start(group), group is not lane.agreeing
+        work, on_stream = start(group), lane.on_device and not on_host
         if on_stream:
             self._last_on_device = work
         return Going(self, work, turn, on_stream)
@@ -384,14 +401,14 @@ class Ranks:
     def counts(self, own: torch.Tensor, kind: str, unit: int) -> torch.Tensor:
         """How many rows each rank is about to `trade` with each [size, size]; `own`: this one (int64 [size])."""
         every = torch.empty(self.size, self.size, dtype=torch.int64, device="cpu")
-        turn = self._lanes[CONTROL].next(kind, unit, every.numel())
+        turn = self._lanes[ROWS].next(kind, unit, every.numel())
         self._start(turn, lambda group: group._allgather_base(every.view(-1), own), own.numel()).wait()
         return every
 
     def trade(self, rows: torch.Tensor, sent: list[int], received: list[int], kind: str, unit: int) -> torch.Tensor:
         """Send each rank its rows of `rows` (CPU), as many as are `sent` to it, one after the other; those that come,
         in the order of ranks. It follows `counts`, so all ranks know of it."""
-        turn = self._lanes[CONTROL].next(kind, unit, fixed=True)
+        turn = self._lanes[ROWS].next(kind, unit, fixed=True)
         came = rows.new_empty(sum(received), *rows.shape[1:])
         self._start(turn, lambda group: group.alltoall_base(came, rows, received, sent), rows.numel()).wait()
         return came
@@ -411,7 +428,7 @@ class Ranks:
     def agree_on_step(self, told: Mapping[str, str], news: bool = False) -> bool:
         """Raise on every rank unless all are about to do the same step, which `told` describes. See Note [One order of
         collectives]. Returns whether any rank has `news`."""
-        lanes = [self._lanes[name] for name in (GATHER, REDUCE, CONTROL)]
+        lanes = [lane for name, lane in self._lanes.items() if name != SAVE]
         turn = self._lanes[CONTROL].next("step")
         steps, orders = sorted(told.items()), [lane.come for lane in lanes]
         sums = (crc32(repr(each).encode()) for each in (steps, orders))
@@ -493,6 +510,7 @@ def _stuck(members: Sequence[int]) -> Wait | None:
     """What this rank has been waiting for, for some time, of whatever model these ranks share."""
     models = [model for model in reversed(_open_models()) if model.watch.members == members]
     lanes = [lane for model in models for lane in list(model.lanes)]  # what the loop waits for comes before a gather
+    lanes.sort(key=lambda lane: not lane.name.endswith(ROWS))
     come = {lane.name: (lane.before, list(lane.come)) for lane in lanes}
     for lane in lanes:
         for since, turn in sorted(lane.waits.values(), key=lambda each: each[1].number):

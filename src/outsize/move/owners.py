@@ -34,6 +34,7 @@ class Owners:
     def __init__(self, shard: UnitShard, ranks: Ranks) -> None:
         (slot,) = shard.whole.slots
         self._shard, self._ranks = shard, ranks
+        ranks.open_rows()
         self._share = shard.layout.numel // (slot.numel // slot.shape[0])  # rows of each rank; the last have fewer
 
     def get_params(self, ids: torch.Tensor) -> torch.Tensor:
