@@ -336,6 +336,36 @@ def test_a_gradient_of_one_rank_that_is_not_finite_stops_the_step_of_all(tmp_pat
         assert same_bits(before.values(), after.values())
 
 
+def scaled(disk: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The first rank alone finds an overflow, in rows of which the last one has some."""
+    model, optimizer = Way(adagrad).prepare(disk)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100), []
+    for step in range(3):
+        items, words = batch(step, dist.get_rank())
+        factor = float("inf") if step == 1 and dist.get_rank() == 0 else 1.0
+        loss = model((items, words)) + model.items(batch(0, 0)[0]).sum() * factor  # type: ignore[operator]
+        scaler.scale(loss).backward()
+        if step:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, [outsize.memory(model).skipped_steps], named_weights(model)
+
+
+def test_a_step_that_one_rank_must_skip_is_skipped_by_all(tmp_path: Path) -> None:
+    model, optimizer = make(adagrad)
+    for step in (0, 2):
+        losses = [model(batch(step, rank)) + model.items(batch(0, 0)[0]).sum() for rank in (0, 1)]  # type: ignore[operator]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for scales, skipped, found in run_on_ranks(2, scaled, str(tmp_path)):
+        assert (scales, skipped) == ([256.0, 128.0, 128.0], [1])
+        assert_near(found.values(), named_weights(model).values())
+
+
 def fewer_lookups(at: int, disk: str) -> None:
     way = Way()
     model, optimizer = way.prepare(disk)

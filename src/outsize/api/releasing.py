@@ -70,7 +70,8 @@ def release(model: nn.Module) -> None:
 def _check_memory(prepared: Prepared) -> None:
     """Raise `ValueError` unless the values fit beside what there is."""
     device = prepared.config.compute_device
-    needed = prepared.placed.state_bytes * prepared.placed.split[1]
+    placed = prepared.placed
+    needed = sum(unit.total * placed.split_of(index)[1] for index, unit in enumerate(placed.unit_bytes))
     if device.type == "cpu":
         free = available_memory()
     else:

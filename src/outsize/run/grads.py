@@ -297,14 +297,17 @@ def _foreach_clamp(lower: bool) -> Callable[[list[Any], Any], None]:
 
 def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """What `torch.amp.GradScaler` does before a step: note what is not finite, divide by the loss scale."""
+    resting = [grad for grad in grads if isinstance(grad, RestingGrad)]
+    plain = [grad for grad in grads if not isinstance(grad, RestingGrad)]
     norms = torch.stack([norm.to(found_inf.device, torch.float32) for norm in _norms(grads)])
-    if not torch.isfinite(norms).all():  # of elements that are not, or of large ones whose squares overflow
-        doubtful = [grad for grad, sure in zip(grads, torch.isfinite(norms).tolist(), strict=True) if not sure]
-        finite = all(
-            grad.home.resting.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
-            for grad in doubtful
-        )
-        found_inf.logical_or_(torch.tensor(not finite, device=found_inf.device))
+    sure = dict(zip(map(id, grads), torch.isfinite(norms).tolist(), strict=True))
+    finite = all(sure[id(grad)] or bool(torch.isfinite(grad).all()) for grad in plain)
+    if plain:  # with several ranks rows of tables, of which each has others
+        finite = resting[0].home.resting.on_every_rank(finite)
+    # A norm is of elements that are not finite, or of large ones whose squares overflow.
+    finite = finite and all(sure[id(grad)] or grad.home.resting.all_finite(grad) for grad in resting)
+    if not finite:
+        found_inf.fill_(1.0)
     for grad in grads:
         grad.mul_(inverse_scale)
 

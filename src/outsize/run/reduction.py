@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, final
@@ -204,6 +204,11 @@ class Reduction:
     def all_finite(self, own: torch.Tensor) -> bool:
         """Whether a whole gradient is finite, of which this rank has the elements `own`."""
         return bool(self._over_parts(torch.isfinite(own).all().long(), "min"))
+
+    def everywhere(self, good: Sequence[bool]) -> list[bool]:
+        """Which of some things are so on every rank."""
+        flags = torch.tensor(good, dtype=torch.int32, device="cpu")
+        return [bool(each) for each in self.ranks.combine(flags, "agreement on gradients", "min").tolist()]
 
     def whole(self, shard: UnitShard, name: str, own: torch.Tensor) -> torch.Tensor:
         """The whole gradient, 1-D, of which this rank has the elements `own`."""

@@ -102,6 +102,10 @@ class RestingGrads:
         own = self.exact(grad)
         return bool(torch.isfinite(own).all()) if self._reduction is None else self._reduction.all_finite(own)
 
+    def on_every_rank(self, good: bool) -> bool:
+        """Whether it is so on every rank."""
+        return good if self._reduction is None else self._reduction.everywhere([good])[0]
+
     def next(self, name: str) -> RestingGrad | None:
         """What is the parameter's current gradient at rest from now on, yet to be filled; None on the device."""
         pair = self._pairs.get(name)

@@ -106,9 +106,8 @@ def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Red
     bad = not_finite(pendings) if isfinite(factor) else [name for pending in pendings.values() for name in pending]
     rows = [name for unit, pending in pendings.items() if unit.owners is not None for name in pending]
     if rows and reduction is not None:  # of which each rank has looked at its own
-        found = torch.tensor([name in bad for name in rows], dtype=torch.int32, device="cpu")
-        worst = reduction.ranks.combine(found, "rows that are not finite", "max").tolist()
-        bad += [name for name, each in zip(rows, worst, strict=True) if each and name not in bad]
+        good = reduction.everywhere([name not in bad for name in rows])
+        bad += [name for name, each in zip(rows, good, strict=True) if not each and name not in bad]
     if bad:
         count = sum(len(pending) for pending in pendings.values())
         raise FloatingPointError(

@@ -44,8 +44,9 @@ class Unit:
     def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter], ranks: Ranks | None = None) -> None:
         self.shard = shard
         self._ranks = ranks if shard.ranks > 1 else None
-        by_rows = self._ranks is not None and shard.rows is not None
-        self.owners = Owners(shard, self._ranks) if by_rows and self._ranks is not None else None  # of a split table
+        self.owners: Owners | None = None  # of a table that is split
+        if self._ranks is not None and shard.rows is not None:
+            self.owners = Owners(shard, self._ranks)
         self.parameters = parameters
         self.index = shard.layout.index
         self.name = shard.layout.name
