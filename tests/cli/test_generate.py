@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.cli import main
+from outsize.cli import generating, main
+from outsize.config import Config
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -112,6 +114,17 @@ def test_keys_and_values_beyond_the_budget_rest_on_disk(
     answers = [json.loads(line)["answer"] for line in out.read_text().splitlines()]
     assert answers == expected(folder, MANY[:5]) * 6
     assert not list(disk.glob("*/keys-values*"))
+
+
+def test_keys_and_values_that_cannot_be_moved_say_why() -> None:
+    config = transformers.MistralConfig(
+        sliding_window=8, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=2
+    )
+    made = Config(device="cpu", host_memory="100KiB", disk="/tmp")
+    with pytest.raises(
+        ValueError, match=r"raise --host-memory \(KeyValueCache has nothing to move: each layer of mistral"
+    ):
+        generating._budgets(made, config, 100, 4, 4, argparse.Namespace(disk=["/tmp"]))
 
 
 def test_keys_and_values_beyond_an_accelerator_rest_on_the_host(

@@ -88,8 +88,7 @@ def test_tokens_are_those_of_plain_transformers(disk: Path, kind: str, way: str)
         assert cache.bytes_read > 0 < cache.bytes_written
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sim", ["hold", "random"], indirect=True)
+@pytest.mark.parametrize(("sim", "way"), [*(("hold", way) for way in WAYS), ("random", "beams")], indirect=["sim"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_beside_an_accelerator_they_rest_on_host_or_disk(sim: Any, disk: Path, tier: str, way: str) -> None:
     """Copies are held back as long as they may be."""
@@ -109,6 +108,14 @@ def test_with_the_weights_on_disk_too(disk: Path, workshop: Workshop) -> None:
     workshop.prepare(model, tier="squeezed")
     with KeyValueCache(model.config, tokens=PROMPT + NEW, disk=disk) as cache:
         assert torch.equal(answers(model, device=workshop.device, cache=cache), answers(plain))
+
+
+@pytest.mark.parametrize("nbytes", [1, 100_000])
+def test_slabs_of_a_token_and_of_a_layer(disk: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr("outsize.move.tokens.SLAB_BYTES", nbytes)
+    model = build()
+    with KeyValueCache(model.config, tokens=4 * (PROMPT + NEW), disk=disk) as cache:
+        assert torch.equal(answers(model, cache=cache), answers(model))
 
 
 def test_several_folders_share_the_bytes(disk: Path, tmp_path: Path) -> None:
