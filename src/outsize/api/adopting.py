@@ -18,6 +18,7 @@ from outsize.run.local import bind, local
 from outsize.run.mapped_files import let_go
 from outsize.run.state_entry import store_entry
 from outsize.run.unit import Unit
+from outsize.run.wrappers import is_wrapper, move_wrapper
 
 ADOPTED_NUMEL = 4 << 20
 """Elements of a parameter in tiles that are moved at once."""
@@ -91,6 +92,13 @@ def _adopt_part(shard: UnitShard, slot: Slot, first: int, value: torch.Tensor) -
         split_master(value.cpu().float(), weight, rest)
         shard.write_array(master, start, end, rest)
     shard.params.put(shard.param_layout.span(start, end)[0], weight.view(torch.uint8))
+
+
+def move_wrappers(model: nn.Module, config: Config) -> None:
+    """Quantized weights lie on the computing device from now on, wherever their values rest."""
+    for param in model.parameters():
+        if is_wrapper(param) and param.device.type != config.compute_device.type:
+            move_wrapper(param, config.compute_device)
 
 
 def cast_buffers(model: nn.Module, config: Config) -> None:

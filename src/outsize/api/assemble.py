@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.adopting import adopt, cast_buffers
+from outsize.api.adopting import adopt, cast_buffers, move_wrappers
 from outsize.api.capacity import capacity_of, keep_hot_rows, most_open, spare_of
 from outsize.api.modules import heads_of, modules_of, wide_modules
 from outsize.api.placing import Kept, PlacedModel, element_bytes, place_model
@@ -209,7 +209,13 @@ def _build(
     conveyor, clock = resources.conveyor, UpdateClock()
     updater = None if rule is None else ChunkUpdater(rule, conveyor.slab_bytes, conveyor.slabs, clock)
     units = [
-        Unit(shard, {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots}, ranks) for shard in shards
+        Unit(
+            shard,
+            {slot.name: plan.parameters[slot.name] for slot in shard.layout.slots},
+            ranks,
+            [each for slot in shard.layout.slots for each in plan.inside.get(slot.name, ())],
+        )
+        for shard in shards
     ]
     refuse_unseen(model, units)
     agree = ranks is None or (ranks.tensor is None and config.unused != "sync")
@@ -257,6 +263,7 @@ def _build(
     absent: dict[str, Any] = dict.fromkeys(sorted(rule.optional)) if rule is not None else {}
     states = {param: {**absent, **state} for param, state in states.items() if state}
     sums: dict[str, str] | None = None if ranks is None else {}
+    move_wrappers(model, config)
     for unit in units:
         adopt(unit, states, load, sums)
     if ranks is not None and sums is not None:
@@ -275,6 +282,8 @@ def _build(
     for unit in units:
         for param in unit.parameters.values():
             engine.take_over(unit, param)
+        for inner in unit.inside:
+            inner.show() if unit.resident else inner.hide()
         unit.shard.buffer.note_views()
     for each in gradients:
         each.resting.make_ready()

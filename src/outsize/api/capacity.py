@@ -10,6 +10,7 @@ from outsize.api.placing import PlacedModel
 from outsize.plan.placement import KINDS, accumulates_whole
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.unit import Unit
+from outsize.run.wrappers import known
 
 UNBOUNDED = 1 << 62
 """The room of a model of which nothing ever moves."""
@@ -73,7 +74,7 @@ def spare_of(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:
 def most_open(layers: Iterable[nn.Module], units: Sequence[Unit], capacity: int) -> int:
     """How many layers may have their parameters gathered at once, beside two units on their way."""
     moving = {id(param): unit for unit in units if not unit.always_resident for param in unit.parameters.values()}
-    within = [{moving[id(param)] for param in layer.parameters() if id(param) in moving} for layer in layers]
+    within = [{moving[id(param)] for param in known(layer.parameters()) if id(param) in moving} for layer in layers]
     largest = max((sum(unit.nbytes for unit in each) for each in within), default=0)
     left = capacity - 2 * max((unit.nbytes for unit in moving.values()), default=0)
     return max(left // max(largest, 1), 1)

@@ -15,6 +15,7 @@ from outsize.move.shard import UnitShard
 from outsize.move.store import MASTER
 from outsize.run.grads import RestingGrad
 from outsize.run.unit import Unit
+from outsize.run.wrappers import known
 
 Target = nn.Module | torch.Tensor | Iterable["nn.Module | torch.Tensor"]
 
@@ -87,9 +88,9 @@ def _check_alike(prepared: Prepared, params: Iterable[torch.Tensor]) -> None:
 
 def _parameters(target: Target) -> Iterator[torch.Tensor]:
     if isinstance(target, nn.Module):
-        yield from target.parameters()
+        yield from known(target.parameters())
     elif isinstance(target, torch.Tensor):
-        yield target
+        yield from known([target])
     elif isinstance(target, Iterable):
         for each in target:
             yield from _parameters(each)
@@ -181,7 +182,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     reduces its own, as outside, and sums are rounded accordingly: `outsize.plan` says which. With one rank, and inside
     another such block, it changes nothing. Raises `ValueError` for a model that is not prepared.
     """
-    prepared = _common(list(model.parameters())) if isinstance(model, nn.Module) else None
+    prepared = _common(list(known(model.parameters()))) if isinstance(model, nn.Module) else None
     if prepared is None:
         raise ValueError("no_sync takes a model that outsize.prepare prepared")
     if prepared.config.update == "backward":

@@ -13,6 +13,7 @@ from outsize.run.activations import can_recompute
 from outsize.run.local import is_distributed
 from outsize.run.positions import may_have_tiles
 from outsize.run.unit import Unit
+from outsize.run.wrappers import is_wrapper, known
 
 
 def modules_of(
@@ -34,8 +35,8 @@ def modules_of(
     layers: dict[nn.Module, str] = {}
     within: set[nn.Module] = set()  # layers of several units
     for _, module, parent_unit, in_list in _walk(model, home):
-        inside = {home[id(param)] for param in module.parameters()}
-        own = {home[id(param)] for param in module.parameters(recurse=False)}
+        inside = {home[id(param)] for param in known(module.parameters())}
+        own = {home[id(param)] for param in known(module.parameters(recurse=False))}
         if inside and module is not model and module not in within and parent_unit not in inside:
             mode = _mode(module, [units[index] for index in inside], config, auto if in_list else "keep")
             wanted = mode != "keep" or (in_list and config.micro_batches > 1)
@@ -57,7 +58,7 @@ def modules_of(
     needed = {
         module: nested
         for module, nested in framed.items()
-        if any(home[id(param)] in moving for param in module.parameters())
+        if any(home[id(param)] in moving for param in known(module.parameters()))
     }
     return [frozenset(scope) for scope in scopes], owned, needed, layers
 
@@ -78,7 +79,7 @@ def _walk(model: nn.Module, home: dict[int, int]) -> Any:
             continue
         seen.add(id(module))
         yield name, module, parent_unit, in_list
-        inside = {home[id(param)] for param in module.parameters()}
+        inside = {home[id(param)] for param in known(module.parameters())}
         own = next(iter(inside)) if len(inside) == 1 and module is not model else -1
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
         children = [(f"{name}.{child}", each, own, is_list) for child, each in module.named_children()]
@@ -103,7 +104,7 @@ def heads_of(model: nn.Module) -> list[nn.Linear]:
     head = of_model() if callable(of_model) else None
     if head is None:
         head = next((each for each in reversed(list(model.modules())) if isinstance(each, nn.Linear)), None)
-    if type(head) is not nn.Linear or is_distributed(head.weight):
+    if type(head) is not nn.Linear or is_distributed(head.weight) or is_wrapper(head.weight):
         return []
     return [head]
 
@@ -115,4 +116,7 @@ def wide_modules(
     whole = [scope for unit, scope in zip(units, scopes, strict=True) if not unit.shard.tile_rows]
     within = set().union(*whole)
     found = [each for each in model.modules() if id(each) in within and may_have_tiles(each)]
-    return {each: plan.budgets.computing[1] for each in found if not any(map(is_distributed, each.parameters()))}
+    plain = (
+        each for each in found if not any(is_distributed(param) or is_wrapper(param) for param in each.parameters())
+    )
+    return dict.fromkeys(plain, plan.budgets.computing[1])

@@ -16,7 +16,7 @@ from outsize.config import Config
 from outsize.move.codes import BLOCK
 from outsize.move.comm import Ranks
 from outsize.move.disk import dead_saves, free_bytes
-from outsize.move.store import CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
+from outsize.move.store import CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES, TRAINED_DTYPES
 from outsize.plan.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
@@ -44,6 +44,7 @@ from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 from outsize.run.mapped_files import FileRange, ranges_in_files
 from outsize.run.tiles import can_use_tiles
+from outsize.run.wrappers import Inner, inside, is_wrapper, known, known_parameters
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7
@@ -115,6 +116,8 @@ class PlacedModel:
     """(name, bytes of weights and states that each step moves, rows) of large embeddings without sparse=True."""
     tables_split: tuple[int, int] = (0, 1)
     """(this rank, the ranks over which each table is split, at every stage)."""
+    inside: Mapping[str, Sequence[Inner]] = field(default_factory=dict)
+    """By name: where the parameters are that wrappers have. See Note [Wrappers]."""
 
     @property
     def state_bytes(self) -> int:
@@ -139,17 +142,23 @@ def place_model(
     A `dry` run trusts `disk_space`: the disk that it plans for may be another machine's. It may be one for `size`
     ranks that are not there.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(known_parameters(model))
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to prepare")
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_shared_memory(parameters, dict(model.named_buffers()))
     names = {id(param): name for name, param in parameters.items()}
+    inner: dict[str, list[Inner]] = {}
+    for name, param in model.named_parameters():
+        for each in _inside(name, param, config, optimizer) if is_wrapper(param) else ():
+            inner.setdefault(names[id(each.tensor)], []).append(each)
     wished = frozenset(name for name, param in parameters.items() if dry and param.requires_grad)
     optimized = wished if optimizer is None else _optimized(optimizer, names)
     stated = set() if optimizer is None else {id(param) for param, state in optimizer.state.items() if state}
     infos = {
-        name: _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
+        name: _inner_info(name, param)
+        if name in inner
+        else _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
         for name, param in parameters.items()
     }
     budgets = find_budgets(config, dry)
@@ -197,7 +206,7 @@ def place_model(
     if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
         in_tiles = _bear_tiles(model)
         for index, layout in enumerate(layouts):
-            slot, wide = layout.slots[0], STATE_BYTES[layout.slots[0].dtype]
+            slot, wide = layout.slots[0], STATE_BYTES.get(layout.slots[0].dtype, 0)
             if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
                 count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
                 tile = count * size * (slot.numel // slot.shape[0])
@@ -230,6 +239,7 @@ def place_model(
         tabled,
         _dense_tables(model, names, infos, kept),
         tables_split,
+        inner,
     )
 
 
@@ -349,7 +359,8 @@ def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:
     """The most that one element of any parameter takes in staging: its state, gradient and weight."""
     dtypes = {info.dtype for info in infos.values()}
     return max(
-        STATE_BYTES[each] * (len(kept.arrays) + 1) + MASTER_BYTES.get(each, 0) + OWN_BYTES[each] for each in dtypes
+        STATE_BYTES.get(each, 0) * (len(kept.arrays) + 1) + MASTER_BYTES.get(each, 0) + OWN_BYTES[each]
+        for each in dtypes
     )
 
 
@@ -361,7 +372,7 @@ def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitL
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
             continue
         own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))  # it calls no child of its own
-        units = sorted({home[names[id(param)]] for param in own})
+        units = sorted({home[names[id(param)]] for param in known(own)})
         if len(units) > 1:
             found[name] = tuple(units)
     return found
@@ -392,7 +403,7 @@ def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_part
 def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> ParamInfo:
     if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
-    if param.dtype not in DTYPE_NAMES:
+    if param.dtype not in TRAINED_DTYPES.values():
         raise ValueError(
             f"parameter {name!r} is {param.dtype}; outsize trains float32, bfloat16, float16 and float64 parameters. "
             f"Register integer or complex values as buffers"
@@ -404,6 +415,38 @@ def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> Pa
         )
     dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
     return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], trainable)
+
+
+def _inside(
+    name: str, wrapper: nn.Parameter, config: Config, optimizer: torch.optim.Optimizer | None
+) -> Iterator[Inner]:
+    """The tensors inside a quantized weight. Raises `ValueError` where they cannot rest as they are."""
+    what = f"parameter {name!r} is a {type(wrapper).__name__}, which wraps other tensors as quantized weights do"
+    groups = () if optimizer is None else optimizer.param_groups
+    if wrapper.requires_grad or any(each is wrapper for group in groups for each in group["params"]):
+        raise ValueError(
+            f"{what}. outsize moves such a weight and does not train it: call `requires_grad_(False)` on it, and give "
+            f"the optimizer only `[param for param in model.parameters() if param.requires_grad]`"
+        )
+    if config.compute_dtype not in (None, wrapper.dtype):
+        raise ValueError(
+            f"{what}. It computes in {wrapper.dtype}, and compute_dtype is {config.compute_dtype}: cast the model "
+            f"before it is quantized"
+        )
+    for own, each in inside(name, wrapper):
+        tensor = each.tensor
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            raise ValueError(
+                f"{what}. Its tensor {own!r} ({tensor.dtype}, {tensor.layout}, strides {tuple(tensor.stride())}) "
+                f"cannot rest: outsize moves contiguous tensors of {', '.join(DTYPES)}. Choose another format, or leave "
+                f"this module out of the quantization"
+            )
+        yield each
+
+
+def _inner_info(name: str, tensor: torch.Tensor) -> ParamInfo:
+    dtype = DTYPE_NAMES[tensor.dtype]
+    return ParamInfo(name, tuple(tensor.shape), dtype, OWN_BYTES[dtype], trainable=False)
 
 
 def _refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
@@ -479,7 +522,7 @@ def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> froze
 
 def _tree(name: str, module: nn.Module, names: dict[int, str], seen: set[int]) -> ModuleInfo:
     seen.add(id(module))
-    own = tuple(names[id(param)] for param in module._parameters.values() if param is not None)
+    own = tuple(names[id(param)] for param in known(module._parameters.values()))
     children = tuple(
         _tree(f"{name}.{child}" if name else child, each, names, seen)
         for child, each in module.named_children()
@@ -522,7 +565,7 @@ def _bytes_of(
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
     collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0
-    wider = {dtype: STATE_BYTES[dtype] - OWN_BYTES[dtype] for dtype in OWN_BYTES}
+    wider = {dtype: nbytes - OWN_BYTES[dtype] for dtype, nbytes in STATE_BYTES.items()}
     sums = sum(segment.numel * wider[segment.dtype] for segment in graded) * copies
     if config.update == "backward":  # each backward's gradients are used up at once
         sums = 0

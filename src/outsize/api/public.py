@@ -18,6 +18,7 @@ from outsize.optim.choice import rule_for
 from outsize.plan.sizes import format_bytes
 from outsize.plan.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
+from outsize.run.wrappers import known, known_parameters
 
 ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
 
@@ -41,7 +42,7 @@ def prepare(
     made = make_config(config, fields)
     made = replace(made, device=made.compute_device)
     _check_arguments(model, optimizer)
-    for name, param in model.named_parameters():
+    for name, param in known_parameters(model):
         if prepared_of(param) is not None:
             raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
     take_accelerator(made.compute_device)
@@ -62,7 +63,7 @@ def require(model: nn.Module) -> Prepared:
     """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    for param in model.parameters():
+    for param in known(model.parameters()):
         prepared = prepared_of(param)
         if prepared is not None:
             return prepared
@@ -92,7 +93,7 @@ def plan(
     _check_arguments(model, optimizer)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
-    for param in model.parameters():
+    for param in known(model.parameters()):
         prepared = prepared_of(param)
         if prepared is not None:
             if config is not None or fields or ranks > 1:

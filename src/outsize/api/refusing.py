@@ -15,6 +15,7 @@ from outsize.optim.rules import Rule
 from outsize.run.local import is_distributed
 from outsize.run.paging import PagedParameter
 from outsize.run.unit import Unit
+from outsize.run.wrappers import known
 
 logger = logging.getLogger("outsize")
 
@@ -47,7 +48,7 @@ def refuse_unseen(model: nn.Module, units: Sequence[Unit]) -> None:
     """Refuse modules that would read or write, where nothing sees it, parameters that come and go."""
     moving = {id(param) for unit in units if not unit.resident for param in unit.parameters.values()}
     for name, module in model.named_modules():
-        if not any(id(param) in moving for param in module.parameters()):
+        if not any(id(param) in moving for param in known(module.parameters())):
             continue
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -73,7 +74,7 @@ def check_devices(plan: PlacedModel, config: Config) -> None:
                 f"parameter {name!r} is on {param.device} but device is {config.compute_device}; move the model to the "
                 f"CPU or pass device={str(param.device)!r}"
             )
-        plain = type(param) is nn.Parameter or is_distributed(param)
+        plain = type(param) is nn.Parameter or is_distributed(param) or name in plan.inside
         if not plain and param.layout is torch.strided and not isinstance(param, PagedParameter):
             raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
 

@@ -63,6 +63,9 @@ def release(model: nn.Module) -> None:
             prepared.attached.detach(states)
         for param, (value, grad) in values.items():
             _become_plain(param, value, grad)
+        for unit in engine.parameters.units:
+            for each in unit.inside:
+                each.give_back()
         engine.forget()
     prepared.resources.close()
 

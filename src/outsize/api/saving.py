@@ -35,6 +35,7 @@ from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
+from outsize.run.wrappers import known_parameters
 
 logger = logging.getLogger("outsize")
 
@@ -275,7 +276,7 @@ def _room(prepared: Prepared) -> tuple[int, int]:
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
     """As `ready`, of a model that still has the parameters which `prepare` took. Else `ValueError` that names them."""
     prepared = ready(model, optimizer, verb)
-    here = {id(param): name for name, param in model.named_parameters()}
+    here = {id(param): name for name, param in known_parameters(model)}
     taken = {id(param): name for name, param in prepared.placed.parameters.items()}
     changes = {
         "came after it": [name for key, name in here.items() if key not in taken],
@@ -424,6 +425,6 @@ def with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """The further names of tied parameters, each with the first one."""
-    first = {id(param): name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
+    first = {id(param): name for name, param in known_parameters(model)}
+    every = known_parameters(model, remove_duplicate=False)
     return {name: first[id(param)] for name, param in every if name != first[id(param)]}

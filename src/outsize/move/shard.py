@@ -35,6 +35,9 @@ from outsize.plan.layout import (
 )
 from outsize.plan.placement import UnitTiers
 
+SENT_AS = DTYPES | {"float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
+"""What a gather takes the elements for: gloo has no collectives of 8-bit floats."""
+
 READ_NUMEL = 1 << 21
 """Elements of one plain read step: large requests keep the drive busy, and the end of a unit comes soon."""
 
@@ -441,7 +444,7 @@ class Gathering:
             for segment, turn in zip(self._segments, self._turns, strict=True):
                 end = segment.byte_start + segment.numel * segment.itemsize
                 flat = self._buffer.flat[segment.byte_start : end]  # as many equal parts as there are ranks
-                going = self._ranks.all_gather(flat.view(DTYPES[segment.dtype]), turn)
+                going = self._ranks.all_gather(flat.view(SENT_AS[segment.dtype]), turn)
                 if going.on_stream:
                     going.wait()
                 else:

@@ -12,11 +12,20 @@ from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRAINED_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 """The parameter dtypes that can be trained, by the name that layouts use."""
 
+_CODES = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = TRAINED_DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
+"""Those that can rest: the tensors inside quantized weights have others, too."""
+
 OWN_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-STATE_DTYPES = DTYPES | {"bfloat16": torch.float32, "float16": torch.float32}
+STATE_DTYPES = TRAINED_DTYPES | {"bfloat16": torch.float32, "float16": torch.float32}
 STATE_BYTES = {name: dtype.itemsize for name, dtype in STATE_DTYPES.items()}
 MASTER = "master"
 MASTER_DTYPE = {"bfloat16": torch.int16, "float16": torch.float32}

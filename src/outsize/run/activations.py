@@ -32,6 +32,7 @@ from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, 
 from outsize.run.segments import Link, Segments
 from outsize.run.selective import Selection, selection
 from outsize.run.split_inputs import SplitInputs
+from outsize.run.wrappers import known
 
 FRAME = "_outsize_frame"
 """The attribute of a module of a prepared model that makes its frames."""
@@ -164,7 +165,7 @@ class Layer:
         if lease.mode in ("recompute", "selective"):
             return self._checkpointed(lease.mode, lease, *args, **kwargs)
         if lease.mode == "offload":
-            moving = Moving(choice, lease, [*module.parameters(), *module.buffers()])
+            moving = Moving(choice, lease, [*known(module.parameters()), *module.buffers()])
             with holding(lease, moving.hooks):
                 result = self._forward(*args, **kwargs)
             moving.ends()
@@ -228,7 +229,7 @@ class Layer:
         assert self._activations.choice is not None
         module = self._modules[0]
         # The parameters of a layer of several units are not there yet.
-        there_anyway = [*(module.parameters() if self._mode == "auto" else ()), *module.buffers()]
+        there_anyway = [*(known(module.parameters()) if self._mode == "auto" else ()), *module.buffers()]
         return Measurement(self._activations.choice, lease, inputs, there_anyway)
 
     def _saving_inputs(

@@ -20,6 +20,7 @@ from outsize.run.engine import Engine
 from outsize.run.logits import Head
 from outsize.run.positions import PositionTiles
 from outsize.run.tiles import runner
+from outsize.run.wrappers import known
 
 # Note [The frame is around the call]
 # A module's frame is an attribute `_call_impl` of the instance, which `nn.Module.__call__` looks up. So the user, or a
@@ -209,7 +210,8 @@ def _checked_apply(engine: Engine, module: nn.Module) -> Callable[..., nn.Module
 
     @wraps(apply)
     def checked(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if not _keeps_all(fn, filter(engine.parameters.owns, module.parameters())):
+        ours = (param for param in module.parameters() if any(map(engine.parameters.owns, known([param]))))
+        if not _keeps_all(fn, ours):
             _refuse_move()
         return apply(fn, recurse)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
+from outsize.run.wrappers import Taken, is_wrapper
+
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
 
@@ -121,7 +123,9 @@ class Saving:
         )
 
     def pack_untraced(self, tensor: torch.Tensor) -> Packed:
-        reference = self._gate.parameters.reference(tensor)
+        known = self._gate.parameters.reference
+        apart = type(tensor) is not torch.Tensor and is_wrapper(tensor)
+        reference = Taken.of(tensor, known) if apart else known(tensor)
         if reference is not None:
             return True, reference, 0
         if tensor.requires_grad:  # TorchScript gives what it computed with its history: kept, it would keep itself
@@ -138,7 +142,8 @@ class Saving:
             return content  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._watch_node()
-        return self._gate.bring_back(content)
+        bring_back = self._gate.bring_back
+        return content.together(bring_back) if isinstance(content, Taken) else bring_back(content)
 
     def _watch_node(self) -> None:
         """create_graph: what the running node saves for a further backward needs the same care."""

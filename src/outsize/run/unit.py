@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import chain
@@ -18,6 +18,7 @@ from outsize.move.owners import Owners
 from outsize.move.shard import Gathering, Pending, UnitShard, read_steps
 from outsize.optim.update import ChunkUpdater
 from outsize.run.local import is_distributed
+from outsize.run.wrappers import Inner
 
 # Note [Open units]
 # While a call of its module runs, a unit is open: its parameters are ordinary ones. They cost nothing, and compilers
@@ -41,8 +42,16 @@ class Unit:
     `held` is the gradient of the last step where updates are delayed by one.
     """
 
-    def __init__(self, shard: UnitShard, parameters: dict[str, torch.nn.Parameter], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        shard: UnitShard,
+        parameters: dict[str, torch.nn.Parameter],
+        ranks: Ranks | None = None,
+        inside: Sequence[Inner] = (),
+    ) -> None:
+        """`inside`: where the parameters are that a wrapper has. See Note [Wrappers]."""
         self.shard = shard
+        self.inside = inside
         self._ranks = ranks if shard.ranks > 1 else None
         self.owners: Owners | None = None  # of a table that is split
         if self._ranks is not None and shard.rows is not None:
@@ -218,6 +227,8 @@ class Unit:
         for name, param in self._plain:
             param.__class__ = kind
             self._versions.append((name, param, param._version))
+        for inner in self.inside:
+            inner.show()
 
     @cached_property
     def _plain(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -236,6 +247,8 @@ class Unit:
                 written = written or name
         for _, param in self._plain:
             param.__class__ = kind
+        for inner in self.inside:
+            inner.hide()
         self._versions = []
         self.opened = False
         return written
