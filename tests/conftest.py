@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.api.assemble import Prepared, prepared_of
+from outsize.api.public import require
 from tests.accelerator import sim as simulator
 from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
 
@@ -177,9 +178,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def prepared(model: nn.Module) -> Prepared:
     """What `outsize.prepare` made of the model."""
-    found = prepared_of(next(model.parameters()))
-    assert found is not None
-    return found
+    return require(model)
 
 
 def squeeze(model: nn.Module, units: int = 2) -> None:

@@ -78,6 +78,7 @@ def _export(
     if optimizer is not None:
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
+    _refuse_wrappers(prepared)
     reduction = prepared.engine.reduction
     peers = None if reduction is None else Peers(reduction.ranks, "export")
     if peers is not None:
@@ -120,6 +121,7 @@ def _export_dcp(
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
     prepared = whole(model, optimizer, "export")
+    _refuse_wrappers(prepared)
     if prepared.engine.reduction is not None:
         raise ValueError(
             "format='dcp' is written from one rank: outsize.save the model, load it on one rank and export it there"
@@ -156,6 +158,15 @@ def _export_dcp(
     except BaseException:
         folder.abandon()
         raise
+
+
+def _refuse_wrappers(prepared: Prepared) -> None:
+    if prepared.placed.inside:
+        raise ValueError(
+            f"outsize.export writes weights under the names of the model's parameters, and {min(prepared.placed.inside)!r} "
+            f"is inside a quantized one. Save adapters with `model.save_pretrained(folder)`, a checkpoint with "
+            f"outsize.save; a quantized base stays in the folder it came from"
+        )
 
 
 def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]:

@@ -150,7 +150,7 @@ def place_model(
     names = {id(param): name for name, param in parameters.items()}
     inner: dict[str, list[Inner]] = {}
     for name, param in model.named_parameters():
-        for each in _inside(name, param, config, optimizer) if is_wrapper(param) else ():
+        for each in _inside(name, param, config) if is_wrapper(param) else ():
             inner.setdefault(names[id(each.tensor)], []).append(each)
     wished = frozenset(name for name, param in parameters.items() if dry and param.requires_grad)
     optimized = wished if optimizer is None else _optimized(optimizer, names)
@@ -417,16 +417,13 @@ def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> Pa
     return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], trainable)
 
 
-def _inside(
-    name: str, wrapper: nn.Parameter, config: Config, optimizer: torch.optim.Optimizer | None
-) -> Iterator[Inner]:
+def _inside(name: str, wrapper: nn.Parameter, config: Config) -> Iterator[Inner]:
     """The tensors inside a quantized weight. Raises `ValueError` where they cannot rest as they are."""
     what = f"parameter {name!r} is a {type(wrapper).__name__}, which wraps other tensors as quantized weights do"
-    groups = () if optimizer is None else optimizer.param_groups
-    if wrapper.requires_grad or any(each is wrapper for group in groups for each in group["params"]):
+    if wrapper.requires_grad:
         raise ValueError(
-            f"{what}. outsize moves such a weight and does not train it: call `requires_grad_(False)` on it, and give "
-            f"the optimizer only `[param for param in model.parameters() if param.requires_grad]`"
+            f"{what}. outsize moves such a weight and does not train it: call `requires_grad_(False)` on it, and train "
+            f"adapters beside it"
         )
     if config.compute_dtype not in (None, wrapper.dtype):
         raise ValueError(
@@ -438,8 +435,8 @@ def _inside(
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or not tensor.is_contiguous():
             raise ValueError(
                 f"{what}. Its tensor {own!r} ({tensor.dtype}, {tensor.layout}, strides {tuple(tensor.stride())}) "
-                f"cannot rest: outsize moves contiguous tensors of {', '.join(DTYPES)}. Choose another format, or leave "
-                f"this module out of the quantization"
+                f"cannot rest: outsize moves contiguous tensors of {', '.join(DTYPES)}. Choose another format, or "
+                f"leave this module out of the quantization"
             )
         yield each
 
@@ -511,6 +508,8 @@ def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> froze
     found = set()
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
+            if is_wrapper(param):
+                continue
             if id(param) not in names:
                 raise ValueError(
                     f"the optimizer's parameter group {index} holds a parameter of shape {tuple(param.shape)} that is "

@@ -84,7 +84,7 @@ def check_tables(plan: PlacedModel, rule: Rule, optimizer: torch.optim.Optimizer
     tables = {plan.layouts[index].slots[0].name for index in plan.tables}
     names = {id(param): name for name, param in plan.parameters.items()}
     for group in optimizer.param_groups:
-        for param in group["params"]:
+        for param in known(group["params"]):
             name = names[id(param)]
             if name in tables:
                 rule.check_rows(group, name, type(optimizer).__name__)

@@ -35,7 +35,7 @@ from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
-from outsize.run.wrappers import known_parameters
+from outsize.run.wrappers import is_wrapper, known_parameters
 
 logger = logging.getLogger("outsize")
 
@@ -390,7 +390,7 @@ def optimizer_record(
     for index, group in enumerate(optimizer.param_groups):
         hyper = {key: value for key, value in group.items() if key not in NOT_HYPER}
         path = f"optimizer.param_groups[{index}]"
-        names = tuple(prepared.engine.parameters.name_of(param) for param in group["params"])
+        names = tuple(prepared.engine.parameters.name_of(param) for param in group["params"] if not is_wrapper(param))
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))
     assert prepared.stepper is not None
     delayed = prepared.config.warmup_steps is not None

@@ -449,11 +449,11 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _name_of(func: Any) -> str:
-    """`add_` for a method, `data` for the getter of a property."""
+    """`add_` for a method and for an operator, `data` for the getter of a property."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return str(name)
+    return str(name).split(".")[0]
 
 
 def guarded_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -483,7 +483,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     found: list[torch.Tensor] = []
     if "out" in kwargs:
         _collect([kwargs["out"]], found)
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
     if in_place and args:
         _collect([args[0]], found)

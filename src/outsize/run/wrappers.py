@@ -54,6 +54,12 @@ class AtRest(Placeholder):
         with torch._C._EnableTorchFunction():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor.detach().__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
 
 _ALIASES = {torch.Tensor.detach, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 

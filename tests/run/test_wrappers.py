@@ -1,0 +1,236 @@
+"""Quantized weights, which wrap several tensors, beside adapters: packed on every tier, with the bits of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import outsize
+from tests.conftest import Pair, Workshop, prepared, squared_error, train
+from tests.run.codes import KINDS, Adapted, Codes, CodesAbove, Nested
+
+WIDTH, DEPTH = 64, 3
+PACKED = DEPTH * 2 * (WIDTH * WIDTH + 4 * WIDTH) + DEPTH * 4 * WIDTH
+"""Bytes of all frozen values: codes, scales and a bias."""
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def build(kind: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(Adapted(kind) for _ in range(DEPTH)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Of frozen parameters too, as most scripts have it."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator("cpu").manual_seed(7)
+    pairs = torch.randn(count, 2, 4, WIDTH, generator=made, device="cpu").to(torch.get_default_device())
+    return [(x, y) for x, y in pairs]
+
+
+def pair_of(workshop: Workshop, kind: Any, tier: str = "squeezed", **fields: Any) -> Pair:
+    return workshop.pair(build(kind), sgd, tier, **{"units": Adapted, **fields})
+
+
+def check(pair: Pair, count: int = 3) -> None:
+    assert train(pair.model, pair.optimizer, data(count)) == train(pair.plain, pair.plain_optimizer, data(count))
+
+
+def weight(model: nn.Module, at: int = 0) -> Any:
+    return model[at].base.weight  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_losses_are_those_of_the_plain_program(workshop: Workshop, tier: str, kind: Any, activations: str) -> None:
+    pair = pair_of(workshop, kind, tier, activations=activations)
+    check(pair)
+    assert type(weight(pair.model)) is kind
+
+
+def test_the_base_is_read_packed_and_never_written(workshop: Workshop, kind: Any) -> None:
+    pair = pair_of(workshop, kind, "host", params="disk", activations="keep")
+    units = [unit for unit in prepared(pair.model).engine.parameters.units if unit.inside]
+    train(pair.model, pair.optimizer, data(1))
+    for step in data(3):
+        prepared(pair.model).engine.streamer.drop_idle()
+        before = outsize.memory(pair.model)
+        loss = squared_error(pair.model, step)
+        prepared(pair.model).engine.streamer.drop_idle()
+        loss.backward()
+        after = outsize.memory(pair.model)
+        pages = 4096 * (4 + 1 + 4) * len(units)  # elements that round up, of each dtype
+        assert 2 * PACKED * 2 // 3 <= after.bytes_read - before.bytes_read <= 2 * (PACKED + pages + 3 * 4 * 4096 * DEPTH)
+        assert after.bytes_written == before.bytes_written
+
+
+def test_the_plan_counts_packed_bytes(workshop: Workshop, kind: Any) -> None:
+    plan = outsize.plan(build(kind)(), host_memory="64MiB", device="cpu", units=Adapted)
+    frozen = sum(unit.size.params for unit in plan.units if not unit.size.grads)
+    assert PACKED <= frozen <= PACKED + DEPTH * 3 * 4 * 4096
+    assert len(plan.units) == 2 * DEPTH
+
+
+def test_a_model_without_an_optimizer_gives_the_same_values(workshop: Workshop, kind: Any, tier: str) -> None:
+    plain = build(kind)()
+    model = copy.deepcopy(plain)
+    workshop.prepare(model, None, tier, units=Adapted)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(data(1)[0][0]), plain(data(1)[0][0]))
+
+
+def test_values_at_rest_are_no_garbage(workshop: Workshop, kind: Any) -> None:
+    pair = pair_of(workshop, kind)
+    prepared(pair.model).engine.streamer.drop_idle()
+    param, listed = weight(pair.model), pair.model.state_dict()["0.base.weight"]
+    uses: list[Callable[[Any], object]] = [
+        lambda value: value.dequantize(),
+        lambda value: functional.linear(data(1)[0][0], value, None),
+        lambda value: value.clone(),
+        lambda value: value.codes.sum(),
+        copy.deepcopy,
+        lambda value: torch.save(value, io.BytesIO()),
+    ]
+    for use in uses:
+        for value in (param, listed):
+            with pytest.raises(RuntimeError, match=r"'0\.base\.weight\.(codes|scale.*)' is (at rest|managed)"):
+                use(value)
+    assert "at rest" not in repr(pair.model)
+    with outsize.gathered(pair.model):
+        for value in (param, listed):
+            assert torch.equal(value.dequantize(), weight(pair.plain).dequantize())
+
+
+def test_gathered_shows_the_values_and_stores_what_is_written(workshop: Workshop, kind: Any, tier: str) -> None:
+    pair = pair_of(workshop, kind, tier)
+    other = Adapted(kind).base.weight
+    with outsize.gathered(pair.model[0]):  # type: ignore[index]
+        assert type(weight(pair.model)) is kind
+        assert torch.equal(weight(pair.model).dequantize(), weight(pair.plain).dequantize())
+        assert torch.equal(copy.deepcopy(weight(pair.model)).dequantize(), weight(pair.plain).dequantize())
+        with pytest.raises(RuntimeError, match="modify=True"):
+            weight(pair.model).copy_(other)
+    for model in (pair.model, pair.plain):
+        with outsize.gathered(weight(model), modify=True) if model is pair.model else torch.no_grad():
+            weight(model).copy_(other)
+    check(pair)
+
+
+def test_a_forward_inside_gathered(workshop: Workshop, kind: Any) -> None:
+    pair = pair_of(workshop, kind, activations="keep")
+    with outsize.gathered(pair.model):
+        loss = squared_error(pair.model, data(1)[0])
+    loss.backward()
+    squared_error(pair.plain, data(1)[0]).backward()
+    for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    check(pair)
+
+
+def test_a_layer_uses_the_weight_of_another(workshop: Workshop, kind: Any) -> None:
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = build(kind)()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(self.layers(x), self.layers[1].last.weight, None)  # type: ignore[index,union-attr]
+
+    check(workshop.pair(Borrowing, sgd, "squeezed", units=Adapted))
+
+
+def test_release_gives_the_parameter_back(workshop: Workshop, kind: Any, tier: str) -> None:
+    pair = pair_of(workshop, kind, tier)
+    param = weight(pair.model)
+    check(pair)
+    outsize.release(pair.model)
+    assert weight(pair.model) is param
+    assert type(param) is kind
+    assert type(param.codes) is Tensor
+    assert torch.equal(param.dequantize(), weight(pair.plain).dequantize())
+    check(pair)
+    workshop.prepare(pair.model, pair.optimizer, tier, units=Adapted)
+    check(pair)
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(workshop: Workshop, kind: Any, tier: str, tmp_path: Path) -> None:
+    pair = pair_of(workshop, kind, tier)
+    check(pair)
+    outsize.save(tmp_path / "saved", pair.model, pair.optimizer).wait()
+    torch.manual_seed(1)
+    model = build(kind)()
+    optimizer = sgd(model)
+    workshop.prepare(model, optimizer, units=Adapted)
+    outsize.load(tmp_path / "saved", model, optimizer)
+    assert train(model, optimizer, data(3)) == train(pair.model, pair.optimizer, data(3))
+    with outsize.gathered(model):
+        assert torch.equal(weight(model).dequantize(), weight(pair.plain).dequantize())
+
+
+def test_a_state_dict_is_loaded_inside_gathered(workshop: Workshop, kind: Any) -> None:
+    pair = pair_of(workshop, kind)
+    torch.manual_seed(3)
+    state = build(kind)().state_dict()
+    pair.plain.load_state_dict(state)
+    with outsize.gathered(pair.model, modify=True):
+        pair.model.load_state_dict(state)
+    check(pair)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_an_export_is_refused_before_anything_is_written(
+    workshop: Workshop, kind: Any, format: str, tmp_path: Path
+) -> None:
+    pair = pair_of(workshop, kind)
+    with pytest.raises(ValueError, match=r"'0\.base\.weight\.codes' is inside a quantized one"):
+        outsize.export(tmp_path / "weights", pair.model, format=format)
+    assert not (tmp_path / "weights").exists()
+
+
+def test_moves_and_casts_are_refused(workshop: Workshop, kind: Any) -> None:
+    pair = pair_of(workshop, kind)
+    for move in (pair.model.half, pair.model[0].half):  # type: ignore[index,operator]
+        with pytest.raises(RuntimeError, match="cannot be moved or cast"):
+            move()
+    pair.model.float()
+    check(pair)
+
+
+def test_what_cannot_rest_is_refused_by_name(workshop: Workshop, kind: Any) -> None:
+    def turned(model: nn.Module) -> None:
+        weight(model).codes = weight(model).codes.t()
+
+    refused: dict[str, tuple[Callable[[nn.Module], object], dict[str, Any]]] = {
+        "does not train it": (lambda model: weight(model).requires_grad_(True), {}),
+        "compute_dtype is torch.bfloat16": (lambda model: None, {"compute_dtype": torch.bfloat16}),
+        r"'0\.base\.weight\.codes' \(torch.int8, torch.strided, strides \(1, 64\)\) cannot rest": (turned, {}),
+    }
+    for words, (change, fields) in refused.items():
+        model = build(kind)()
+        change(model)
+        with pytest.raises(ValueError, match=rf"parameter '0\.base\.weight' is a {kind.__name__}.*{words}"):
+            outsize.prepare(model, **workshop.fields("disk", **fields))
+    assert not list(workshop.disk.glob("**/unit*"))
+
+
+def test_a_layer_compiles(workshop: Workshop, kind: Any) -> None:
+    if kind is not Codes:
+        pytest.skip("one is enough: compilers see what autograd sees")
+    pair = pair_of(workshop, kind)
+    for model, _ in pair.both:
+        model[0].compile(backend="aot_eager")  # type: ignore[index,operator]
+    check(pair)
