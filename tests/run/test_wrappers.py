@@ -1,4 +1,4 @@
-"""Quantized weights, which wrap several tensors, beside adapters: packed on every tier, with the bits of plain torch."""
+"""Quantized weights, which wrap several tensors: packed on every tier, with the bits of plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import outsize
 from tests.conftest import Pair, Workshop, prepared, squared_error, train
-from tests.run.codes import KINDS, Adapted, Codes, CodesAbove, Nested
+from tests.run.codes import KINDS, Adapted, Codes
 
 WIDTH, DEPTH = 64, 3
 PACKED = DEPTH * 2 * (WIDTH * WIDTH + 4 * WIDTH) + DEPTH * 4 * WIDTH
@@ -70,7 +70,9 @@ def test_the_base_is_read_packed_and_never_written(workshop: Workshop, kind: Any
         loss.backward()
         after = outsize.memory(pair.model)
         pages = 4096 * (4 + 1 + 4) * len(units)  # elements that round up, of each dtype
-        assert 2 * PACKED * 2 // 3 <= after.bytes_read - before.bytes_read <= 2 * (PACKED + pages + 3 * 4 * 4096 * DEPTH)
+        assert (
+            2 * PACKED * 2 // 3 <= after.bytes_read - before.bytes_read <= 2 * (PACKED + pages + 3 * 4 * 4096 * DEPTH)
+        )
         assert after.bytes_written == before.bytes_written
 
 

@@ -161,11 +161,12 @@ def _export_dcp(
 
 
 def _refuse_wrappers(prepared: Prepared) -> None:
-    if prepared.placed.inside:
+    name = min(prepared.placed.inside, default=None)
+    if name is not None:
         raise ValueError(
-            f"outsize.export writes weights under the names of the model's parameters, and {min(prepared.placed.inside)!r} "
-            f"is inside a quantized one. Save adapters with `model.save_pretrained(folder)`, a checkpoint with "
-            f"outsize.save; a quantized base stays in the folder it came from"
+            f"outsize.export writes weights under the names of the model's parameters, and {name!r} is inside a "
+            f"quantized one. Save adapters with `model.save_pretrained(folder)`, a checkpoint with outsize.save; a "
+            f"quantized base stays in the folder it came from"
         )
 
 
