@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import outsize
 from tests.conftest import Pair, Workshop, prepared, squared_error, train
-from tests.run.codes import KINDS, Adapted, Codes, Nested
+from tests.run.codes import KINDS, Adapted, Codes, CodesAbove, Nested
 
 WIDTH, DEPTH = 64, 3
 PACKED = DEPTH * 2 * (WIDTH * WIDTH + 4 * WIDTH) + DEPTH * 4 * WIDTH
@@ -270,3 +270,32 @@ def test_a_model_in_host_memory_goes_to_the_computing_device(workshop: Workshop)
     assert param.device.type == param.scale.device.type == found.device.type
     outsize.release(model)
     assert param.dequantize().device.type == found.device.type
+
+
+def test_tensors_inside_are_read_in_the_file_that_they_were_loaded_from(workshop: Workshop, tmp_path: Path) -> None:
+    files = pytest.importorskip("safetensors.torch")
+    with torch.device("cpu"):
+        model, plain = build(CodesAbove)(), build(CodesAbove)()
+        values = {}
+        for name, param in plain.named_parameters():
+            if not param.requires_grad:
+                inner: Any = param
+                parts = ["codes", "scale"] if isinstance(param, Codes) else []
+                values |= {f"{name}.{part}": getattr(inner, part) for part in parts} or {name: param.detach()}
+        files.save_file(values, tmp_path / "base.safetensors")
+        loaded = files.load_file(tmp_path / "base.safetensors")
+        for layer in (layer for block in model for layer in (block.base, block.last)):  # type: ignore[union-attr]
+            name = next(name for name, each in model.named_modules() if each is layer)
+            codes = CodesAbove(loaded[f"{name}.weight.codes"], loaded[f"{name}.weight.scale"])
+            layer.weight = nn.Parameter(codes, requires_grad=False)
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(loaded[f"{name}.bias"], requires_grad=False)
+        before = (tmp_path / "base.safetensors").read_bytes()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if mine.requires_grad:
+            mine.data.copy_(theirs)
+    plain, optimizers = plain.to(torch.get_default_device()), [sgd(plain), sgd(model)]
+    workshop.prepare(model, optimizers[1], "host", params="disk", units=Adapted)
+    assert all(unit.shard.in_place for unit in prepared(model).engine.parameters.units if unit.inside)
+    assert train(model, optimizers[1], data(3)) == train(plain, optimizers[0], data(3))
+    assert (tmp_path / "base.safetensors").read_bytes() == before
