@@ -17,7 +17,7 @@ SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
 # What make test runs on the simulated accelerator too; tests/accelerator/README.md has the command that runs all.
 ON_SIMULATOR := $(foreach name,activations amp choice delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
-	stacks_in_tiles streaming tiled update_in_backward weights_in_tiles,tests/run/test_$(name).py) tests/api/test_release.py
+	stacks_in_tiles streaming tiled update_in_backward weights_in_tiles wrappers,tests/run/test_$(name).py) tests/api/test_release.py
 
 .PHONY: setup test train format bench clean
 .DEFAULT_GOAL := setup

@@ -405,8 +405,8 @@ def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> Pa
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
     if param.dtype not in TRAINED_DTYPES.values():
         raise ValueError(
-            f"parameter {name!r} is a {type(param).__name__} of {param.dtype}; outsize trains float32, bfloat16, float16 "
-            f"and float64 parameters, and moves quantized weights of torchao. Register other values as buffers"
+            f"parameter {name!r} is a {type(param).__name__} of {param.dtype}; outsize trains float32, bfloat16, "
+            f"float16 and float64 parameters, and moves quantized weights of torchao. Register other values as buffers"
         )
     if is_distributed(param) and config.compute_dtype not in (None, param.dtype):
         raise ValueError(
