@@ -69,12 +69,14 @@ class _Product(torch.autograd.Function):
 
 
 class CodesAbove(Codes):
-    """It computes above autograd, in `__torch_function__`, with a function that saves the weight as it is."""
+    """It computes above autograd, in `__torch_function__`, with a function that saves what is made of the weight."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
-            return _Product.apply(args[0], args[1]) + (0 if args[2] is None else args[2])
+            return _Product.apply(args[0], args[1].detach() if torch.is_grad_enabled() else args[1]) + (
+                0 if args[2] is None else args[2]
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
