@@ -205,10 +205,12 @@ def disk(directory: str) -> list[Row]:
         after = outsize.memory(model)
         if engine is not None:
             requests = (engine.requests - made) / seconds[tier]
-            hits = 1 - (after.rows_ahead - before.rows_ahead) / (after.rows - before.rows)
+            hits = (after.row_hits - before.row_hits) / (after.rows - before.rows)
     ratio, limit = seconds["host"] / seconds["disk"], requests_a_second(directory)
     reached = ratio >= 0.7 or requests >= 0.8 * limit
-    shown = f"{ratio:.2f} x of host memory; {hits:.0%} hits; {requests:,.0f} requests/s, "
+    shown = (
+        f"{ratio:.2f} x of host memory; {hits:.0%} of the rows in memory or read ahead; {requests:,.0f} requests/s, "
+    )
     shown += f"the drive alone {limit:,.0f}"
     return [Row("samples/s, table on disk, Zipf 1.05", shown, ">= 0.7 x, or 80 % of the requests/s", reached)]
 
