@@ -255,6 +255,19 @@ def test_a_model_in_place_is_released_and_exported(workshop: Workshop, folder: P
     assert all(torch.equal(exported[name], param) for name, param in loaded(folder).named_parameters())
 
 
+def test_tiles_are_read_in_place_in_inference_mode(workshop: Workshop, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    safetensors.save_file({"weight": torch.randn(4400, 64)}, tmp_path / "table.safetensors")
+    values = safetensors.load_file(tmp_path / "table.safetensors")["weight"]
+    model, ids = nn.Embedding.from_pretrained(values, freeze=True), torch.arange(0, 4400, 7)
+    workshop.prepare(model, **ON_DISK)
+    (unit,) = prepared(model).engine.parameters.units
+    assert unit.shard.tile_rows
+    assert unit.shard.in_place
+    with torch.inference_mode():
+        assert torch.equal(model(ids), values[ids])
+
+
 def test_an_accelerator_gets_what_is_read_in_place(sim: Any, workshop: Workshop, folder: Path) -> None:
     with torch.device("cpu"):
         plain, model = loaded(folder), loaded(folder)

@@ -47,14 +47,15 @@ class Buffer(Store):
         self._users: dict[int, torch.Stream] = {}  # by number: those that may have work with the memory in their queues
         self._left: dict[int, torch.Event] = {}  # where the users of before have left it
         self._sources: Transfer = ARRIVED  # when the last bytes that `write` was given have been read
-        if lanes is None:
-            self._memory = HostBuffer(nbytes, pinned)
-            self.flat = self._memory.bytes
-            self.values = alone(self.flat, self.flat)  # no transfer counts as a view of the values
-        else:
-            with self._incoming():
-                self.flat = self.values = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
-            self._shrink()
+        with torch.inference_mode(False):  # other threads write to it
+            if lanes is None:
+                self._memory = HostBuffer(nbytes, pinned)
+                self.flat = self._memory.bytes
+                self.values = alone(self.flat, self.flat)  # no transfer counts as a view of the values
+            else:
+                with self._incoming():
+                    self.flat = self.values = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+                self._shrink()
         if lasting:
             self.materialize()
             if lanes is not None:
