@@ -71,6 +71,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     assert threads() <= before
 
 
+def under_autocast(model: Any, **how: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return answers(model, **how)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
@@ -265,6 +270,7 @@ def test_models_whose_cache_is_another_are_refused(disk: Path, config: Any, mess
         (lambda model, cache: (answers(model, cache=cache), cache.crop(-1)), "cannot give up tokens"),
         (lambda model, cache: (begin(model, cache), answers(model, cache=cache)), "another form"),
         (lambda model, cache: model(torch.ones(1, 3, dtype=torch.long), cache=cache), "gradients would flow"),
+        (lambda model, cache: under_autocast(model, cache=cache), "keys of torch.float32 and values of torch.bfloat16"),
     ],
 )
 def test_what_the_cache_cannot_do_is_refused(disk: Path, how: Any, message: str) -> None:

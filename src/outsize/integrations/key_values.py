@@ -135,6 +135,12 @@ class _Shared:
                 f"KeyValueCache was made for {self._tokens} tokens a sequence, and {count + new} are needed: pass "
                 f"tokens={count + new} or more, prompt and answer together"
             )
+        if len({each.dtype for each in kept}) > 1:
+            raise ValueError(
+                f"layer {layer} gives keys of {kept[0].dtype} and values of {kept[1].dtype}, as it may under "
+                f"torch.autocast, and KeyValueCache holds one dtype: load the model in the dtype in which it is to "
+                f"compute, and call generate() without autocast"
+            )
         store = self._store or self._open(kept)
         if form_of(kept) != store.form:
             raise ValueError(
