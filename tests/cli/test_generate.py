@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from outsize.api import placing
 from outsize.cli import generating, main
 from outsize.config import Config
 
@@ -125,6 +126,30 @@ def test_keys_and_values_that_cannot_be_moved_say_why() -> None:
         ValueError, match=r"raise --host-memory \(KeyValueCache has nothing to move: each layer of mistral"
     ):
         generating._budgets(made, config, 100, 4, 4, argparse.Namespace(disk=["/tmp"]))
+
+
+LARGE = {"num_hidden_layers": 16, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+"""8 KiB of keys and values a token."""
+
+
+def test_a_budget_that_is_not_named_holds_keys_and_values_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(placing, "available_memory", lambda: 2 << 20)
+    config, made = transformers.LlamaConfig(**LARGE), Config(device="cpu")
+    with pytest.raises(ValueError, match="take 3.1 MiB, but host_memory is 1.6 MiB: lower --batch"):
+        generating._budgets(made, config, 100, 4, 4, argparse.Namespace(disk=None))
+    args = argparse.Namespace(disk=[tmp_path])
+    assert generating._budgets(made, config, 100, 4, 4, args)["host_memory"] < 1.6 * (1 << 20) - 2 * (200 << 10)
+    assert args.cache == "disk"
+
+
+def test_a_host_without_room_leaves_keys_and_values_to_the_disk(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(placing, "available_memory", lambda: 2 << 20)
+    config, made = transformers.LlamaConfig(**LARGE), Config(device="sim", device_memory="1MiB")
+    args = argparse.Namespace(disk=[tmp_path])
+    generating._budgets(made, config, 100, 4, 4, args)
+    assert args.cache == "disk"
 
 
 def test_keys_and_values_beyond_an_accelerator_rest_on_the_host(

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import torch
 
 import outsize
+from outsize.api.placing import find_budgets
 from outsize.cli.options import DTYPES, at_least
 from outsize.config import Config
 from outsize.plan.sizes import format_bytes
@@ -141,10 +142,11 @@ def _budgets(made: Config, config: Any, tokens: int, batch: int, itemsize: int, 
     whole = cache_bytes(config, batch, tokens, itemsize)
     on_cpu = made.compute_device.type == "cpu"
     computing = "host_memory" if on_cpu else "device_memory"
-    budgets = {name: getattr(made, name) for name in ("device_memory", "host_memory")}
+    found = find_budgets(made)
+    budgets: dict[str, Any] = {"device_memory": found.device, "host_memory": found.host}
     taken, reason, args.cache = {computing: whole}, "", None
-    if budgets[computing] is not None and (whole >= budgets[computing] if on_cpu else 2 * whole > budgets[computing]):
-        fit_on_host = not on_cpu and (budgets["host_memory"] is None or whole < budgets["host_memory"])
+    if whole >= budgets[computing] if on_cpu else 2 * whole > budgets[computing]:
+        fit_on_host = not on_cpu and whole < budgets["host_memory"]
         try:
             held, staging = held_bytes(config, whole, tokens)
             args.cache = "host" if fit_on_host else "disk" if args.disk else None
@@ -156,8 +158,6 @@ def _budgets(made: Config, config: Any, tokens: int, batch: int, itemsize: int, 
             taken["host_memory"] = whole
     what = f"keys and values of {batch} prompts of {tokens} tokens take {format_bytes(whole)}"
     for field, nbytes in taken.items():
-        if budgets[field] is None:
-            continue
         if nbytes >= budgets[field]:
             rest = f", {format_bytes(nbytes)} of {field} while they rest on {args.cache}" if args.cache else ""
             disk = "" if args.disk or reason else ", or name a --disk for them"
