@@ -207,6 +207,33 @@ def test_a_checkpoint_goes_on_with_the_same_bits(workshop: Workshop, kind: Any, 
         assert torch.equal(weight(model).dequantize(), weight(pair.plain).dequantize())
 
 
+@of_each_kind
+def test_the_state_dict_of_an_optimizer_that_has_frozen_weights(workshop: Workshop, kind: Any) -> None:
+    pair = workshop.pair(build(kind), lambda model: torch.optim.AdamW(model.parameters()), "squeezed", units=Adapted)
+    train(pair.model, pair.optimizer, data(2))
+    state = pair.optimizer.state_dict()
+    train(pair.model, pair.optimizer, data(2))
+    train(pair.plain, pair.plain_optimizer, data(2))
+    assert state["state"].keys() == pair.plain_optimizer.state_dict()["state"].keys()
+    pair.optimizer.load_state_dict(state)
+    again = pair.optimizer.state_dict()
+    for index, entry in state["state"].items():
+        assert all(torch.equal(value, again["state"][index][name]) for name, value in entry.items())
+
+
+def test_a_wrapper_of_floats_is_known_before_its_first_use(workshop: Workshop, tmp_path: Path) -> None:
+    class Floats(Codes):
+        @classmethod
+        def of(cls, value: Tensor) -> Codes:
+            return cls(value * 8, torch.full((len(value), 1), 1 / 8))
+
+    pair = pair_of(workshop, Floats, "device")
+    with outsize.gathered(weight(pair.model)):
+        assert torch.equal(weight(pair.model).dequantize(), weight(pair.plain).dequantize())
+    outsize.save(tmp_path / "saved", pair.model, pair.optimizer).wait()
+    check(pair)
+
+
 def test_a_state_dict_is_loaded_inside_gathered(workshop: Workshop) -> None:
     pair = pair_of(workshop, Codes)
     torch.manual_seed(3)

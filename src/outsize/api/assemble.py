@@ -283,7 +283,7 @@ def _build(
         for param in unit.parameters.values():
             engine.take_over(unit, param)
         for inner in unit.inside:
-            inner.show() if unit.resident else inner.hide()
+            inner.hide()
         unit.shard.buffer.note_views()
     for each in gradients:
         each.resting.make_ready()

@@ -28,6 +28,7 @@ from outsize.run.state_entry import (
 )
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Unit
+from outsize.run.wrappers import is_wrapper
 
 MASTER_KEY = "fp32_master"
 """In a state dict. See Note [Masters in a state dict]."""
@@ -152,6 +153,8 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
             self._for_a_state_dict = False
         for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
             for param, index in zip(group["params"], saved["params"], strict=True):
+                if is_wrapper(param):
+                    continue  # frozen: it has no state
                 unit, slot = self._parameters.unit_of(param)
                 if was_stepped(unit.shard, slot.name) and unit.shard.array(MASTER, slot):
                     unit.await_written()
@@ -183,7 +186,8 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
             if group["params"]:
                 self._rule.check(hyper, f"the state dict's param_groups[{at}]")
             for param, index in zip(group["params"], other["params"], strict=True):
-                checked.append(self._checked(param, state.get(index) or {}, hyper))
+                if not (is_wrapper(param) and index not in state):  # a frozen one, which has none
+                    checked.append(self._checked(param, state.get(index) or {}, hyper))
         with self._streamer.live.changing("optimizer.load_state_dict"):
             for group, other in zip(groups, copy.deepcopy(saved), strict=True):
                 group.update(_options(other))
