@@ -279,6 +279,25 @@ def test_what_the_cache_cannot_do_is_refused(disk: Path, how: Any, message: str)
         how(model, cache)
 
 
+@pytest.mark.parametrize("mode", ["last_loop", "per_loop"])
+def test_a_model_that_runs_a_layer_several_times_is_refused(disk: Path, mode: str) -> None:
+    if not hasattr(transformers, "DoryConfig"):
+        pytest.skip("this version of transformers has no such model")
+    ends = {"n_input_layers": 1, "n_output_layers": 1, "layer_types": ["full_attention"] * 4}
+    config = transformers.DoryConfig(num_hidden_layers=4, head_dim=16, recurrent_kv_cache_mode=mode, **ends, **GROUPED)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with KeyValueCache(config, tokens=40, disk=disk) as cache, pytest.raises(ValueError, match="several times"):
+        answers(model, cache=cache)
+
+
+def test_a_model_sees_whether_there_is_something_before_its_tokens(disk: Path) -> None:
+    model = build()
+    with KeyValueCache(model.config, tokens=40, disk=disk) as cache:
+        assert not cache.is_initialized
+        begin(model, cache)
+        assert cache.is_initialized
+
+
 def test_host_memory_of_a_model_on_the_cpu_is_refused() -> None:
     model = build()
     with pytest.raises(ValueError, match="name a disk, or leave KeyValueCache out"):

@@ -222,7 +222,6 @@ class _MovedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer whose keys and values are moved."""
 
     is_sliding = False
-    supports_early_init = False
 
     def __init__(self, shared: _Shared, number: int) -> None:
         super().__init__()
@@ -241,6 +240,7 @@ class _MovedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         with torch.inference_mode(False), torch.no_grad():  # the conveyor writes to what is made here
             keys, values = self._shared.update(self._number, (key_states, value_states))
+        self.is_initialized = True  # by which some models know a prompt from what follows it
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -262,3 +262,12 @@ class _MovedLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     reset = crop = batch_repeat_interleave = batch_select_indices = _refuse
+
+    def _refuse_looking(self, *_: Any) -> None:
+        raise ValueError(
+            "KeyValueCache shows a layer's keys and values to its attention alone, and cannot be copied. Models that "
+            "run a layer several times ask for that: call generate() without KeyValueCache"
+        )
+
+    keys = values = property(_refuse_looking, lambda self, nothing: None)
+    __deepcopy__ = _refuse_looking
