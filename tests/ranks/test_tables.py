@@ -235,6 +235,17 @@ def test_a_checkpoint_of_three_ranks_goes_on_exactly_through_one_rank_and_back(t
         assert same_bits(held.values(), before.values())
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_checkpoint_where_tables_alone_are_split_is_whole(stage: int, tmp_path: Path) -> None:
+    disk, one, two = str(tmp_path), str(tmp_path / "one"), str(tmp_path / "two")
+    way = Way(adagrad, "disk" if stage == 0 else "device", fields={"stage": stage})
+    expected = run_on_ranks(2, saved, way, disk, disk)[0]
+    before, _ = loaded(Way(adagrad), f"{disk}/{way.tier}", disk, one)
+    for held, after in run_on_ranks(2, loaded, way, one, disk, two):
+        assert same_bits(held.values(), before.values())
+        assert same_bits(after.values(), expected.values())
+
+
 # -- around the loop -----------------------------------------------------------------------------------------------
 
 
