@@ -221,6 +221,14 @@ def test_the_state_dict_of_an_optimizer_that_has_frozen_weights(workshop: Worksh
         assert all(torch.equal(value, again["state"][index][name]) for name, value in entry.items())
 
 
+def test_a_quantized_embedding_is_no_table(workshop: Workshop) -> None:
+    model = nn.Embedding(WIDTH, WIDTH, sparse=True).requires_grad_(False)
+    model.weight = nn.Parameter(Codes.of(model.weight.detach()), requires_grad=False)
+    plain, ids = copy.deepcopy(model), torch.arange(5)
+    workshop.prepare(model, None, "squeezed")
+    assert torch.equal(model(ids), plain(ids))
+
+
 def test_a_wrapper_of_floats_is_known_before_its_first_use(workshop: Workshop, tmp_path: Path) -> None:
     class Floats(Codes):
         @classmethod

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from outsize.move.rows import Rows
+from outsize.run.wrappers import is_wrapper
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
@@ -36,7 +37,7 @@ def tables_of(model: nn.Module) -> dict[str, nn.Module]:
     users: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for param in module._parameters.values():
-            if param is not None:
+            if param is not None and not is_wrapper(param):  # a frozen one, which comes whole
                 users.setdefault(names[id(param)], []).append((name, module))
         if _is_table(module) and (parametrize.is_parametrized(module, "weight") or "weight" not in module._parameters):
             raise ValueError(
