@@ -93,6 +93,14 @@ def test_tokens_are_those_of_plain_transformers(disk: Path, kind: str, way: str)
         assert cache.bytes_read > 0 < cache.bytes_written
 
 
+def test_a_cache_that_was_closed_says_so(disk: Path) -> None:
+    model = build()
+    with KeyValueCache(model.config, tokens=PROMPT + NEW, disk=disk) as cache:
+        pass
+    with pytest.raises(ValueError, match="was closed"):
+        answers(model, cache=cache)
+
+
 @pytest.mark.parametrize(("sim", "way"), [*(("hold", way) for way in WAYS), ("random", "beams")], indirect=["sim"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_beside_an_accelerator_they_rest_on_host_or_disk(sim: Any, disk: Path, tier: str, way: str) -> None:

@@ -72,6 +72,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]  # not read by mypy
 
     def close(self) -> None:
         """Remove the files and end the thread; safe to repeat."""
+        self._shared.closed = True
         if self._shared.resources is not None:
             self._shared.resources.close()
 
@@ -117,6 +118,7 @@ class _Shared:
 
     def __init__(self, layers: int, tokens: int, disk: Sequence[Path]) -> None:
         self._layers, self._tokens, self._disk = layers, tokens, disk
+        self.closed = False
         self.resources: Resources | None = None
         self._store: TokenStore | None = None
         self._origins: torch.Tensor | None = None  # [tokens, batch]; see Note [Tokens at rest] in move/tokens.py
@@ -129,6 +131,10 @@ class _Shared:
 
     def update(self, layer: int, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All keys and values of the layer, with these new ones. They last until the next update."""
+        if self.closed:
+            raise ValueError(
+                "this KeyValueCache was closed, and its tokens are gone; make one for each call of generate()"
+            )
         count, new = self.count(layer), kept[0].shape[2]
         if count + new > self._tokens:
             raise ValueError(
