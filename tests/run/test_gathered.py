@@ -132,6 +132,18 @@ def test_training_inside_a_block_works(workshop: Workshop, tier: str) -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "selective", "offload", "auto"])
+def test_the_backward_of_a_forward_inside_may_come_after_the_block(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(activations=activations)
+    batch = batches(1)[0]
+    for model, optimizer in pair.both:
+        with outsize.gathered(pair.model):
+            loss = squared_error(model, batch)
+        loss.backward()
+        optimizer.step()
+    pair.check()
+
+
 def test_a_forward_inside_a_modifying_block_sees_the_changes(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     x = batches(1)[0][0]

@@ -305,6 +305,7 @@ def _build(
         partial(saving_with, engine),
         choice if agree else None,
         None if ranks is None or ranks.tensor is None else SplitInputs(ranks.tensor),
+        engine.any_shown,
     )
     heads, wide = (heads_of(model), wide_modules(model, units, scopes, plan)) if config.tiles else ([], {})
     hooks.install(engine, model, framed, layers, activations, heads, wide)

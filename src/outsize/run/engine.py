@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import NoReturn, final
@@ -289,6 +289,10 @@ class Engine:
                     self.parameters.show_together(unit)
             self.streamer.room.return_excess()
             self.owner.give()
+
+    def any_shown(self, modules: Iterable[torch.nn.Module]) -> bool:
+        """Whether a `gathered` block has parameters that one of the modules owns."""
+        return any(unit.shown for module in modules for unit in self.owned.get(id(module), ()))
 
     def adopt_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Take over a gradient that the user's parameter had before `prepare`."""
