@@ -300,12 +300,13 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     resting = [grad for grad in grads if isinstance(grad, RestingGrad)]
     plain = [grad for grad in grads if not isinstance(grad, RestingGrad)]
     norms = torch.stack([norm.to(found_inf.device, torch.float32) for norm in _norms(grads)])
-    sure = dict(zip(map(id, grads), torch.isfinite(norms).tolist(), strict=True))
-    finite = all(sure[id(grad)] or bool(torch.isfinite(grad).all()) for grad in plain)
+    # A norm is of elements that are not finite, or of large ones whose squares overflow.
+    sure = torch.isfinite(norms)
+    doubtful = {id(grad) for grad, each in zip(grads, sure.tolist(), strict=True) if not each} if not sure.all() else ()
+    finite = all(id(grad) not in doubtful or bool(torch.isfinite(grad).all()) for grad in plain)
     if plain:  # with several ranks rows of tables, of which each has others
         finite = resting[0].home.resting.on_every_rank(finite)
-    # A norm is of elements that are not finite, or of large ones whose squares overflow.
-    finite = finite and all(sure[id(grad)] or grad.home.resting.all_finite(grad) for grad in resting)
+    finite = finite and all(id(grad) not in doubtful or grad.home.resting.all_finite(grad) for grad in resting)
     if not finite:
         found_inf.fill_(1.0)
     for grad in grads:
