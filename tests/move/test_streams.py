@@ -81,7 +81,7 @@ def ranks_on(accelerator: Accelerator) -> Any:
     ranks.model = comm.Model(0, False, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
     ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model) for name in comm.LANES}
     for lane in ranks._lanes.values():
-        lane.moving = accelerator
+        lane.moving, lane.on_device = accelerator, True
         lane.exchange = lambda turn: None
     return ranks
 

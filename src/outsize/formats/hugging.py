@@ -35,7 +35,7 @@ from outsize.checkpoint.opened import Opened
 from outsize.checkpoint.regions import MAX_DIMS
 from outsize.formats.weights import DTYPE_NAMES, INDEX_NAME, LENGTH_BYTES, SINGLE_NAME
 from outsize.move.memory import HostBuffer, memory_of
-from outsize.move.store import DTYPES
+from outsize.move.store import TRAINED_DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -83,7 +83,7 @@ def open_safetensors(
     there = {name: (weight.shape, weight.dtype) for name, weight in stored.items()}
     wanted = {**live.parameters, **(live.buffers or {})}
     unexpected = sorted(stored.keys() - with_aliases(wanted, aliases).keys())
-    differences = differences_of_others(live, there, aliases, unexpected, optional, DTYPES.values())
+    differences = differences_of_others(live, there, aliases, unexpected, optional, TRAINED_DTYPES.values())
     _check_renamed(folder, differences, wanted, there)
     passed_over = check_same_model(str(folder), differences, strict)
     files, slab = OpenFiles(), HostBuffer(SLAB_BYTES)

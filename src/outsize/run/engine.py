@@ -227,7 +227,7 @@ class Engine:
             refusals.vmap(self.parameters.name_of(tensor))
 
     def refuse_write(self, name: str, operation: str = "") -> NoReturn:
-        refusals.write(name, operation, again=bool(self.frames) or in_backward())
+        refusals.write(name, operation, in_forward=bool(self.frames))
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 

@@ -28,13 +28,11 @@ def use_by_other_thread(name: str, operation: str) -> NoReturn:
     )
 
 
-def write(name: str, operation: str, again: bool) -> NoReturn:
-    """`again`: the forward may run a second time."""
+def write(name: str, operation: str, in_forward: bool) -> NoReturn:
     how = f" by {operation!r}" if operation else ""
-    what = "the forward and backward() both, which runs a forward again unless it is prepared with activations='keep'"
     raise RuntimeError(
         f"parameter {name!r} is written in place{how} outside `outsize.gathered(param, modify=True)`, where"
-        f" the change would be lost; wrap {what if again else 'it'} in that context"
+        f" the change would be lost; wrap {'the forward' if in_forward else 'it'} in that context"
     )
 
 
