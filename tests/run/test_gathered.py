@@ -144,6 +144,29 @@ def test_the_backward_of_a_forward_inside_may_come_after_the_block(workshop: Wor
     pair.check()
 
 
+class Slope(nn.Module):
+    """Its forward uses torch.func, beside which torch allows no hooks of saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: self.inner(y).square().sum())(x)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_forward_that_uses_torch_func_runs_inside(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(lambda: nn.Sequential(Slope(), nn.Linear(16, 4)), activations=activations)
+    batch = batches(1)[0]
+    for model, optimizer in pair.both:
+        with outsize.gathered(pair.model):
+            loss = squared_error(model, batch)
+        loss.backward()
+        optimizer.step()
+    pair.check()
+
+
 def test_a_forward_inside_a_modifying_block_sees_the_changes(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     x = batches(1)[0][0]
