@@ -42,6 +42,10 @@ _Forward = Callable[..., Any]
 _outside_of_dynamo: Callable[[_Forward], _Forward] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
+def _none_is_shown(_: Iterable[nn.Module]) -> bool:
+    return False
+
+
 @final
 @dataclass(frozen=True)
 class Activations:
@@ -53,7 +57,7 @@ class Activations:
     holding: Callable[[object, Hooks | None], AbstractContextManager[Any]] | None = None  # what is saved holds this
     choice: Choice | None = None  # of "auto"; of the length of segments where all compute again
     split: SplitInputs | None = None  # over tensor-parallel ranks
-    shown: Callable[[Iterable[nn.Module]], bool] | None = None  # whether a `gathered` block has parameters of these
+    shown: Callable[[Iterable[nn.Module]], bool] = _none_is_shown  # whether a `gathered` block has parameters of these
 
     def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
         """The `forward` of a module, run in the `mode`: "keep", "recompute", "selective", "offload" or "auto".
@@ -101,9 +105,8 @@ class Layer:
         again = in_backward() or of_checkpoint(top_hooks())
         if (again and not self._parts.strict) or is_transformed():
             return self._forward(*args, **kwargs)
-        shown = self._activations.shown is not None and self._activations.shown(self._modules)
         # Parameters in a `gathered` block pass the gate, where autograd saves other tensors than in a second forward.
-        mode = "keep" if shown or not torch.is_grad_enabled() else self._mode
+        mode = self._mode if torch.is_grad_enabled() and not self._activations.shown(self._modules) else "keep"
         if mode != "keep" or self._parts.count > 1:
             caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
             if any(is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):

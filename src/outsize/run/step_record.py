@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -13,6 +14,7 @@ from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.move.store import MASTER
 from outsize.optim.worker import differs
+from outsize.run.buffers import collecting_dtype
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, local_gradient
 from outsize.run.parameters import grad_of
@@ -115,6 +117,15 @@ def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Red
             f"loss was NaN or infinite, or overflowed on the way). Nothing was updated. Call zero_grad() and go on "
             f"with another batch, or lower the learning rate"
         )
+
+
+def average_rows(pendings: Mapping[Unit, Pending], reduction: Reduction) -> None:
+    """The update of a table that is split is by the mean over the ranks, of the rows that rest here. Blocks."""
+    for unit, pending in pendings.items():
+        for name, owed in pending.items() if unit.owners is not None else ():
+            assert unit.owners is not None and owed.loose is not None
+            dtype = collecting_dtype(unit.shard.slots[name].dtype, reduction.dtype)
+            pending[name] = replace(owed, loose=unit.owners.mean(owed.loose, dtype))
 
 
 def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:

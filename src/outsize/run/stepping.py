@@ -11,13 +11,13 @@ import torch
 from outsize.move.shard import Pending
 from outsize.optim.rows import update_rows
 from outsize.optim.update import ChunkUpdater
-from outsize.run.buffers import collecting_dtype
 from outsize.run.grads import RestingGrad
 from outsize.run.owner import Owner
 from outsize.run.parameters import Parameters, grad_of
 from outsize.run.reduction import Reduction
 from outsize.run.state import OptimizerState
 from outsize.run.step_record import (
+    average_rows,
     check_finite,
     check_masters,
     check_promises,
@@ -141,7 +141,8 @@ class Stepper:
         if self._reduction is not None:
             self._reduction.check_step(told(pendings, factor, counted=not self._reduction.sync))
             self._check_options(self._is_stepped)  # behind what tells a rank apart that alone has such an option
-            self._average_rows(pendings)
+            with self._streamer.live.waiting():
+                average_rows(pendings, self._reduction)
         check_masters(pendings)
         check_finite(pendings, factor, self._reduction)
         for unit, pending in pendings.items():
@@ -157,16 +158,6 @@ class Stepper:
         self._streamer.schedule.step()
         self._streamer.prefetch()
         self._streamer.settle_viewed()
-
-    def _average_rows(self, pendings: dict[Unit, Pending]) -> None:
-        """The update of a table that is split is by the mean over the ranks, of the rows that rest here."""
-        for unit, pending in pendings.items():
-            if unit.owners is not None and self._reduction is not None:
-                for name, owed in pending.items():
-                    assert owed.loose is not None
-                    dtype = collecting_dtype(unit.shard.slots[name].dtype, self._reduction.dtype)
-                    with self._streamer.live.waiting():
-                        pending[name] = replace(owed, loose=unit.owners.mean(owed.loose, dtype))
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
         """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""
