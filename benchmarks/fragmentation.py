@@ -1,4 +1,4 @@
-"""Whether what layers keep cuts a device's memory into pieces, and what an arena of its own would change (ZeRO's M_D).
+"""Whether what layers keep cuts a device's memory into pieces, and what a pool of its own changes (ZeRO's M_D).
 
     python -m benchmarks.fragmentation
 
@@ -8,9 +8,9 @@ MiB, the best fit, blocks that are split and merged, free segments that go back 
 is the smallest memory in which the run does not fail, over the most bytes that are allocated at once. Beside it the
 same run
 
-with an arena    each input of a layer is copied into a stack when the next layer begins
-moved out        inputs leave two layers later and come back one layer before
-expandable       the allocator has one segment that grows: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+in a pool     each input of a layer is copied into a pool when the layer begins, as outsize does it on accelerators
+moved out     inputs leave two layers later and come back one layer before
+expandable    the allocator has one segment that grows: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
 ZeRO: Rajbhandari et al. 2020, section 5.3.
 """
@@ -162,7 +162,7 @@ class CachingAllocator:
     def _grow(self, size: int, small: bool) -> None:
         more = self._missing(size, small)
         if self.reserved + more > self.nbytes:
-            self._release()
+            self.release()
             more = self._missing(size, small)
         if self.reserved + more > self.nbytes:
             raise OutOfMemory
@@ -181,7 +181,7 @@ class CachingAllocator:
         there = self._blocks[last][0] if last in self._blocks and last not in self._used else 0
         return -(-(size - there) // page) * page
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Free segments go back; of one that grows, free pages."""
         for small, free in self._free.items():
             base, page = (0 if small else 1 << 50), PAGES[small]
@@ -220,22 +220,21 @@ def long_lived(events: list[Event]) -> list[list[int]]:
     return steps
 
 
-def with_arena(events: list[Event]) -> tuple[list[Event], int]:
-    """The run with inputs of layers elsewhere, each from the time on when the next one is made, and the bytes there."""
+def pooled(events: list[Event]) -> list[Event]:
+    """The run with a copy of each input, numbered below zero, that is kept in place of it from the next layer on."""
     sizes = {number: size for number, size in events if size > 0}
     steps = long_lived(events)
-    moved = {number for step in steps for number in step}
-    before = {number: earlier for step in steps for earlier, number in pairwise(step)}
+    copied = {number for step in steps for number in step[:-1]}  # the last one is no layer's input
+    before = {later: earlier for step in steps for earlier, later in pairwise(step)}
     kept: list[Event] = []
     for number, size in events:
-        if number in moved and size < 0:
-            if number not in before.values():  # the last of a forward
-                kept.append((number, size))
-            continue
-        kept.append((number, size))
-        if number in before:
+        if number in copied:
+            kept += [(number, size), (-number, size)] if size > 0 else [(-number, size)]
+        else:
+            kept.append((number, size))
+        if size > 0 and number in before:
             kept.append((before[number], -sizes[before[number]]))
-    return kept, max(sum(sizes[number] for number in step) for step in steps)
+    return kept
 
 
 def moved_out(events: list[Event]) -> list[Event]:
@@ -251,22 +250,34 @@ def moved_out(events: list[Event]) -> list[Event]:
     return kept
 
 
-def runs(events: list[Event], nbytes: int, expandable: bool = False) -> tuple[list[float], int] | None:
-    """At the end of each forward the largest block over all that is free, and the most bytes allocated at once; None
-    where memory fails."""
-    memory, starts, shares, most = CachingAllocator(nbytes, expandable), {}, [], 0
+def runs(events: list[Event], nbytes: int, expandable: bool = False) -> tuple[list[int], int] | None:
+    """At the end of each forward bytes of the largest block, and the most bytes allocated at once; None
+    where memory fails. Numbers below zero are allocated in a pool of their own, which gives nothing back."""
+    memory, pool = CachingAllocator(nbytes, expandable), CachingAllocator(nbytes, expandable)
+    starts: dict[int, int] = {}
+    largest: list[int] = []
+    most = 0
     try:
         for number, size in events:
+            memory.nbytes, pool.nbytes = nbytes - pool.reserved, nbytes - memory.reserved
+            chosen = pool if number < 0 else memory
             if number == 0:
-                shares.append(memory.largest / (nbytes - memory.allocated))
-            elif size > 0:
-                starts[number] = memory.allocate(size)
-                most = max(most, memory.allocated)
+                largest.append(memory.largest)
+            elif size < 0:
+                chosen.free(starts.pop(number))
             else:
-                memory.free(starts.pop(number))
+                try:
+                    starts[number] = chosen.allocate(size)
+                except OutOfMemory:
+                    if chosen is memory:
+                        raise
+                    memory.release()
+                    pool.nbytes = nbytes - memory.reserved
+                    starts[number] = pool.allocate(size)
+                most = max(most, memory.allocated + pool.allocated)
     except OutOfMemory:
         return None
-    return shares, most
+    return largest, most
 
 
 def least(events: list[Event], expandable: bool = False) -> int:
@@ -283,14 +294,16 @@ def least(events: list[Event], expandable: bool = False) -> int:
 def rows(directory: str) -> list[Row]:
     events = recorded(directory)
     needed = least(events)
-    found = runs(events, needed)
+    in_pool = pooled(events)
+    found, alone = runs(events, needed), runs(in_pool, needed)
     assert found is not None
-    shares, most = found
-    rest, arena = with_arena(events)
+    assert alone is not None
+    most = found[1]
     figures = {
         "what the run needs": needed,
-        "with an arena for inputs": least(rest) + arena,
-        "expandable segments": least(events, expandable=True),
+        "the same with inputs in a pool": least(in_pool),
+        "with expandable segments": least(events, expandable=True),
+        "with both": least(in_pool, expandable=True),
     }
     made = [
         Row(
@@ -301,8 +314,16 @@ def rows(directory: str) -> list[Row]:
         )
         for what, size in figures.items()
     ]
-    share = f"{shares[0]:.2f}, {shares[-1]:.2f}; {min(shares):.2f} at least"
-    made.append(Row("the largest block over all free bytes after the first and the last forward", share, "", True))
+    for what, blocks in (("", found[0]), (", inputs in a pool", alone[0])):
+        told = f"{blocks[0] // MIB}, {blocks[-1] // MIB}; {min(blocks) // MIB} MiB"
+        made.append(
+            Row(
+                f"the largest free block of {needed // MIB} MiB after the first and last forward; the least{what}",
+                told,
+                "",
+                True,
+            )
+        )
     away = moved_out(events)
     found = runs(away, 1 << 40)
     assert found is not None

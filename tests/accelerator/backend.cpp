@@ -701,6 +701,8 @@ PYBIND11_MODULE(_sim, m) {
     m.def("host_register", [](Address address, size_t nbytes) { machine().pin(address, nbytes, {}); });
     m.def("host_unregister", [](Address address) { machine().unpin(address, true); });
     m.def("set_memory_cap", [](size_t nbytes) { machine().set_cap(nbytes); });
+    m.def("set_pool", [](int pool) { machine().set_pool(pool); });
+    m.def("pools", [] { return machine().pools(); });
     m.def("set_policy", [](const std::string& policy, uint64_t seed) {
         auto kind = policy == "hold"     ? sim::Policy::kHold
                     : policy == "random" ? sim::Policy::kRandom

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,11 @@ def counts() -> list[Stop]:
         Stop(kind, names.get(thread, "a thread of torch"), place, calls, seconds)
         for kind, thread, place, calls, seconds in _native.counts()
     ]
+
+
+def pooled() -> int:
+    """Bytes that are allocated in pools."""
+    return sum(nbytes for pool, nbytes in _native.pools().items() if pool != 0)
 
 
 def reset_counts() -> None:
@@ -256,6 +262,24 @@ def max_memory_reserved(device: Device = None) -> int:
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     torch.accelerator.reset_peak_memory_stats(0)
+
+
+class MemPool:
+    """Memory that only allocations inside `use_mem_pool` take."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, use_on_oom: bool = False) -> None:
+        self.number = next(self._numbers)
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: Device = None) -> Iterator[None]:
+    _native.set_pool(pool.number)
+    try:
+        yield
+    finally:
+        _native.set_pool(0)
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:

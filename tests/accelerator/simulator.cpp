@@ -15,7 +15,8 @@ namespace {
 
 constexpr std::size_t kRound = 512;  // as CUDA's allocator rounds
 constexpr Address kPage = 4096;
-constexpr int kPoison = 0xFF;   // not a number in every floating type
+constexpr int kPoison = 0xFF;  // not a number in every floating type
+thread_local int current_pool = 0;
 constexpr int kAsksInVain = 3;  // a held copy runs once somebody has asked for it this often
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -70,6 +71,15 @@ void* Machine::mine(const void* device) const {
     return address == 0 ? nullptr : reinterpret_cast<void*>(address - device_ + mine_);
 }
 
+void Machine::set_pool(int pool) { current_pool = pool; }
+
+std::map<int, std::size_t> Machine::pools() {
+    Lock lock(mutex_);
+    std::map<int, std::size_t> bytes;
+    for (auto& [address, block] : blocks_) bytes[block.pool] += block.size;
+    return bytes;
+}
+
 void* Machine::allocate(std::size_t nbytes, int stream, const std::string& place) {
     if (nbytes == 0) return nullptr;
     Lock lock(mutex_);
@@ -78,7 +88,8 @@ void* Machine::allocate(std::size_t nbytes, int stream, const std::string& place
     Address address = 0;
     for (int attempt = 0; address == 0; ++attempt) {
         for (auto it = cache_.rbegin(); it != cache_.rend(); ++it) {
-            if (it->second.stream == stream && it->second.size >= size && it->second.size <= 2 * size) {
+            if (it->second.stream == stream && it->second.pool == current_pool && it->second.size >= size &&
+                it->second.size <= 2 * size) {
                 address = it->first;
                 size = it->second.size;
                 cache_.erase(std::next(it).base());
@@ -100,7 +111,7 @@ void* Machine::allocate(std::size_t nbytes, int stream, const std::string& place
                              " are allocated (", place, ")");
         }
     }
-    blocks_[address] = Block{size, stream, {}};
+    blocks_[address] = Block{size, stream, current_pool, {}};
     stats.allocation[0].increase(1);
     stats.allocated_bytes[0].increase(size);
     stats.active_bytes[0].increase(size);

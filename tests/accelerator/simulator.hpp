@@ -84,6 +84,8 @@ class Machine {
     void set_cap(std::size_t bytes);
     std::size_t cap() const { return cap_; }
     std::size_t available();
+    void set_pool(int pool);             // of the calling thread: 0 is everybody's
+    std::map<int, std::size_t> pools();  // bytes allocated in each
     c10::CachingDeviceAllocator::DeviceStats stats;
 
     // Pinned host memory: whole allocations and registered ranges.
@@ -122,6 +124,7 @@ class Machine {
     struct Block {
         std::size_t size = 0;
         int stream = 0;
+        int pool = 0;
         std::vector<int> users;
     };
     struct Freed {

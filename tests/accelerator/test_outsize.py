@@ -7,6 +7,7 @@ import itertools
 import threading
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -207,6 +208,80 @@ def test_inputs_that_move_out_take_as_much_of_the_device_whatever_the_depth(sim:
         taken = [most(depth, activations="offload", activations_tier=place) for depth in depths]
         assert max(taken) <= alone + 3 * nbytes, [(each - alone) / nbytes for each in taken]
         assert max(taken) - min(taken) <= nbytes // 4
+
+
+class WithMemory(nn.Module):
+    """Each layer gets the result of the one before it, and what all layers get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Attending() for _ in range(6))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, mask = self.encoder(x), torch.ones_like(x)
+        for layer in self.layers:
+            x = layer(x, memory, mask)
+        return self.head(x)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        return x + torch.tanh(self.mixed(x) * memory * mask)
+
+
+def in_pool(sim: Any, workshop: Workshop, make: Any, **fields: Any) -> tuple[list[float], int]:
+    """The losses of two steps, and the bytes in pools between forward and backward; none are there afterwards."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "host", device="sim", **fields)
+    losses, most = [], 0
+    for x, y in on_sim(batches(2, rows=1 << 14)):
+        loss = squared_error(model, (x, y))
+        most = max(most, sim.pooled())
+        loss.backward()
+        losses.append(loss.item())
+        assert sim.pooled() == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, most
+
+
+@pytest.mark.parametrize("sim", ["random"], indirect=True)
+def test_inputs_that_stay_on_the_device_have_memory_of_their_own(
+    sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-R's M_D. What earlier layers have made is there once, and what the model's forward keeps anyway is not."""
+    mib, tiers = 1 << 20, {"tiles": False}
+    deep = partial(Stack, depth=6)
+    expected = in_pool(sim, workshop, deep, activations="keep", **tiers)
+    assert expected[1] == 0
+    for mode in ("recompute", "selective"):
+        losses, most = in_pool(sim, workshop, deep, activations=mode, **tiers)
+        assert losses == expected[0]
+        assert most == 5 * mib
+    assert in_pool(sim, workshop, deep, activations="offload", **tiers) == expected
+    losses, most = in_pool(sim, workshop, WithMemory, activations="recompute", **tiers)
+    assert losses == in_pool(sim, workshop, WithMemory, activations="keep", **tiers)[0]
+    assert most == (5 + 1) * mib
+    monkeypatch.delattr(simulator, "MemPool")
+    assert in_pool(sim, workshop, deep, activations="recompute", **tiers) == expected
+
+
+def test_memory_whose_segments_grow_has_no_pool(sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses one then, in some versions."""
+
+    def refuse(use_on_oom: bool = False) -> None:
+        raise RuntimeError("MemPool does not support expandable segments")
+
+    monkeypatch.setattr(simulator, "MemPool", refuse)
+    assert in_pool(sim, workshop, partial(Stack, depth=6), activations="recompute")[1] == 0
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
 from outsize.move.memory import return_freed_memory
+from outsize.move.pool import open_pool
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule
 from outsize.optim.update import ChunkUpdater, UpdateClock
@@ -305,6 +306,7 @@ def _build(
         partial(saving_with, engine),
         choice if agree else None,
         None if ranks is None or ranks.tensor is None else SplitInputs(ranks.tensor),
+        open_pool(config.compute_device),
         engine.any_shown,
     )
     heads, wide = (heads_of(model), wide_modules(model, units, scopes, plan)) if config.tiles else ([], {})

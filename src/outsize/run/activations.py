@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from outsize.move.activations import ActivationStore
+from outsize.move.pool import Pool
 from outsize.run.caches import is_cache, is_filled, refuse_reading
 from outsize.run.choice import Choice
 from outsize.run.costs import Cost, Lease, Measurement, Moving
@@ -57,6 +58,7 @@ class Activations:
     holding: Callable[[object, Hooks | None], AbstractContextManager[Any]] | None = None  # what is saved holds this
     choice: Choice | None = None  # of "auto"; of the length of segments where all compute again
     split: SplitInputs | None = None  # over tensor-parallel ranks
+    pool: Pool | None = None  # where the inputs lie that stay on an accelerator
     shown: Callable[[Iterable[nn.Module]], bool] = _none_is_shown  # whether a `gathered` block has parameters of these
 
     def around(self, module: nn.Module, mode: str, name: str, forward: _Forward) -> Layer:
@@ -243,9 +245,12 @@ class Layer:
     ) -> AbstractContextManager[Any]:
         """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
         store, split, by_reference = self._activations.store, self._activations.split, self._activations.by_reference
+        pool = self._activations.pool
         if by_reference is None or is_foreign(top_hooks()):
             return nullcontext()
-        hooks = None if before is None else before[1].hooks(before[0])
+        hooks = None if pool is None else pool.of_call(inputs)
+        if before is not None:
+            hooks = before[1].hooks(before[0])
         if mode == "offload" and store is not None:
             call = store.call()
             hooks = call.pack, call.unpack
