@@ -1,4 +1,4 @@
-"""Forty lines that read a checkpoint with numpy alone: see docs/checkpoint-format.md."""
+"""Fifty lines that read a checkpoint with numpy alone: see docs/checkpoint-format.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def array(folder: Path, region: Any) -> Any:
         return decoded(folder, region)
     dtype = numpy.dtype({"bfloat16": "uint16"}.get(region["dtype"], region["dtype"]))
     pieces = region.get("pieces") or [[region.get("file"), region.get("offset"), prod(region["shape"])]]
-    parts = [numpy.fromfile(folder / file, dtype, count, offset=offset) for file, offset, count in pieces]
+    row = prod(region["shape"][1:]) if "stride" in region else 1  # elements that lie together
+    stride = region.get("stride", dtype.itemsize)
+    parts = []
+    for file, offset, count in pieces:
+        content = numpy.fromfile(folder / file, "uint8", offset=offset)
+        parts.append(numpy.ndarray((count // row, row), dtype, content, strides=(stride, dtype.itemsize)))
     return numpy.concatenate(parts).reshape(region["shape"])
 
 

@@ -312,7 +312,7 @@ def test_slices_of_any_number_of_ranks_load_bit_for_bit(
     assert same(one.weights(), last.weights())
 
 
-def test_forty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
+def test_fifty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("tests.api.numpy_reader")
     for fields in ({}, {"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.float16, "state_format": "compact"}):
         run = Run(tmp_path, "disk", **fields)

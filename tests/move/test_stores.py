@@ -18,6 +18,7 @@ import torch
 
 from outsize import _native
 from outsize.move import disk as disk_tier
+from outsize.move import store as store_module
 from outsize.move.buffer import Buffer
 from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, RunDirectory, StripedFile, free_bytes
 from outsize.move.generations import Generations
@@ -55,7 +56,7 @@ def places(root: Path, count: int) -> list[Path]:
     return found
 
 
-@pytest.fixture(params=["host", "one file", "two stripes", "three stripes"])
+@pytest.fixture(params=["host", "one file", "two stripes", "three stripes", "records"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, engine: _native.DiskEngine) -> Iterator[Store]:
     nbytes = 3 * STRIPE_BYTES + 5 * PAGE
     if request.param == "host":
@@ -63,10 +64,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, engine: _native.DiskEn
         yield host
         host.drop()
         return
-    count = {"one file": 1, "two stripes": 2, "three stripes": 3}[request.param]
+    count = {"one file": 1, "two stripes": 2, "three stripes": 3, "records": 2}[request.param]
     folders = places(tmp_path, count)
-    file = Generations(lambda number: StripedFile(engine, folders, f"unit.{number}", nbytes + 2 * PAGE), verify=True)
-    store = DiskStore(file, 2 * PAGE, nbytes, Ledger(), "states")
+    record = (300, 450) if request.param == "records" else None
+    total = nbytes // 2 * 3 + 450 if record else nbytes + 2 * PAGE
+    file = Generations(lambda number: StripedFile(engine, folders, f"unit.{number}", total), verify=True)
+    store = DiskStore(file, 100 if record else 2 * PAGE, nbytes, Ledger(), "states", record)
     yield store
     store.drop()
     file.close()
@@ -134,6 +137,27 @@ def test_an_empty_transfer_is_over_at_once(store: Store) -> None:
     for transfer in (store.read(0, empty(0)), store.write(0, empty(0))):
         transfer.wait()
         assert transfer.done()
+
+
+def test_arrays_in_one_file_of_records_leave_each_other_as_they_are(tmp_path: Path, engine: _native.DiskEngine) -> None:
+    sizes, rows = (256, 24, 9000), 2 * store_module.WINDOW_BYTES // 9280  # more than is moved at once
+    file = Generations(lambda number: StripedFile(engine, [tmp_path], f"unit.{number}", (rows + PAGE // 24 + 1) * 9280))
+    stores, contents = [], []
+    for at, size in enumerate(sizes):
+        nbytes = -(-rows * size // PAGE) * PAGE
+        stores.append(DiskStore(file, sum(sizes[:at]), nbytes, Ledger(), "states", (size, 9280)))
+        contents.append(noise(nbytes, at))
+        stores[at].write(0, contents[at]).wait()
+    stores[2].put(13000, noise(500, 3))  # a page within one row
+    contents[2][13000:13500] = noise(500, 3)
+    stores[1].write(PAGE, contents[0][:PAGE]).wait()
+    contents[1][PAGE : 2 * PAGE] = contents[0][:PAGE]
+    for store, content in zip(stores, contents, strict=True):
+        assert torch.equal(store.get(0, store.nbytes), content)
+    first = HostBuffer(3 * PAGE).bytes
+    file.read(0, first).wait()
+    assert torch.equal(first[:9280], torch.cat([content[:size] for content, size in zip(contents, sizes, strict=True)]))
+    file.close()
 
 
 def test_closing_twice_is_safe_and_gives_the_bytes_back(tmp_path: Path, engine: _native.DiskEngine) -> None:

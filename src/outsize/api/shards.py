@@ -72,7 +72,9 @@ class Shards:
         nbytes = layout.param_bytes if tiers.params == "disk" else 0
         in_place = tiers.params == "disk" and whole.slots[0].name in self._plan.in_files
         nbytes = 0 if in_place else nbytes
-        file = UnitFile(resources, name, nbytes + (_bytes_of(layouts) if tiers.states == "disk" else 0), config.verify)
+        nbytes += _bytes_of(layouts) if tiers.states == "disk" else 0
+        record = self._record(layout, layouts, tiers.params == "disk", tiers.states == "disk")
+        file = UnitFile(resources, name, nbytes, config.verify, record=record)
         gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
         gathered = gathered and not by_rows
         params = None if gathered or in_place else file.open("params", tiers.params, layout.param_bytes)
@@ -129,10 +131,19 @@ class Shards:
         assert shard.params is not None
         width = whole.numel // whole.shape[0]
         count = slot.numel // width
-        arrays = {"params": RowArray(shard.params, 0, count, width, DTYPES[slot.dtype])}
+        arrays = {"params": RowArray(shard.params, count, width, DTYPES[slot.dtype])}
         for name, array in shard.arrays.items():
-            arrays[name] = RowArray(array.store, 0, count, width, array.dtype(slot.dtype))
+            arrays[name] = RowArray(array.store, count, width, array.dtype(slot.dtype))
         return Rows(arrays, self._resources.ledger)
+
+    def _record(self, layout: UnitLayout, layouts: Layouts, params: bool, states: bool) -> tuple[int, ...]:
+        """The bytes of a row of a table in each array that lies on disk, in the order of its file, of which `params`
+        and `states` are; nothing where these are no records. See Note [Records] in move/store.py."""
+        if layout.index not in self._plan.tables:
+            return ()
+        width = self._plan.infos[layout.slots[0].name].shape[1]
+        nbytes = [layout.param_bytes] * params + [each.nbytes for each, _ in layouts.values()] * states
+        return tuple(each // layout.numel * width for each in nbytes) if len(nbytes) > 1 else ()
 
     def _layouts(self, layout: UnitLayout, segments: Sequence[Segment]) -> Layouts:
         """With values for these segments."""
@@ -188,7 +199,11 @@ class Shards:
         shard.known.clear()  # or the arrays of before would stay in memory
         try:
             on_disk = needed if shard.tiers.states == "disk" else 0
-            file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-states", on_disk, self._config.verify)
+            name, record = (
+                f"unit-{shard.layout.index:05d}-states",
+                self._record(shard.layout, layouts, False, on_disk > 0),
+            )
+            file = UnitFile(self._resources, name, on_disk, self._config.verify, record=record)
             shard.arrays = self._arrays(shard, layouts, file)
             if shard.rows is not None:
                 shard.rows = self._rows(shard)
@@ -241,9 +256,20 @@ class UnitFile:
     """Hands out stores of one unit; those on disk lie behind each other in one file.
 
     A lasting file holds what a checkpoint holds: parameters and optimizer state. Gradients come and go in another.
+    With a `record` the stores lie row by row, each with so many bytes of a row. See Note [Records] in move/store.py.
     """
 
-    def __init__(self, resources: Resources, name: str, nbytes: int, verify: bool, lasting: bool = True) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        name: str,
+        nbytes: int,
+        verify: bool,
+        lasting: bool = True,
+        record: Sequence[int] = (),
+    ) -> None:
+        self._record, self._stride = list(record), sum(record)
+        nbytes += self._stride  # what pads an array may end within a row
         self._file = resources.open_file(name, nbytes, verify, lasting) if nbytes else None
         self._resources = resources
         self._position = 0
@@ -257,8 +283,10 @@ class UnitFile:
 
     def open_on_disk(self, kind: str, nbytes: int) -> DiskStore:
         assert self._file is not None
-        store = DiskStore(self._file, self._position, nbytes, self._resources.ledger, kind)
-        self._position += nbytes
+        own = self._record.pop(0) if self._record else nbytes
+        record = (own, self._stride) if self._stride else None
+        store = DiskStore(self._file, self._position, nbytes, self._resources.ledger, kind, record)
+        self._position += own
         return store
 
 

@@ -254,7 +254,7 @@ class DataReader:
         wanted = {name: set(range(len(self._files[name].sums))) for name in files}
         for region in regions:
             for piece in filter(lambda piece: piece.numel, region.pieces):  # of an empty one there may be no file
-                end = piece.offset + piece.numel * region.stored.itemsize
+                end = piece.offset + region.extent(piece.numel)
                 chunks = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
                 wanted.setdefault(piece.file, set()).update(chunks)
         slab = HostBuffer(CHUNK_BYTES)
@@ -300,8 +300,16 @@ class DataReader:
 
     def _read_stored(self, region: Region, start: int, end: int) -> torch.Tensor:
         out = _empty(end - start, region.stored)
-        for piece, first in region.within(start, end):
-            _read(self._open[piece.file], piece.offset, out[first : first + piece.numel], self._folder / piece.file)
+        for piece, skipped, first in region.within(start, end):
+            file, wanted = self._open[piece.file], out[first : first + piece.numel - skipped]
+            if not region.stride:
+                _read(file, piece.offset, wanted, self._folder / piece.file)
+                continue
+            content = _empty(-(-piece.numel // region.row) * region.stride, torch.uint8)
+            _read(file, piece.offset, content[: region.extent(piece.numel)], self._folder / piece.file)
+            rows = content.view(-1, region.stride)[:, : region.row * region.stored.itemsize]
+            rows = rows.clone(memory_format=torch.contiguous_format).view(-1)
+            wanted.copy_(rows.view(region.stored)[skipped : piece.numel])
         return out
 
     def close(self) -> None:

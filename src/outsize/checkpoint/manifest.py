@@ -18,7 +18,9 @@ from outsize.move.grad_ops import GradOps
 from outsize.plan.sizes import format_bytes
 
 FORMAT = "outsize checkpoint"
-VERSION = 4
+VERSION = 5
+READS = (4, VERSION)
+"""In version 4 rows lie one behind the other."""
 MANIFEST_NAME = "manifest.json"
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
@@ -245,9 +247,9 @@ class Manifest:
             raise ValueError(f"is damaged: not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ValueError("is not the manifest of an outsize checkpoint")
-        if value.get("version") != VERSION:
+        if value.get("version") not in READS:
             raise ValueError(
-                f"has the format version {value.get('version')!r}; this version of outsize reads {VERSION}: "
+                f"has the format version {value.get('version')!r}; this version of outsize reads {READS}: "
                 f"load it with the version of outsize that wrote it ({value.get('written_by')})"
             )
         end = text.rfind(',\n  "crc32c": ')
@@ -295,9 +297,9 @@ class Manifest:
     def check(self, region: Region) -> None:
         """Raise `ValueError` unless the region lies in one of the files."""
         for piece in region.pieces:
-            nbytes = piece.numel * region.stored.itemsize
             if not piece.numel:
                 continue  # of an array without elements, for which nobody has written a file
+            nbytes = region.extent(piece.numel)
             if piece.file not in self.files or piece.offset + nbytes > self.files[piece.file].nbytes:
                 raise ValueError(f"an array of {nbytes} bytes at {piece.offset} lies outside of {piece.file!r}")
 

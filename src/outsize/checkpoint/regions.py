@@ -24,7 +24,7 @@ MAX_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive elements of an array, contiguous and little-endian, at a byte of one file."""
+    """Consecutive elements of an array, little-endian, from a byte of one file on."""
 
     file: str
     offset: int
@@ -35,7 +35,8 @@ class Piece:
 class Region:
     """One array: row-major, in one piece or, where several ranks wrote it, in several, one behind the other.
 
-    fp32 values may lie as 8-bit codes of the kind `codec`, with one fp32 scale for each `BLOCK` elements.
+    fp32 values may lie as 8-bit codes of the kind `codec`, with one fp32 scale for each `BLOCK` elements. With a
+    `stride` there is something else between rows (entries of the first dimension), which begin so many bytes apart.
     """
 
     stored: torch.dtype
@@ -44,6 +45,7 @@ class Region:
     pieces: tuple[Piece, ...]
     codec: str = ""
     scales: Region | None = None
+    stride: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,6 +57,16 @@ class Region:
         return cls(dtype, shape, (Piece(file, offset, prod(shape)),))
 
     @property
+    def row(self) -> int:
+        """Elements that lie together."""
+        return max(prod(self.shape[1:]), 1) if self.stride else 1
+
+    def extent(self, numel: int) -> int:
+        """Bytes from the first to the last of so many elements from the beginning of a row on."""
+        size = self.row * self.stored.itemsize
+        return (-(-numel // self.row) - 1) * (self.stride or size) + size
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -62,14 +74,16 @@ class Region:
     def nbytes(self) -> int:
         return self.numel * self.stored.itemsize
 
-    def within(self, start: int, end: int) -> Iterator[tuple[Piece, int]]:
-        """The pieces of the elements [start, end) in order, each with its first element counted from `start`."""
+    def within(self, start: int, end: int) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces that have the elements [start, end), in order, each from the beginning of a row on: with how many
+        of its elements come before them, and its first wanted one counted from `start`."""
         first = 0
         for piece in self.pieces:
-            low, high = max(start, first), min(end, first + piece.numel)
+            low, high = max(start - first, 0), min(end - first, piece.numel)
             if low < high:
-                offset = piece.offset + (low - first) * self.stored.itemsize
-                yield Piece(piece.file, offset, high - low), low - start
+                row = low // self.row
+                offset = piece.offset + row * (self.stride or self.stored.itemsize)
+                yield Piece(piece.file, offset, high - row * self.row), low - row * self.row, first + low - start
             first += piece.numel
 
     def leaves(self) -> Iterator[Region]:
@@ -83,17 +97,21 @@ class Region:
             found = {"file": self.pieces[0].file, "offset": self.pieces[0].offset, **found}
         else:
             found = {"pieces": [[piece.file, piece.offset, piece.numel] for piece in self.pieces], **found}
+        found |= {"stride": self.stride} if self.stride else {}
         return found if self.scales is None else {"codec": self.codec, "codes": found, "scales": self.scales.to_json()}
 
     @classmethod
     def from_json(cls, value: Any) -> Region:
         dtype, shape = DTYPES[value["dtype"]], shape_from(value["shape"])
-        if "pieces" not in value:
-            return cls.at(str(value["file"]), natural(value["offset"]), dtype, shape)
-        pieces = tuple(Piece(str(file), natural(at), natural(numel)) for file, at, numel in value["pieces"])
+        one = "pieces" not in value
+        each = [(value["file"], value["offset"], prod(shape))] if one else value["pieces"]
+        pieces = tuple(Piece(str(file), natural(at), natural(numel)) for file, at, numel in each)
         if sum(piece.numel for piece in pieces) != prod(shape):
             raise ValueError("the pieces of an array are not as many elements as its shape")
-        return cls(dtype, shape, pieces)
+        found = cls(dtype, shape, pieces, stride=natural(value.get("stride", 0)))
+        if found.stride and (found.stride < found.row * dtype.itemsize or any(p.numel % found.row for p in pieces)):
+            raise ValueError("the rows of an array overlap, or its pieces are no whole rows")
+        return found
 
 
 @dataclass(frozen=True)

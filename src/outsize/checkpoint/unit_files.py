@@ -32,6 +32,9 @@ SYNC_THREADS = 16
 Ranges = list[tuple[int, int]]
 """(first byte, bytes) of whole pages, in order."""
 
+Place = tuple[str, int, int]
+"""(file, byte in it, bytes from row to row where these lie in records, else 0)."""
+
 
 class UnsyncedError(OSError):
     """What the run wrote did not reach the drive: nobody knows any more what its files hold."""
@@ -221,27 +224,25 @@ class UnitFiles:
             yield key if key == MASTER else f"state.{key}", region
 
     @staticmethod
-    def _region(
-        place: tuple[str, int], layout: ArrayLayout, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> Region:
-        file, base = place
+    def _region(place: Place, layout: ArrayLayout, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Region:
+        file, base, stride = place
         first = layout.span(slot.offset, slot.end)[0] if slot.numel else 0
-        return Region.at(file, base + first, dtype, shape)
+        return replace(Region.at(file, base + first, dtype, shape), stride=stride)
 
-    def _place(self, store: Store, ranges: Ranges) -> tuple[str, int]:
-        """(file, byte in it) of a store's first byte. `ranges`: of it that mean anything."""
+    def _place(self, store: Store, ranges: Ranges) -> Place:
+        """Where a store begins. `ranges`: of it that mean anything."""
         if isinstance(store, DiskStore):
-            return self._names[store.file], store.base
+            return self._names[store.file], store.base, store.stride
         return self._place_in_memory(store.nbytes, ranges, store.in_place)
 
     def _place_in_memory(
         self, nbytes: int, ranges: Ranges, bytes_at: Callable[[int, int], Any], steady: bool = True
-    ) -> tuple[str, int]:
+    ) -> Place:
         base = self._memory_bytes
         self._memory_bytes += round_up(nbytes, PAGE_BYTES)
         if ranges:
             self._in_memory.append((base, ranges, bytes_at, steady))
-        return self._memory_name, base
+        return self._memory_name, base, 0
 
     def _used(self, array: StateArray) -> Ranges:
         """The pages of an array that belong to parameters with a state, or with a master."""

@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 
+from outsize.move.generations import Generations
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.store import DiskStore, Store
 from outsize.move.transfer import Transfer
@@ -31,18 +32,18 @@ MOST_AHEAD_BYTES = 64 << 20
 # written. Pages are written when no read is under way, and read when no write is.
 
 
+Values = dict[str, torch.Tensor]
+"""By array: rows [n, width]."""
+
+
 @final
 class RowArray:
-    """One array of a table: `width` values for each of `rows` rows, from byte `first` of a store on."""
+    """One array of a table: `width` values for each of `rows` rows."""
 
-    def __init__(self, store: Store, first: int, rows: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, store: Store, rows: int, width: int, dtype: torch.dtype) -> None:
         self.store = store
         self.rows, self.width, self.dtype = rows, width, dtype
         self.row_bytes = width * dtype.itemsize
-        self._first = first
-        per_page = PAGE_BYTES // dtype.itemsize
-        self._group = gcd(width, per_page)  # values that never lie on two pages, of which a row is a number
-        self._pages_a_row = 1 if per_page % width == 0 else (self.row_bytes - 2) // PAGE_BYTES + 2
 
     @property
     def on_disk(self) -> bool:
@@ -54,53 +55,76 @@ class RowArray:
 
     def whole(self) -> torch.Tensor:
         """All rows [rows, width], in the memory where they rest."""
-        found = self.store.in_place(self._first, self.nbytes)
+        found = self.store.in_place(0, self.nbytes)
         assert found is not None, "the array is on disk"
         self.store.use()
         return found.view(self.dtype).view(self.rows, self.width)
 
+
+@final
+class Records:
+    """The arrays of a table in one file, row by row. See Note [Records] in move/store.py."""
+
+    def __init__(self, file: Generations, arrays: Mapping[str, RowArray]) -> None:
+        """`arrays`: all of the file, in its order."""
+        self._file, self._arrays = file, arrays
+        self.nbytes = sum(array.row_bytes for array in arrays.values())
+        self.most_pages = 1 if PAGE_BYTES % self.nbytes == 0 else (self.nbytes - 2) // PAGE_BYTES + 2
+        # Records are copied as numbers of so many bytes, in groups that never lie on two pages.
+        size = gcd(8, *(array.row_bytes for array in arrays.values()))
+        self._dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+        self._group = gcd(self.nbytes, PAGE_BYTES)
+        self._sizes = [array.row_bytes // size for array in arrays.values()]
+
     def start(self, ids: torch.Tensor) -> Reading:
         """Start to read the pages of these rows (int64, ascending)."""
-        assert isinstance(self.store, DiskStore)
-        start = ids * self.row_bytes + (self.store.base + self._first)
-        first, last = start // PAGE_BYTES, (start + self.row_bytes - 1) // PAGE_BYTES
-        if self._pages_a_row == 1:
+        start = ids * self.nbytes
+        first, last = start // PAGE_BYTES, (start + self.nbytes - 1) // PAGE_BYTES
+        if self.most_pages == 1:
             pages = torch.unique_consecutive(first)
         else:
-            each = first[:, None] + torch.arange(self._pages_a_row, device="cpu")
+            each = first[:, None] + torch.arange(self.most_pages, device="cpu")
             pages = torch.unique(each[each <= last[:, None]])
         at = torch.searchsorted(pages, first) * PAGE_BYTES + start % PAGE_BYTES
-        groups = (at // (self._group * self.dtype.itemsize))[:, None]
-        groups = (groups + torch.arange(self.width // self._group, device="cpu")).view(-1)
+        groups = (at // self._group)[:, None] + torch.arange(self.nbytes // self._group, device="cpu")
         content = HostBuffer(pages.numel() * PAGE_BYTES).bytes
-        return Reading(self, pages, groups, content, self.store.file.read_pages(pages, content))
+        return Reading(self, pages, groups.view(-1), content, self._file.read_pages(pages, content))
 
-    def values_of(self, reading: Reading) -> torch.Tensor:
+    def values_of(self, reading: Reading) -> Values:
         """The rows [n, width] of what was read. Blocks."""
         reading.transfer.wait()
-        rows: torch.Tensor = self._groups(reading).index_select(0, reading.groups)
-        return rows.view(-1, self.width)
+        records = self._groups(reading).index_select(0, reading.groups).view(-1, sum(self._sizes))
+        # Copied, a single row too: it is contiguous as it is, and may begin where no value of its dtype can.
+        parts = (part.clone(memory_format=torch.contiguous_format) for part in records.split(self._sizes, 1))
+        own = zip(self._arrays.items(), parts, strict=True)
+        return {name: part.view(array.dtype) for (name, array), part in own}
 
-    def write(self, reading: Reading, values: torch.Tensor) -> Transfer:
+    def write(self, reading: Reading, values: Values) -> Transfer:
         """Start to write other values [n, width] into the pages that were read."""
         reading.transfer.wait()
-        self._groups(reading).index_copy_(0, reading.groups, values.reshape(-1, self._group))
-        assert isinstance(self.store, DiskStore)
-        return self.store.file.write_pages(reading.pages, reading.content)
+        records = torch.cat([values[name].contiguous().view(self._dtype) for name in self._arrays], 1)
+        groups = self._groups(reading)
+        groups.index_copy_(0, reading.groups, records.view(-1, groups.shape[1]))
+        return self._file.write_pages(reading.pages, reading.content)
 
     def _groups(self, reading: Reading) -> torch.Tensor:
-        return reading.content.view(self.dtype).view(-1, self._group)
+        return reading.content.view(self._dtype).view(-1, self._group // self._dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Pages of an array on their way; `groups` says where in them the values of the rows lie."""
+    """Pages of records on their way; `groups` says where in them the rows lie."""
 
-    array: RowArray
+    records: Records
     pages: torch.Tensor  # int64 [pages]
     groups: torch.Tensor  # int64
     content: torch.Tensor  # uint8 [pages * 4096]
     transfer: Transfer
+
+
+def values_of(readings: Iterable[Reading]) -> Values:
+    """The rows of all arrays that were read. Blocks."""
+    return {name: rows for each in readings for name, rows in each.records.values_of(each).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +132,11 @@ class Coming:
     """Rows that were asked for ahead."""
 
     ids: torch.Tensor  # int64 [n], ascending
-    readings: Mapping[str, Reading]
+    readings: Sequence[Reading]
 
     @property
     def nbytes(self) -> int:
-        return sum(reading.content.numel() for reading in self.readings.values())
-
-
-Values = dict[str, torch.Tensor]
-"""By array: rows [n, width]."""
+        return sum(reading.content.numel() for reading in self.readings)
 
 
 @final
@@ -183,6 +203,11 @@ class Rows:
         self.count, self.width = arrays["params"].rows, arrays["params"].width
         self.counts = RowCounts()
         self._on_disk = {name: array for name, array in arrays.items() if array.on_disk}
+        files: dict[Generations, dict[str, RowArray]] = {}
+        for name, array in self._on_disk.items():
+            assert isinstance(array.store, DiskStore)
+            files.setdefault(array.store.file, {})[name] = array
+        self._records = [Records(file, each) for file, each in files.items()]
         self._ledger = ledger
         self._cache = Cache(self._on_disk, 0)
         self._ahead_bytes = 0
@@ -264,12 +289,12 @@ class Rows:
         for coming in self._coming:
             missing = missing[~torch.isin(missing, coming.ids)]
         most = (self._ahead_bytes - sum(each.nbytes for each in self._coming)) // (
-            PAGE_BYTES * sum(array._pages_a_row for array in self._on_disk.values())
+            PAGE_BYTES * sum(each.most_pages for each in self._records)
         )
         missing = missing[: max(most, 0)]
         if missing.numel():
             self._await_writes()
-            coming = Coming(missing, {name: array.start(missing) for name, array in self._on_disk.items()})
+            coming = Coming(missing, [each.start(missing) for each in self._records])
             self._ledger.add("host/rows ahead", coming.nbytes)
             self._coming.append(coming)
             self.counts.ahead += missing.numel()
@@ -322,8 +347,7 @@ class Rows:
             found[name].index_copy_(0, here, cache.values[name].index_select(0, places))
         for part in missing.split(MOVED_ROWS):
             self._await_writes()
-            readings = {name: array.start(ids[part]) for name, array in self._on_disk.items()}
-            read = {name: reading.array.values_of(reading) for name, reading in readings.items()}
+            read = values_of([each.start(ids[part]) for each in self._records])
             for name in names:
                 found[name].index_copy_(0, part, read[name])
             self._admit(ids[part], read)
@@ -342,13 +366,13 @@ class Rows:
         return self._cache.find(ids)
 
     def _land(self, coming: Coming) -> None:
-        values = {name: reading.array.values_of(reading) for name, reading in coming.readings.items()}
+        values = values_of(coming.readings)
         self._let_go(coming)
         self._coming = [each for each in self._coming if each is not coming]
         self._admit(coming.ids, values)
 
     def _let_go(self, coming: Coming) -> None:
-        for reading in coming.readings.values():
+        for reading in coming.readings:
             reading.transfer.wait()
         self._ledger.remove("host/rows ahead", coming.nbytes)
 
@@ -371,13 +395,13 @@ class Rows:
     def _write(self, ids: torch.Tensor, values: Values) -> None:
         """Start to write rows (ascending)."""
         for coming in self._coming:
-            for reading in coming.readings.values():
+            for reading in coming.readings:
                 reading.transfer.wait()
         for part in _parts(ids.numel()):
             self._await_writes()
-            readings = {name: array.start(ids[part]) for name, array in self._on_disk.items()}
-            for name, reading in readings.items():
-                self._writing.append((reading.array.write(reading, values[name][part]), reading))
+            own = {name: each[part] for name, each in values.items()}
+            for reading in [each.start(ids[part]) for each in self._records]:
+                self._writing.append((reading.records.write(reading, own), reading))
 
     def _await_writes(self) -> None:
         while self._writing:

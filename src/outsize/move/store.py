@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import final
 
 import torch
 
 from outsize.move.generations import Generations
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
-from outsize.move.transfer import Transfer
+from outsize.move.transfer import ARRIVED, Transfer
 from outsize.plan.layout import round_up
 
 TRAINED_DTYPES = {
@@ -35,6 +36,16 @@ one (DESIGN.md, "Exact state in 12 bytes")."""
 
 CODE_BYTES = {"float32": 1, "float64": 8, "bfloat16": 1, "float16": 1}  # float64 stays exact
 SCALE_BYTES = {"float32": 4, "bfloat16": 4, "float16": 4}
+
+WINDOW_BYTES = 4 << 20
+"""Of a file of records, at once."""
+
+# Note [Records]
+# A table on disk lies row by row: a record is a row's weights with its optimizer state behind them. So a row and its
+# state share a page or two, and one request moves all of them (`Records` in move/rows.py). Each array still has a store
+# of its own, which shows the array as if it lay in one piece: whatever moves a whole array (save, load, export,
+# `gathered`) knows no records, but for the distance between rows in a checkpoint. Such a move reads the records whole,
+# and a write reads them first. So they are rare, and each is over when it returns: two on the same pages never meet.
 
 
 class Store(ABC):
@@ -82,19 +93,70 @@ class Store(ABC):
 
     def put(self, start: int, source: torch.Tensor) -> None:
         """Overwrite any bytes with `source`; their neighbours on the same pages stay. Blocks."""
-        first, content = self.pages(start, source.numel())
+        first, content = start, HostBuffer(source.numel()).bytes
+        if start % PAGE_BYTES or source.numel() % PAGE_BYTES:
+            first, content = self.pages(start, source.numel())
         content[start - first : start - first + source.numel()].copy_(source)
         self.write(first, content).wait()
+
+
+@final
+class Cells:
+    """One array of a file of records, under the addresses that it would have in one piece. See Note [Records]."""
+
+    def __init__(self, file: Generations, base: int, nbytes: int, stride: int) -> None:
+        """The array has `nbytes` in each record, the first ones from byte `base` of the file on."""
+        self._file, self._base, self._nbytes, self._stride = file, base, nbytes, stride
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        for _, _, cells, low, high, skipped in self._windows(start, out.numel()):
+            out[low:high] = cells.reshape(-1)[skipped : skipped + high - low]
+        return ARRIVED
+
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        for first, content, cells, low, high, skipped in self._windows(start, source.numel()):
+            whole = cells.clone(memory_format=torch.contiguous_format)
+            whole.view(-1)[skipped : skipped + high - low] = source[low:high]
+            cells.copy_(whole)
+            self._file.write(first, content).wait()
+        return ARRIVED
+
+    def _windows(self, start: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int, int, int]]:
+        """What has these bytes: (first byte, copy) of whole pages of the file; the array's bytes among them [rows,
+        bytes]; which of the wanted bytes these are, behind how many others."""
+        size, stride, start = self._nbytes, self._stride, start - self._base
+        end, most = start + nbytes, max(WINDOW_BYTES // stride, 1)
+        for row in range(start // size, -(-end // size), most):
+            last = min(row + most, -(-end // size))
+            place = self._base + row * stride
+            first = place // PAGE_BYTES * PAGE_BYTES
+            content = HostBuffer(round_up(place + (last - row - 1) * stride + size - first, PAGE_BYTES)).bytes
+            self._file.read(first, content).wait()
+            cells = content.as_strided((last - row, size), (stride, 1), content.storage_offset() + place - first)
+            low, high = max(start, row * size), min(end, last * size)
+            yield first, content, cells, low - start, high - start, low - row * size
 
 
 @final
 class DiskStore(Store):
     """One array at rest in a unit's file. Never touched space is a hole and costs nothing."""
 
-    def __init__(self, file: Generations, base: int, nbytes: int, ledger: Ledger, kind: str) -> None:
+    def __init__(
+        self,
+        file: Generations,
+        base: int,
+        nbytes: int,
+        ledger: Ledger,
+        kind: str,
+        record: tuple[int, int] | None = None,
+    ) -> None:
+        """`base`: where it begins. `record`: the bytes that it has in each record, and those of a record; None: it
+        lies in one piece."""
         super().__init__(nbytes)
         self.file = file
         self.base = base
+        self.stride = 0 if record is None else record[1]
+        self._bytes = file if record is None else Cells(file, base, *record)
         self._ledger = ledger
         self._account = f"disk/{kind}"
         self._held = 0
@@ -106,7 +168,10 @@ class DiskStore(Store):
         self._held = nbytes
 
     def preallocate(self, start: int, nbytes: int) -> None:
-        self.file.preallocate(self.base + start, nbytes)
+        if not self.stride:
+            self.file.preallocate(self.base + start, nbytes)
+        elif not self.base:  # the first array takes the records of all
+            self.file.preallocate(0, self.file.nbytes)
 
     def in_place(self, start: int, nbytes: int) -> None:
         return None
@@ -115,10 +180,10 @@ class DiskStore(Store):
         return
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        return self.file.read(self.base + start, out)
+        return self._bytes.read(self.base + start, out)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        return self.file.write(self.base + start, source)
+        return self._bytes.write(self.base + start, source)
 
     def drop(self) -> None:
         self.hold(0)
