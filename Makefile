@@ -19,7 +19,7 @@ SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 ON_SIMULATOR := $(foreach name,activations amp choice delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
 	stacks_in_tiles streaming tiled update_in_backward weights_in_tiles wrappers,tests/run/test_$(name).py) tests/api/test_release.py
 
-.PHONY: setup test train format bench clean
+.PHONY: setup test types accelerator train format bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP) $(SIMULATOR)
@@ -71,12 +71,17 @@ test: export OMP_WAIT_POLICY = passive  # the tests share the cores: a thread th
 test: $(STAMP) $(SIMULATOR)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
-	$(BIN)/python -m pytest -n 3 --dist worksteal tests/accelerator  # in processes of its own: torch allows one device of ours a process
+	$(MAKE) --jobs=2 --output-sync types accelerator  # mypy takes one core for half a minute
 	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim $(ON_SIMULATOR)
 	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+accelerator: $(STAMP) $(SIMULATOR)  # in processes of its own: torch allows one device of ours a process
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/accelerator
 
 train: $(STAMP)
 	$(BIN)/outsize train

@@ -28,6 +28,7 @@ from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
 
 TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
+SINGLES = (("device",), ("host",), ("disk",), ("squeezed",))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
 
@@ -43,7 +44,7 @@ EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integr
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
-    parser.addoption("--every-tier", action="store_true", help="each case on each tier; else on two, and all in turn")
+    parser.addoption("--every-tier", action="store_true", help="each case on each tier; else in turns")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
         simulator.load()  # torch must know the device before the first backward of the process
     if not config.getoption("--every-tier"):
-        items[:] = _take_turns(items)
+        items[:] = _take_turns(items, SINGLES if wanted else PAIRS)
     _share_out(items)
     for item in items if wanted else ():
         reason = next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
@@ -62,8 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a case that has three tiers or more, those whose turn it is: two and two, from case to case."""
+def _take_turns(items: list[pytest.Item], turns: tuple[tuple[str, ...], ...]) -> list[pytest.Item]:
+    """Of a case that has three tiers or more, those whose turn it is, from case to case."""
     tiers: dict[str, list[str]] = {}
     cases = {}
     for item in items:
@@ -71,7 +72,10 @@ def _take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
         if tier in TIERS and not item.nodeid.startswith(EVERY_TIER):
             cases[item] = case = item.nodeid.replace(tier, "tier", 1)
             tiers.setdefault(case, []).append(tier)
-    turn = {case: PAIRS[zlib.crc32(case.encode()) % 2] if len(each) > 2 else each for case, each in tiers.items()}
+    turn = {}
+    for case, each in tiers.items():
+        there = [some for some in turns if set(some) & set(each)] if len(each) > 2 else [tuple(each)]
+        turn[case] = there[zlib.crc32(case.encode()) % len(there)]
     return [item for item in items if item not in cases or item.callspec.params["tier"] in turn[cases[item]]]
 
 

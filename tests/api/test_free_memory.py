@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from outsize.api import placing
+from outsize.api import budgets
 
 GIB = 1 << 30
 
 
 def control_group(folder: Path, version: int, statistics: str | None) -> tuple[Path, str, str, str]:
-    place = next(each for each in placing.CONTROL_GROUPS if ("max" in each[1]) == (version == 2))
+    place = next(each for each in budgets.CONTROL_GROUPS if ("max" in each[1]) == (version == 2))
     (folder / place[1]).write_text(f"{8 * GIB}\n")
     (folder / place[2]).write_text(f"{6 * GIB}\n")
     if statistics is not None:
@@ -33,14 +33,14 @@ def control_group(folder: Path, version: int, statistics: str | None) -> tuple[P
 def test_cached_files_that_nobody_reads_again_are_free_in_a_container(
     version: int, statistics: str | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "_meminfo_available", lambda: 100 * GIB)
-    monkeypatch.setattr(placing, "CONTROL_GROUPS", (control_group(tmp_path, version, statistics),))
-    assert placing.available_memory() == free
+    monkeypatch.setattr(budgets, "_meminfo_available", lambda: 100 * GIB)
+    monkeypatch.setattr(budgets, "CONTROL_GROUPS", (control_group(tmp_path, version, statistics),))
+    assert budgets.available_memory() == free
 
 
 def test_a_machine_without_a_limit_has_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = control_group(tmp_path, 2, "inactive_file 1\n")
     (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(placing, "_meminfo_available", lambda: 100 * GIB)
-    monkeypatch.setattr(placing, "CONTROL_GROUPS", (place,))
-    assert placing.available_memory() == 100 * GIB
+    monkeypatch.setattr(budgets, "_meminfo_available", lambda: 100 * GIB)
+    monkeypatch.setattr(budgets, "CONTROL_GROUPS", (place,))
+    assert budgets.available_memory() == 100 * GIB

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.api import placing
+from outsize.api import budgets
 from outsize.cli import generating, main
 from outsize.config import Config
 
@@ -133,7 +133,7 @@ LARGE = {"num_hidden_layers": 16, "hidden_size": 64, "num_attention_heads": 2, "
 
 
 def test_a_budget_that_is_not_named_holds_keys_and_values_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(placing, "available_memory", lambda: 2 << 20)
+    monkeypatch.setattr(budgets, "available_memory", lambda: 2 << 20)
     config, made = transformers.LlamaConfig(**LARGE), Config(device="cpu")
     with pytest.raises(ValueError, match="take 3.1 MiB, but host_memory is 1.6 MiB: lower --batch"):
         generating._budgets(made, config, 100, 4, 4, argparse.Namespace(disk=None))
@@ -145,7 +145,7 @@ def test_a_budget_that_is_not_named_holds_keys_and_values_too(monkeypatch: pytes
 def test_a_host_without_room_leaves_keys_and_values_to_the_disk(
     sim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(placing, "available_memory", lambda: 2 << 20)
+    monkeypatch.setattr(budgets, "available_memory", lambda: 2 << 20)
     config, made = transformers.LlamaConfig(**LARGE), Config(device="sim", device_memory="1MiB")
     args = argparse.Namespace(disk=[tmp_path])
     generating._budgets(made, config, 100, 4, 4, args)

@@ -16,7 +16,8 @@ from torch import nn
 from outsize.api.adopting import adopt, cast_buffers, move_wrappers
 from outsize.api.capacity import capacity_of, keep_hot_rows, most_open, spare_of
 from outsize.api.modules import heads_of, modules_of, wide_modules
-from outsize.api.placing import Kept, PlacedModel, element_bytes, place_model
+from outsize.api.placed import Kept, PlacedModel
+from outsize.api.placing import element_bytes, place_model
 from outsize.api.ranks import check_same, open_ranks
 from outsize.api.refusing import (
     check_devices,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
-from outsize.api.placing import find_budgets
+from outsize.api.budgets import find_budgets
 from outsize.api.ranks import know_place
 from outsize.config import Config, make_config
 from outsize.move.disk import DiskDirectoryError

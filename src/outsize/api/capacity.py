@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from outsize.api.placing import PlacedModel
+from outsize.api.placed import PlacedModel
 from outsize.plan.placement import KINDS, accumulates_whole
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.unit import Unit

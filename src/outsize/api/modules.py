@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from outsize.api.placing import PlacedModel
+from outsize.api.placed import PlacedModel
 from outsize.config import Config
 from outsize.run.activations import can_recompute
 from outsize.run.local import is_distributed

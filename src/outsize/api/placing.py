@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from outsize.api.ranks import agree_on_budgets, check_same, description, local_ranks
-from outsize.checkpoint.folder import remove_leftovers
+from outsize.api.budgets import find_budgets
+from outsize.api.placed import Kept, PlacedModel
+from outsize.api.ranks import agree_on_budgets, check_same, description
+from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_what_cannot_be_split
 from outsize.config import Config
-from outsize.move.codes import BLOCK
 from outsize.move.comm import Ranks
-from outsize.move.disk import dead_saves, free_bytes
-from outsize.move.store import CODE_BYTES, DTYPES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES, TRAINED_DTYPES
+from outsize.move.store import DTYPES, MASTER_BYTES, OWN_BYTES, STATE_BYTES, TRAINED_DTYPES
 from outsize.plan.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
@@ -31,9 +29,7 @@ from outsize.plan.layout import (
     with_whole_rows,
 )
 from outsize.plan.placement import (
-    Budgets,
     UnitBytes,
-    UnitTiers,
     UsedTogether,
     least_staging,
     place,
@@ -46,18 +42,6 @@ from outsize.run.mapped_files import FileRange, ranges_in_files
 from outsize.run.tiles import can_use_tiles
 from outsize.run.wrappers import Inner, inside, is_wrapper, known, known_parameters
 
-HOST_MARGIN = 0.8
-DEVICE_MARGIN = 0.7
-DISK_MARGIN = 0.95
-"""The share of what is free that is used when the user names no budget; the rest is for activations and others."""
-
-CONTROL_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Where the kernel tells of this container's memory: (folder, limit, use, and the field of memory.stat with what is in
-the use but free for the taking: cached files that nobody has read again)."""
-
 MANY_ROWS = 1 << 18
 """Of an embedding: more than a language has words."""
 
@@ -69,63 +53,6 @@ memory at once, the one that autograd has made, the same in fp32, and one on its
 Of a table: what the plan counts for the rows at work, which are the batch's."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What an optimizer keeps: its per-element arrays, those of them that rest as 8-bit codes, and whether its update
-    needs whole parameters."""
-
-    arrays: tuple[str, ...] = ()
-    compact: frozenset[str] = frozenset()
-    whole: bool = False
-    tables: bool = True
-    """Whether tables have arrays too; else one value a row, in host memory."""
-
-    def nbytes(self, dtype: str, numel: int) -> int:
-        """Bytes at rest of a parameter's state, the rest of its master included."""
-        codes = len(self.compact)
-        compact = CODE_BYTES[dtype] * numel + SCALE_BYTES.get(dtype, 0) * -(-numel // BLOCK)
-        exact = STATE_BYTES[dtype] * numel
-        return codes * compact + (len(self.arrays) - codes) * exact + MASTER_BYTES.get(dtype, 0) * numel
-
-
-@dataclass(frozen=True)
-class PlacedModel:
-    """Everything that `prepare` and `plan` decide before a byte moves."""
-
-    infos: dict[str, ParamInfo]
-    parameters: dict[str, nn.Parameter]
-    layouts: tuple[UnitLayout, ...]
-    unit_bytes: tuple[UnitBytes, ...]
-    tiers: tuple[UnitTiers, ...]
-    budgets: Budgets
-    kept: Kept
-    split: tuple[int, int] = (0, 1)
-    """(this rank, the ranks over which each unit is split)."""
-    together: UsedTogether = field(default_factory=dict)
-    tile_rows: Mapping[int, int] = field(default_factory=dict)
-    """By the index of a unit that is used in tiles: how many rows of its parameter a tile has of each rank."""
-    in_files: Mapping[str, FileRange] = field(default_factory=dict)
-    """By name: the parameters of units that are read in place where they rest on disk."""
-    beside: Mapping[int, int] = field(default_factory=dict)
-    """By the index of a unit of adapters: that of the unit they were cut from."""
-    tables: frozenset[int] = frozenset()
-    """The indices of the units of which only the rows that a batch touches move."""
-    dense_tables: tuple[tuple[str, int, int], ...] = ()
-    """(name, bytes of weights and states that each step moves, rows) of large embeddings without sparse=True."""
-    tables_split: tuple[int, int] = (0, 1)
-    """(this rank, the ranks over which each table is split, at every stage)."""
-    inside: Mapping[str, Sequence[Inner]] = field(default_factory=dict)
-    """By name: where the parameters are that wrappers have. See Note [Wrappers]."""
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(unit.total for unit in self.unit_bytes)
-
-    def split_of(self, index: int) -> tuple[int, int]:
-        """(this rank, the ranks over which the unit is split)."""
-        return self.tables_split if index in self.tables else self.split
 
 
 def place_model(
@@ -146,7 +73,7 @@ def place_model(
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to prepare")
     with torch._C.DisableTorchFunctionSubclass():
-        _refuse_shared_memory(parameters, dict(model.named_buffers()))
+        refuse_shared_memory(parameters, dict(model.named_buffers()))
     names = {id(param): name for name, param in parameters.items()}
     inner: dict[str, list[Inner]] = {}
     for name, param in model.named_parameters():
@@ -171,11 +98,11 @@ def place_model(
     rank, size = tables_split if config.stage else (0, 1)
     if budgets.disk is not None or budgets.device is not None:
         budgets = replace(budgets, least_staging=least_staging(element_bytes(infos, kept)))
-    _refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
+    refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     tables = tables_of(model)
-    _refuse_tables(tables, infos, config, kept, ranks, shared)
+    refuse_tables(tables, infos, config, kept, ranks, shared)
     # Alike, whatever part is here.
     cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config), tables)
     cuts, beside = part_adapters(cuts, largest)
@@ -300,46 +227,6 @@ def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int]) -> int:
     return sum(slot.shape[0] * STATE_BYTES[slot.dtype] for slot in slots)
 
 
-def _refuse_tables(
-    tables: Collection[str],
-    infos: Mapping[str, ParamInfo],
-    config: Config,
-    kept: Kept,
-    ranks: Ranks | None,
-    shared: bool,
-) -> None:
-    """Raise `ValueError` for what tables that are used by rows do not serve. `shared`: on several ranks."""
-    dense = "use sparse=False"
-    what = {
-        f"delayed_update={config.delayed_update}": (config.delayed_update is not False, dense),
-        "state_format='compact'": (config.state_format == "compact", dense),
-        "an empty table": (any(not infos[name].numel for name in tables), dense),
-        "tensor parallelism": (ranks is not None and ranks.tensor is not None, dense),
-        "copies of the model": (
-            ranks is not None and ranks.copies is not None,
-            "pass a mesh of one dimension, or use sparse=False",
-        ),
-        "unused='sync' on several ranks": (
-            shared and config.unused == "sync",
-            "use unused='error', with which every rank uses the same modules, or sparse=False",
-        ),
-        "float16 on several ranks, each of which may find another overflow": (
-            shared and any(infos[name].dtype == "float16" for name in tables),
-            "use bfloat16 or float32, or sparse=False",
-        ),
-        "an optimizer that keeps one value a row in memory (RowwiseAdagrad) on several ranks": (
-            shared and not kept.tables,
-            "use torch.optim.Adagrad or outsize.optim.LazyAdamW, or sparse=False",
-        ),
-    }
-    found = next(((words, remedy) for words, (is_so, remedy) in what.items() if is_so), None)
-    if tables and found is not None:
-        raise ValueError(
-            f"table {min(tables)!r} is an embedding with sparse=True, and its rows cannot be moved alone with "
-            f"{found[0]}; {found[1]}"
-        )
-
-
 def _bear_tiles(model: nn.Module) -> set[str]:
     """The parameters that only modules use which may take some of their rows at a time. Each is a unit of its own where
     it is large."""
@@ -376,28 +263,6 @@ def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitL
         if len(units) > 1:
             found[name] = tuple(units)
     return found
-
-
-def _refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_parts: bool) -> None:
-    """Raise `ValueError` with the reason for what makes no sense where units are split over several ranks, or
-    parameters are `in_parts` by tensor parallelism."""
-    if kept.whole and in_parts:
-        raise ValueError(
-            "this optimizer's update needs whole parameters, which tensor parallelism has split; use an elementwise "
-            "optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
-        )
-    if ranks == 1:
-        return
-    if kept.whole:
-        raise ValueError(
-            f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {ranks} ranks; "
-            f"use stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
-        )
-    if config.stage < 3 and config.params in ("host", "disk"):
-        raise ValueError(
-            f"stage={config.stage} keeps whole parameters on every rank, and params={config.params!r} would keep "
-            f"{ranks} copies of them there; use stage=3, where each rank keeps and moves one part of {ranks}"
-        )
 
 
 def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> ParamInfo:
@@ -444,64 +309,6 @@ def _inside(name: str, wrapper: nn.Parameter, config: Config) -> Iterator[Inner]
 def _inner_info(name: str, tensor: torch.Tensor) -> ParamInfo:
     dtype = DTYPE_NAMES[tensor.dtype]
     return ParamInfo(name, tuple(tensor.shape), dtype, OWN_BYTES[dtype], trainable=False)
-
-
-def _refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` for a trainable parameter whose memory another tensor of the model, or itself, has too.
-
-    In torch a write to one shows in the other; outsize gives each parameter memory of its own.
-    """
-    spans = []
-    for name, tensor in {**buffers, **parameters}.items():
-        found = local(tensor)
-        if found.layout is torch.strided and found.device.type != "meta" and found.numel():
-            spans.append((found.data_ptr(), found.data_ptr() + _reach(found) * found.itemsize, name, found))
-            if name in parameters and torch._debug_has_internal_overlap(found) == 1:
-                raise ValueError(
-                    f"parameter {name!r} of shape {tuple(found.shape)} was made by expand: several of its elements are "
-                    f"one value in memory, which torch refuses to update. Use `nn.Parameter(value.clone())`, or expand "
-                    f"a smaller parameter in forward"
-                )
-    spans.sort(key=lambda each: each[:2])
-    open_ends: list[tuple[int, str, torch.Tensor]] = []
-    for start, end, name, tensor in spans:
-        open_ends = [each for each in open_ends if each[0] > start]
-        for _, other, neighbour in open_ends:
-            trained = any(each in parameters and parameters[each].requires_grad for each in (name, other))
-            if trained and _meet(tensor, neighbour):
-                raise ValueError(_sharing_error(other, name, parameters))
-        open_ends.append((end, name, tensor))
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first to the last of a strided tensor."""
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
-def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose spans overlap have an element in common: columns of one matrix have none."""
-    first = min(one.data_ptr(), other.data_ptr())
-    size = one.itemsize
-    starts = [each.data_ptr() - first for each in (one, other)]
-    if (one.is_contiguous() and other.is_contiguous()) or other.itemsize != size or any(at % size for at in starts):
-        return True
-    elements = max(at // size + _reach(each) for at, each in zip(starts, (one, other), strict=True))
-    taken = torch.zeros(elements, dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), starts[0] // size).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), starts[1] // size).any())
-
-
-def _sharing_error(one: str, other: str, parameters: Mapping[str, torch.Tensor]) -> str:
-    if one not in parameters or other not in parameters:
-        param, buffer = (one, other) if one in parameters else (other, one)
-        return (
-            f"buffer {buffer!r} is a view of parameter {param!r}, and would not follow it: compute the view in "
-            f"forward, or register a copy, `{param}.detach().clone()`"
-        )
-    return (
-        f"parameters {one!r} and {other!r} share memory and are two objects: torch would update the same values twice "
-        f"a step. Tie them, `{other} = {one}`, so that both names are one parameter, or clone one of them"
-    )
 
 
 def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> frozenset[str]:
@@ -569,62 +376,3 @@ def _bytes_of(
     if config.update == "backward":  # each backward's gradients are used up at once
         sums = 0
     return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected, sums)
-
-
-def find_budgets(config: Config, dry: bool = False) -> Budgets:
-    """The budgets in bytes; what the user did not name follows from what is free."""
-    here = local_ranks()
-    host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN) // here
-    device = config.device_memory
-    if config.compute_device.type != "cpu" and device is None:
-        free, _ = torch.get_device_module(config.compute_device).mem_get_info(config.compute_device)
-        device = int(free * DEVICE_MARGIN)
-    if config.compute_device.type == "cpu":
-        host = min(int(host), int(device)) if device is not None else host
-        device = None
-    disk = None
-    if dry and config.disk_space is not None:
-        assert isinstance(config.disk_space, int)
-        disk = config.disk_space
-    elif config.directories:
-        for directory in config.directories:
-            for saved_into in dead_saves(directory):  # half a checkpoint holds the space of the run's files
-                remove_leftovers(saved_into)
-        disk = int(free_bytes(config.directories) * DISK_MARGIN) // here
-        if config.disk_space is not None:
-            assert isinstance(config.disk_space, int)
-            disk = min(disk, config.disk_space)
-    return Budgets(int(host), None if device is None else int(device), disk)
-
-
-def available_memory() -> int:
-    """Bytes of host memory that a new process could take, within the control group's limit."""
-    free = _meminfo_available()
-    for limit, used in _control_group():
-        free = min(free, max(limit - used, 0))
-    return free
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _control_group() -> Iterator[tuple[int, int]]:
-    """(the limit, what is used of it) in bytes."""
-    for folder, limit, used, inactive in CONTROL_GROUPS:
-        try:
-            bound, taken = int((folder / limit).read_text()), int((folder / used).read_text())
-        except (OSError, ValueError):
-            continue
-        yield bound, max(taken - _statistic(folder / "memory.stat", inactive), 0)
-
-
-def _statistic(path: Path, name: str) -> int:
-    try:
-        fields = [line.split() for line in path.read_text().splitlines()]
-        return next((int(field[1]) for field in fields if field[0] == name), 0)
-    except (OSError, ValueError, IndexError):
-        return 0

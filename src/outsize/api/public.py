@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
-from outsize.api.placing import Kept, PlacedModel, place_model
+from outsize.api.placed import Kept, PlacedModel
+from outsize.api.placing import place_model
 from outsize.api.ranks import know_place, take_accelerator
 from outsize.config import Config, make_config
 from outsize.optim.choice import rule_for

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from outsize.api.placing import PlacedModel
+from outsize.api.placed import Kept, PlacedModel
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
+from outsize.move.comm import Ranks
 from outsize.optim.rules import Rule
-from outsize.run.local import is_distributed
+from outsize.plan.layout import ParamInfo
+from outsize.run.local import is_distributed, local
 from outsize.run.paging import PagedParameter
 from outsize.run.unit import Unit
 from outsize.run.wrappers import known
@@ -108,3 +110,123 @@ def check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -
                     f"the optimizer's state {key!r} of {name!r} has the shape {tuple(value.shape)}, the parameter "
                     f"{tuple(param.shape)}; load the state of the same model or start without one"
                 )
+
+
+def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ValueError` for a trainable parameter whose memory another tensor of the model, or itself, has too.
+
+    In torch a write to one shows in the other; outsize gives each parameter memory of its own.
+    """
+    spans = []
+    for name, tensor in {**buffers, **parameters}.items():
+        found = local(tensor)
+        if found.layout is torch.strided and found.device.type != "meta" and found.numel():
+            spans.append((found.data_ptr(), found.data_ptr() + _reach(found) * found.itemsize, name, found))
+            if name in parameters and torch._debug_has_internal_overlap(found) == 1:
+                raise ValueError(
+                    f"parameter {name!r} of shape {tuple(found.shape)} was made by expand: several of its elements are "
+                    f"one value in memory, which torch refuses to update. Use `nn.Parameter(value.clone())`, or expand "
+                    f"a smaller parameter in forward"
+                )
+    spans.sort(key=lambda each: each[:2])
+    open_ends: list[tuple[int, str, torch.Tensor]] = []
+    for start, end, name, tensor in spans:
+        open_ends = [each for each in open_ends if each[0] > start]
+        for _, other, neighbour in open_ends:
+            trained = any(each in parameters and parameters[each].requires_grad for each in (name, other))
+            if trained and _meet(tensor, neighbour):
+                raise ValueError(_sharing_error(other, name, parameters))
+        open_ends.append((end, name, tensor))
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first to the last of a strided tensor."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose spans overlap have an element in common: columns of one matrix have none."""
+    first = min(one.data_ptr(), other.data_ptr())
+    size = one.itemsize
+    starts = [each.data_ptr() - first for each in (one, other)]
+    if (one.is_contiguous() and other.is_contiguous()) or other.itemsize != size or any(at % size for at in starts):
+        return True
+    elements = max(at // size + _reach(each) for at, each in zip(starts, (one, other), strict=True))
+    taken = torch.zeros(elements, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), starts[0] // size).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), starts[1] // size).any())
+
+
+def _sharing_error(one: str, other: str, parameters: Mapping[str, torch.Tensor]) -> str:
+    if one not in parameters or other not in parameters:
+        param, buffer = (one, other) if one in parameters else (other, one)
+        return (
+            f"buffer {buffer!r} is a view of parameter {param!r}, and would not follow it: compute the view in "
+            f"forward, or register a copy, `{param}.detach().clone()`"
+        )
+    return (
+        f"parameters {one!r} and {other!r} share memory and are two objects: torch would update the same values twice "
+        f"a step. Tie them, `{other} = {one}`, so that both names are one parameter, or clone one of them"
+    )
+
+
+def refuse_tables(
+    tables: Collection[str],
+    infos: Mapping[str, ParamInfo],
+    config: Config,
+    kept: Kept,
+    ranks: Ranks | None,
+    shared: bool,
+) -> None:
+    """Raise `ValueError` for what tables that are used by rows do not serve. `shared`: on several ranks."""
+    dense = "use sparse=False"
+    what = {
+        f"delayed_update={config.delayed_update}": (config.delayed_update is not False, dense),
+        "state_format='compact'": (config.state_format == "compact", dense),
+        "an empty table": (any(not infos[name].numel for name in tables), dense),
+        "tensor parallelism": (ranks is not None and ranks.tensor is not None, dense),
+        "copies of the model": (
+            ranks is not None and ranks.copies is not None,
+            "pass a mesh of one dimension, or use sparse=False",
+        ),
+        "unused='sync' on several ranks": (
+            shared and config.unused == "sync",
+            "use unused='error', with which every rank uses the same modules, or sparse=False",
+        ),
+        "float16 on several ranks, each of which may find another overflow": (
+            shared and any(infos[name].dtype == "float16" for name in tables),
+            "use bfloat16 or float32, or sparse=False",
+        ),
+        "an optimizer that keeps one value a row in memory (RowwiseAdagrad) on several ranks": (
+            shared and not kept.tables,
+            "use torch.optim.Adagrad or outsize.optim.LazyAdamW, or sparse=False",
+        ),
+    }
+    found = next(((words, remedy) for words, (is_so, remedy) in what.items() if is_so), None)
+    if tables and found is not None:
+        raise ValueError(
+            f"table {min(tables)!r} is an embedding with sparse=True, and its rows cannot be moved alone with "
+            f"{found[0]}; {found[1]}"
+        )
+
+
+def refuse_what_cannot_be_split(config: Config, kept: Kept, ranks: int, in_parts: bool) -> None:
+    """Raise `ValueError` with the reason for what makes no sense where units are split over several ranks, or
+    parameters are `in_parts` by tensor parallelism."""
+    if kept.whole and in_parts:
+        raise ValueError(
+            "this optimizer's update needs whole parameters, which tensor parallelism has split; use an elementwise "
+            "optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
+        )
+    if ranks == 1:
+        return
+    if kept.whole:
+        raise ValueError(
+            f"this optimizer's update needs whole parameters, which stage {config.stage} splits over {ranks} ranks; "
+            f"use stage=0, or an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion)"
+        )
+    if config.stage < 3 and config.params in ("host", "disk"):
+        raise ValueError(
+            f"stage={config.stage} keeps whole parameters on every rank, and params={config.params!r} would keep "
+            f"{ranks} copies of them there; use stage=3, where each rank keeps and moves one part of {ranks}"
+        )

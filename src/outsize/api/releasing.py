@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared
-from outsize.api.placing import available_memory
+from outsize.api.budgets import available_memory
 from outsize.api.saving import ready, settle, take_state
 from outsize.plan.sizes import format_bytes
 from outsize.run import hooks

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from outsize.api.placing import PlacedModel
+from outsize.api.placed import PlacedModel
 from outsize.api.resources import Resources
 from outsize.config import Config
 from outsize.move.buffer import Buffer

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 import outsize
-from outsize.api.placing import find_budgets
+from outsize.api.budgets import find_budgets
 from outsize.cli.options import DTYPES, at_least
 from outsize.config import Config
 from outsize.plan.sizes import format_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -191,3 +191,16 @@ def _check_options(name: str, applied: SlotUpdate, hyper: Mapping[str, object]) 
             f"{changed[0]!r} of a parameter group changed between backward() and step(), after the backward had "
             f"applied the gradient of {name!r} (update='backward'); change it before the backward"
         )
+
+
+def unscale(pendings: Mapping[Unit, Pending], factor: float, gradients: Sequence[UnitGradients]) -> None:
+    """Take the loss scale out of the gradients, where the user sees them too."""
+    for unit, pending in pendings.items():
+        for name, owed in pending.items():
+            grad = unit.parameters[name].grad
+            assert grad is not None
+            grad.mul_(factor)
+            if unit.owners is not None and owed.loose is not None:
+                owed.loose.mul_(factor)
+            else:
+                pending[name] = owed_to(unit, name, grad, owed.hyper, gradients[unit.index])

@@ -25,6 +25,7 @@ from outsize.run.step_record import (
     not_finite,
     owed_to,
     told,
+    unscale,
 )
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Residency, Unit
@@ -171,7 +172,7 @@ class Stepper:
         self._applied.clear()
         self._group_of = {}  # groups may change between steps
         if factor != 1.0:
-            self._unscale(pendings, factor)
+            unscale(pendings, factor, self._gradients)
         if self._delays:
             pendings = self._hold_back(pendings)
         for unit, pending in pendings.items():
@@ -187,18 +188,6 @@ class Stepper:
         self.steps += 1
         if self._reduction is not None:
             self._reduction.ranks.model.step = self.steps
-
-    def _unscale(self, pendings: dict[Unit, Pending], factor: float) -> None:
-        """Take the loss scale out of the gradients, where the user sees them too."""
-        for unit, pending in pendings.items():
-            for name, owed in pending.items():
-                grad = unit.parameters[name].grad
-                assert grad is not None
-                grad.mul_(factor)
-                if unit.owners is not None and owed.loose is not None:
-                    owed.loose.mul_(factor)
-                else:
-                    pending[name] = owed_to(unit, name, grad, owed.hyper, self._gradients[unit.index])
 
     def _update_in_place(self, unit: Unit, pending: Pending) -> None:
         self._updater.update_in_place(unit.shard, pending)

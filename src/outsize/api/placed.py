@@ -1,0 +1,72 @@
+"""What `prepare` and `plan` decide before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from outsize.move.codes import BLOCK
+from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
+from outsize.plan.layout import ParamInfo, UnitLayout
+from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, UsedTogether
+from outsize.run.mapped_files import FileRange
+from outsize.run.wrappers import Inner
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps: its per-element arrays, those of them that rest as 8-bit codes, and whether its update
+    needs whole parameters."""
+
+    arrays: tuple[str, ...] = ()
+    compact: frozenset[str] = frozenset()
+    whole: bool = False
+    tables: bool = True
+    """Whether tables have arrays too; else one value a row, in host memory."""
+
+    def nbytes(self, dtype: str, numel: int) -> int:
+        """Bytes at rest of a parameter's state, the rest of its master included."""
+        codes = len(self.compact)
+        compact = CODE_BYTES[dtype] * numel + SCALE_BYTES.get(dtype, 0) * -(-numel // BLOCK)
+        exact = STATE_BYTES[dtype] * numel
+        return codes * compact + (len(self.arrays) - codes) * exact + MASTER_BYTES.get(dtype, 0) * numel
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """Everything that `prepare` and `plan` decide before a byte moves."""
+
+    infos: dict[str, ParamInfo]
+    parameters: dict[str, nn.Parameter]
+    layouts: tuple[UnitLayout, ...]
+    unit_bytes: tuple[UnitBytes, ...]
+    tiers: tuple[UnitTiers, ...]
+    budgets: Budgets
+    kept: Kept
+    split: tuple[int, int] = (0, 1)
+    """(this rank, the ranks over which each unit is split)."""
+    together: UsedTogether = field(default_factory=dict)
+    tile_rows: Mapping[int, int] = field(default_factory=dict)
+    """By the index of a unit that is used in tiles: how many rows of its parameter a tile has of each rank."""
+    in_files: Mapping[str, FileRange] = field(default_factory=dict)
+    """By name: the parameters of units that are read in place where they rest on disk."""
+    beside: Mapping[int, int] = field(default_factory=dict)
+    """By the index of a unit of adapters: that of the unit they were cut from."""
+    tables: frozenset[int] = frozenset()
+    """The indices of the units of which only the rows that a batch touches move."""
+    dense_tables: tuple[tuple[str, int, int], ...] = ()
+    """(name, bytes of weights and states that each step moves, rows) of large embeddings without sparse=True."""
+    tables_split: tuple[int, int] = (0, 1)
+    """(this rank, the ranks over which each table is split, at every stage)."""
+    inside: Mapping[str, Sequence[Inner]] = field(default_factory=dict)
+    """By name: where the parameters are that wrappers have. See Note [Wrappers]."""
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(unit.total for unit in self.unit_bytes)
+
+    def split_of(self, index: int) -> tuple[int, int]:
+        """(this rank, the ranks over which the unit is split)."""
+        return self.tables_split if index in self.tables else self.split
