@@ -18,7 +18,7 @@ import outsize
 from outsize.checkpoint.files import DataReader, file_record
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Piece, Region
-from tests.conftest import Pair, Workshop
+from tests.conftest import Pair, Workshop, prepared
 
 ROWS = 700
 
@@ -147,3 +147,34 @@ def test_records_of_odd_bytes_have_the_bits_of_rows_in_memory(workshop: Workshop
     (ours, state), (expected, other) = found
     assert torch.equal(ours, expected)
     assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value)) for key, value in other.items())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_drive_that_fails_ends_the_step_and_nothing_is_left_behind(tmp_path: Path, kind: str, ahead: bool) -> None:
+    model = nn.Embedding(20_000, 64, sparse=True)
+    optimizer = lazy(model)
+    outsize.prepare(model, optimizer, host_memory="2MiB", disk=tmp_path, device="cpu", params="disk", states="disk")
+    data = [torch.randint(0, 20_000, (1000,)) for _ in range(9)]
+
+    def step(ids: torch.Tensor) -> None:
+        model(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for ids in data[:5]:
+        step(ids)
+    resources = prepared(model).resources
+    (file,) = {row.store.file.now.file for row in prepared(model).engine.tables[id(model.weight)].rows.arrays.values()}
+    wrong, kept = os.open(file.path, os.O_RDONLY if kind == "write" else os.O_WRONLY), file._files
+    file._files = [wrong]
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        for ids in outsize.lookahead(data[5:], model) if ahead else data[5:]:
+            step(ids)
+    assert caught.value.filename == file.path
+    with pytest.raises(RuntimeError, match="training stopped after an error"):
+        outsize.save(tmp_path / "saved", model, optimizer)
+    file._files = kept
+    os.close(wrong)
+    resources.close()
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
 from typing import final
@@ -69,21 +70,26 @@ class Records:
         """`arrays`: all of the file, in its order."""
         self._file, self._arrays = file, arrays
         self.nbytes = sum(array.row_bytes for array in arrays.values())
-        self.most_pages = 1 if PAGE_BYTES % self.nbytes == 0 else (self.nbytes - 2) // PAGE_BYTES + 2
+        self._most_pages = 1 if PAGE_BYTES % self.nbytes == 0 else (self.nbytes - 2) // PAGE_BYTES + 2
         # Records are copied as numbers of so many bytes, in groups that never lie on two pages.
         size = gcd(8, *(array.row_bytes for array in arrays.values()))
         self._dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
         self._group = gcd(self.nbytes, PAGE_BYTES)
         self._sizes = [array.row_bytes // size for array in arrays.values()]
 
+    def pages_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """How many pages have each of these rows."""
+        start = ids * self.nbytes
+        return (start + self.nbytes - 1) // PAGE_BYTES - start // PAGE_BYTES + 1
+
     def start(self, ids: torch.Tensor) -> Reading:
         """Start to read the pages of these rows (int64, ascending)."""
         start = ids * self.nbytes
         first, last = start // PAGE_BYTES, (start + self.nbytes - 1) // PAGE_BYTES
-        if self.most_pages == 1:
+        if self._most_pages == 1:
             pages = torch.unique_consecutive(first)
         else:
-            each = first[:, None] + torch.arange(self.most_pages, device="cpu")
+            each = first[:, None] + torch.arange(self._most_pages, device="cpu")
             pages = torch.unique(each[each <= last[:, None]])
         at = torch.searchsorted(pages, first) * PAGE_BYTES + start % PAGE_BYTES
         groups = (at // self._group)[:, None] + torch.arange(self.nbytes // self._group, device="cpu")
@@ -288,10 +294,9 @@ class Rows:
         missing = ids[places < 0]
         for coming in self._coming:
             missing = missing[~torch.isin(missing, coming.ids)]
-        most = (self._ahead_bytes - sum(each.nbytes for each in self._coming)) // (
-            PAGE_BYTES * sum(each.most_pages for each in self._records)
-        )
-        missing = missing[: max(most, 0)]
+        room = self._ahead_bytes - sum(each.nbytes for each in self._coming)
+        pages = torch.stack([each.pages_of(missing) for each in self._records]).sum(0)  # or less: rows share pages
+        missing = missing[pages.cumsum(0) * PAGE_BYTES <= room]
         if missing.numel():
             self._await_writes()
             coming = Coming(missing, [each.start(missing) for each in self._records])
@@ -324,10 +329,14 @@ class Rows:
         self._cache.used.fill_(-1)
 
     def close(self) -> None:
-        """Wait for what is on its way. What was not flushed is lost."""
-        self._cache.changed.fill_(False)
-        self.forget()
+        """Wait for what is on its way, whatever comes of it. What was not flushed is lost."""
+        reads = [reading.transfer for coming in self._coming for reading in coming.readings]
+        for transfer in [*reads, *(transfer for transfer, _ in self._writing)]:
+            with suppress(OSError):
+                transfer.wait()
+        self._ledger.remove("host/rows ahead", sum(coming.nbytes for coming in self._coming))
         self._ledger.remove("host/hot rows", self._cache.nbytes)
+        self._coming, self._writing = [], []
         self._cache = Cache(self._on_disk, 0)
 
     # -- behind the cache ----------------------------------------------------------------------------------------------
