@@ -193,6 +193,29 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     assert not out.exists()
 
 
+def test_an_error_before_the_first_answer_leaves_no_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, prompts = tmp_path / "answers.jsonl", prompts_in(tmp_path / "p.txt", "w1", "w2")
+    whole = generating._answers
+
+    def fails_for(text: str) -> None:
+        def answers(model: Any, tokenizer: Any, batch: Any, *rest: Any) -> list[str]:
+            if batch[0].text == text:
+                raise ValueError("the layer reads its cache itself")
+            return whole(model, tokenizer, batch, *rest)
+
+        monkeypatch.setattr(generating, "_answers", answers)
+
+    options = ["--prompts", prompts, "--out", out, "--batch", 1, "--max-new-tokens", NEW]
+    fails_for("w1")
+    assert generate(folder, *options) == 2
+    assert not out.exists()
+    fails_for("w2")
+    assert generate(folder, *options) == 2
+    assert len(out.read_text().splitlines()) == 1  # the answer that there is stays
+
+
 def test_an_existing_file_is_not_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "answers.txt"
     out.write_text("mine")

@@ -78,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     with ExitStack() as opened:
-        out = sys.stdout if args.out is None else opened.enter_context(open(args.out, "w", encoding="utf-8"))
+        out: TextIO = sys.stdout
+        if args.out is not None:
+            opened.callback(_remove_empty, args.out)
+            out = opened.enter_context(open(args.out, "x", encoding="utf-8"))
         as_json = args.out is not None and args.out.suffix == JSON_LINES
         count = opened.enter_context(_progress(len(prompts)))
         for first in range(0, len(prompts), args.batch):
@@ -208,6 +211,12 @@ def _answers(model: Any, tokenizer: Any, batch: Sequence[Prompt], args: argparse
 def _write(out: TextIO, prompt: str, answer: str, as_json: bool) -> None:
     line = json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) if as_json else f"{prompt}{answer}\n"
     print(line, file=out, flush=True)
+
+
+def _remove_empty(path: Path) -> None:
+    """What went wrong before the first answer leaves no file, which would be in the way of the next try."""
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
 
 
 @contextmanager
