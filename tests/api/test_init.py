@@ -6,8 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from torch import nn
 import outsize
 from outsize.api.building import init
 from outsize.run.paging import PagedParameter, page_in
+from tests.scripts import run_script
 
 transformers = pytest.importorskip("transformers")
 
@@ -497,20 +496,13 @@ def resident(key):
 
 torch.set_num_threads(1)
 nn.init.orthogonal_(nn.Linear(8, 8).weight)
-for end in sys.argv[1:]:
-    fork = os.fork()
-    if not fork:
-        break
-    print(end, os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
-else:
-    sys.exit()
+end, disk = sys.argv[1:]
 with open("/proc/self/clear_refs", "w") as peak:
     peak.write("5")
 before = resident("VmRSS")
-os.mkdir(end)
-with init(host_memory="16MiB", disk=end, device="cpu"):
+with init(host_memory="16MiB", disk=disk, device="cpu"):
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])
-print(resident("VmHWM") - before, len(os.listdir(end)), end=" ", flush=True)
+print(resident("VmHWM") - before, len(os.listdir(disk)), flush=True)
 if end != "exit":
     os.kill(os.getpid(), getattr(signal, end))
 """
@@ -527,17 +519,13 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Of forks of one process: to start one takes seconds."""
-    disk = tmp_path_factory.mktemp("ended")
-    ends = {"exit": 0, "SIGINT": 130, "SIGKILL": -signal.SIGKILL}
-    command = [sys.executable, "-c", SCRIPT, *ends]
-    done = subprocess.run(command, cwd=disk, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     found = {}
-    for line in done.stdout.splitlines():
-        peak, entries, end, code = line.split()
-        assert int(code) in (ends[end], -getattr(signal, end, 0)), done.stderr
-        found[end] = Ended(int(peak), int(entries), disk / end)
+    for end, expected in {"exit": 0, "SIGINT": 130, "SIGKILL": -signal.SIGKILL}.items():
+        disk = tmp_path_factory.mktemp(end)
+        status, said, errors = run_script(SCRIPT, end, disk)
+        assert status == expected, errors
+        peak, entries = said.split()
+        found[end] = Ended(int(peak), int(entries), disk)
     return found
 
 

@@ -10,8 +10,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +26,7 @@ from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
 from tests.api.generation_runs import Run, assert_same
+from tests.scripts import run_script
 
 
 def run_of(tmp: Path, tier: str = "disk", seed: int = 0) -> Run:
@@ -379,12 +378,11 @@ atexit.register(lambda: outsize.save(sys.argv[1], model, optimizer, 7))
 
 
 def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(AT_EXIT)
-    subprocess.run([sys.executable, script, tmp_path / "ckpt"], check=True, timeout=120)
+    status, _, errors = run_script(AT_EXIT, tmp_path / "ckpt")
+    assert status == 0, errors
     assert (tmp_path / "ckpt" / "manifest.json").is_file()
     run = run_of(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "disk", "script.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "disk"]
     with pytest.raises(ValueError, match="another model"):
         run.load(tmp_path / "ckpt")
 

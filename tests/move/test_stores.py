@@ -6,8 +6,6 @@ import errno
 import os
 import resource
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from outsize.move.generations import Generations
 from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.store import DiskStore, Store
 from outsize.run.buffers import unused
+from tests.scripts import Script
 
 PAGE = 4096
 
@@ -300,18 +299,15 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_live_runs_directory_is_left_alone_and_a_killed_ones_is_removed(tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    other = Script(HOLD, tmp_path)
     try:
-        assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
         mine = RunDirectory(tmp_path)
         assert (theirs / "unit").read_text() == "mine"
         mine.close()
     finally:
         other.kill()
-        other.communicate()
+        other.end()
     assert theirs.exists()  # a kill leaves it
     again = RunDirectory(tmp_path)
     assert not theirs.exists()

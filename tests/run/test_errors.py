@@ -4,8 +4,6 @@ import copy
 import errno
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from tests.conftest import (
     squared_error,
     train,
 )
+from tests.scripts import run_script
 
 # -- mistakes in prepare: nothing has happened ---------------------------------------------------------------------
 
@@ -779,19 +778,12 @@ def test_a_compiled_step_is_the_step(workshop: Workshop, tier: str) -> None:
 
 def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
     script = f"""
-import os, resource, sys, torch, outsize
+import resource, sys, torch, outsize
 from torch import nn
-for when in ("prepare", "save"):  # each in a fork: to start a process takes seconds
-    fork = os.fork()
-    if not fork:
-        break
-    print(when, os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
-else:
-    sys.exit()
 limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
 optimizer = torch.optim.AdamW(model.parameters())
-if when == "prepare":
+if sys.argv[1] == "prepare":
     limit()
 try:
     outsize.prepare(model, optimizer, host_memory="64MiB", disk={str(tmp_path)!r}, params="disk", states="disk")
@@ -801,8 +793,9 @@ except OSError as error:
     assert "ulimit -f" in str(error) and {str(tmp_path)!r} in str(error), error
     sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout == "prepare 7\nsave 7\n"
+    for when in ("prepare", "save"):
+        status, _, errors = run_script(script, when)
+        assert status == 7, f"{when}: {errors}"
 
 
 def test_a_disk_engine_that_the_kernel_refuses_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

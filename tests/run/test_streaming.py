@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import outsize
 from outsize.move.memory import Ledger
 from outsize.plan.sizes import parse_bytes
 from tests.conftest import Stack, Workshop, adamw, batches, forget_last_graph, prepared, squared_error, train, weights
+from tests.scripts import Script
 
 PAGE = 4096
 
@@ -447,21 +446,13 @@ import os, signal, sys, torch, outsize
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from outsize.plan.sizes import parse_bytes
 from tests.conftest import Stack, adamw, batches, train
-for end in ("error", "interrupt"):  # of forks of one process: to start one takes seconds
-    fork = os.fork()
-    if not fork:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), len(os.listdir(sys.argv[1])), flush=True)
-else:
-    sys.exit()
 model = Stack()
 optimizer = adamw(model)
 outsize.prepare(model, optimizer, params="disk", grads="disk", states="disk", host_memory="64MiB", disk=sys.argv[1])
 train(model, optimizer, batches(2))
-print(os.getpid(), len(os.listdir(sys.argv[1])), flush=True)
-if end == "interrupt":
-    while True:
-        train(model, optimizer, batches(2))
+print(len(os.listdir(sys.argv[1])), flush=True)
+while sys.argv[2] == "interrupt":
+    train(model, optimizer, batches(2))
 raise SystemExit(3)
 """
 
@@ -469,21 +460,14 @@ raise SystemExit(3)
 @pytest.mark.slow
 def test_a_process_that_ends_leaves_nothing_behind(workshop: Workshop) -> None:
     """By an error, and by an interruption."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(workshop.disk)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    _, entries = process.stdout.readline().split()
-    assert entries == "1"
-    assert process.stdout.readline() == "3 0\n", "the error leaves something behind"
-    child, entries = process.stdout.readline().split()
-    assert entries == "1"
-    os.kill(int(child), signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
-    assert rest == f"{-signal.SIGINT} 0\n", errors
+    for end, status in (("error", 3), ("interrupt", 130)):
+        script = Script(SCRIPT, workshop.disk, end)
+        assert script.stdout.readline() == "1\n"
+        if end == "interrupt":
+            os.kill(script.pid, signal.SIGINT)
+        found, said, errors = script.end()
+        assert (found, said) == (status, ""), errors
+        assert os.listdir(workshop.disk) == [], end
 
 
 def test_without_a_disk_there_is_next_to_no_staging(workshop: Workshop) -> None:
