@@ -83,7 +83,8 @@ def main(directory: Path, parameters: float, host_memory: str, steps: int, rows:
         read = (moved.bytes_read - before.bytes_read) / 1e9
         written = moved.bytes_written - before.bytes_written
         seconds = time.perf_counter() - began
-        print(f"step {step}: loss {loss.item():.4f}, {seconds:.1f} s, {read:.2f} GB read, {written} bytes written")
+        told = f"step {step}: loss {loss.item():.4f}, {seconds:.1f} s, {read:.2f} GB read, {written} bytes written"
+        print(told, flush=True)
     model.save_pretrained(directory / "adapters")
     return loss.item()
 

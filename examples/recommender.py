@@ -81,7 +81,8 @@ def main(directory: Path, rows: int, host_memory: str, steps: int, batch: int = 
             moved = after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
             print(
                 f"step {step}: loss {loss.item():.4f}; {asked / seconds:,.0f} rows/s; hit rate "
-                f"{max(known, 0) / asked:.1%}; {moved / (step % 10 or 10) / 1e6:,.1f} MB a step"
+                f"{max(known, 0) / asked:.1%}; {moved / (step % 10 or 10) / 1e6:,.1f} MB a step",
+                flush=True,
             )
             began, before = time.perf_counter(), after
     return loss.item()
