@@ -284,6 +284,37 @@ def test_memory_whose_segments_grow_has_no_pool(sim: Any, workshop: Workshop, mo
     assert in_pool(sim, workshop, partial(Stack, depth=6), activations="recompute")[1] == 0
 
 
+class Rewritten(nn.Module):
+    """What its layer has used changes before the backward, once `rewrites` says so."""
+
+    rewrites = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.mixed, self.head = nn.Linear(16, 16), Attending(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mask = self.encoder(x), torch.ones_like(x)
+        y = self.mixed(x, x, mask)
+        if self.rewrites:
+            mask.zero_()
+        return self.head(y)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+@pytest.mark.parametrize("sim", ["random"], indirect=True)
+def test_what_is_written_to_after_a_layer_has_used_it_is_an_error(sim: Any, workshop: Workshop, mode: str) -> None:
+    """Torch's own, also where what the layer keeps goes by hooks, and where it is known to give the same again."""
+    model = Rewritten()
+    workshop.prepare(model, adamw(model), "host", device="sim", activations=mode, tiles=False, units=["mixed"])
+    for _ in range(2):
+        model(torch.randn(8, 16).to("sim")).sum().backward()
+    model.rewrites = True
+    loss = model(torch.randn(8, 16).to("sim")).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|written to in place"):
+        loss.backward()
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 

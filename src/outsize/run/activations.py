@@ -29,7 +29,7 @@ from outsize.run.layer_state import LayerState, version_of
 from outsize.run.packing import Packing
 from outsize.run.parts import Call, Parts
 from outsize.run.record import Record
-from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, top_hooks
+from outsize.run.saved import Hooks, is_foreign, of_checkpoint, refuse_written, refusing_writes, top_hooks
 from outsize.run.segments import Link, Segments
 from outsize.run.selective import Selection, selection
 from outsize.run.split_inputs import SplitInputs
@@ -254,6 +254,8 @@ class Layer:
         if mode == "offload" and store is not None:
             call = store.call()
             hooks = call.pack, call.unpack
+        if hooks is not None:
+            hooks = refusing_writes(hooks)
         if split is not None:
             hooks = split.of_call(self._short, inputs, hooks)
         return nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*by_reference(hooks))

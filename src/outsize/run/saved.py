@@ -54,6 +54,24 @@ def refuse_written(tensor: torch.Tensor, version: int) -> None:
         )
 
 
+def refusing_writes(hooks: Hooks) -> Hooks:
+    """These hooks. What they keep as a tensor must be as it was when it is asked for."""
+    pack, unpack = hooks
+
+    def noted(tensor: torch.Tensor) -> tuple[Any, int | None]:
+        content = pack(tensor)
+        return content, content._version if isinstance(content, torch.Tensor) else None
+
+    def checked(packed: tuple[Any, int | None]) -> torch.Tensor:
+        content, version = packed
+        if version is not None:
+            refuse_written(content, version)
+        found: torch.Tensor = unpack(content)
+        return found
+
+    return noted, checked
+
+
 def top_hooks() -> Hooks | None:
     """The (pack, unpack) of the innermost saved-tensor hooks, the user's own among them."""
     return None if _top is None else _top(True)
