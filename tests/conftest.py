@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+import tests.seeds  # noqa: F401
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.api.public import require
 from tests.accelerator import sim as simulator

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from tests.ranks.launching import context
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 180
 
 
 class Script:

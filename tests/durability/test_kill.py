@@ -1,5 +1,6 @@
 """A run that is killed again and again ends as one that was never killed; the oracle is that one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch import nn
 
 import outsize
 from benchmarks.checkpoint_full import live
-from benchmarks.checkpoint_kills import in_a_process
 from tests.ranks.launching import ends_on_ranks
+from tests.scripts import run_script
 
 KILLS = 8
 
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def tally(swift: Path) -> dict[str, Any]:
     """Runs of every manner, killed at random instants and at random system calls of their saves."""
-    return in_a_process(swift, 3, KILLS)
+    status, said, errors = run_script("from benchmarks import checkpoint_kills as it; it.main()", swift, 3, KILLS)
+    assert status == 0, errors
+    found: dict[str, Any] = json.loads(said)
+    return found
 
 
 def test_a_run_that_is_killed_at_any_instant_ends_bit_for_bit_as_one_that_was_not(tally: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ def test_a_step_writes_the_adapters_and_what_belongs_to_them_where_they_rest_on_
 
 def test_micro_batches_read_the_base_twice_a_step(workshop: Workshop, folder: Path) -> None:
     (model, optimizer), plain = adapted(folder), adapted(folder)
-    prepare(workshop, model, optimizer, micro_batches=8, units="LlamaDecoderLayer", host_memory="3MiB")
+    prepare(workshop, model, optimizer, micro_batches=4, units="LlamaDecoderLayer", host_memory="3MiB")
     found = losses(model, optimizer)
     before = outsize.memory(model).bytes_read
     found += losses(model, optimizer, 2)

@@ -14,6 +14,7 @@ import torch.distributed.tensor.parallel
 import outsize.api.ranks
 import outsize.run.paging
 import tests.ranks.training
+import tests.seeds
 
 with suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
