@@ -15,7 +15,7 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.hpp)
 SIMULATOR := tests/accelerator/build/_sim.so
 SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
-# What make test runs on the simulated accelerator too; tests/accelerator/README.md has the command that runs all.
+# What runs on the simulated accelerator too; tests/accelerator/README.md has the command that runs all.
 ON_SIMULATOR := $(foreach name,activations amp choice delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
 	stacks_in_tiles streaming tiled update_in_backward weights_in_tiles wrappers,tests/run/test_$(name).py) tests/api/test_release.py
 
@@ -74,14 +74,13 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(MAKE) --jobs=2 --output-sync types accelerator  # mypy takes one core for half a minute
-	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim $(ON_SIMULATOR)
 	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator
 
 types: $(STAMP)
 	$(BIN)/mypy
 
 accelerator: $(STAMP) $(SIMULATOR)  # in processes of its own: torch allows one device of ours a process
-	$(BIN)/python -m pytest -n 3 --dist worksteal tests/accelerator
+	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim tests/accelerator $(ON_SIMULATOR)
 
 train: $(STAMP)
 	$(BIN)/outsize train
