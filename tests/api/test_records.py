@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import outsize
 from outsize.checkpoint.files import DataReader, file_record
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Piece, Region
+from outsize.move.rows import Reading, arrive
+from outsize.move.transfer import Transfer
 from tests.conftest import Pair, Workshop, prepared
 
 ROWS = 700
@@ -178,3 +181,25 @@ def test_a_drive_that_fails_ends_the_step_and_nothing_is_left_behind(tmp_path: P
     os.close(wrong)
     resources.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_where_one_file_cannot_be_read_nothing_of_another_is_on_its_way_any_more() -> None:
+    """A table has two files when its state was added later. The memory that is read into goes with the error."""
+
+    class Read(Transfer):
+        def __init__(self, error: OSError | None) -> None:
+            self.error, self.waited = error, False
+
+        def wait(self) -> None:
+            self.waited = True
+            if self.error is not None:
+                raise self.error
+
+        def done(self) -> bool:
+            return self.waited
+
+    nothing = torch.empty(0)
+    reads = [Read(OSError("of the first")), Read(OSError("of the second")), Read(None)]
+    with pytest.raises(OSError, match="of the first"):
+        arrive([Reading(Mock(), nothing, nothing, nothing, read) for read in reads])
+    assert all(read.waited for read in reads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import gcd
 from typing import final
@@ -128,8 +128,16 @@ class Reading:
     transfer: Transfer
 
 
-def values_of(readings: Iterable[Reading]) -> Values:
+def arrive(readings: Sequence[Reading]) -> None:
+    """Wait for all, whatever comes of them, so that their memory is free. Raises the first error there was."""
+    with ExitStack() as last_first:
+        for reading in readings:
+            last_first.callback(reading.transfer.wait)
+
+
+def values_of(readings: Sequence[Reading]) -> Values:
     """The rows of all arrays that were read. Blocks."""
+    arrive(readings)
     return {name: rows for each in readings for name, rows in each.records.values_of(each).items()}
 
 
@@ -409,7 +417,9 @@ class Rows:
         for part in _parts(ids.numel()):
             self._await_writes()
             own = {name: each[part] for name, each in values.items()}
-            for reading in [each.start(ids[part]) for each in self._records]:
+            readings = [each.start(ids[part]) for each in self._records]
+            arrive(readings)
+            for reading in readings:
                 self._writing.append((reading.records.write(reading, own), reading))
 
     def _await_writes(self) -> None:
