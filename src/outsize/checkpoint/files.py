@@ -308,8 +308,11 @@ class DataReader:
             content = _empty(-(-piece.numel // region.row) * region.stride, torch.uint8)
             _read(file, piece.offset, content[: region.extent(piece.numel)], self._folder / piece.file)
             rows = content.view(-1, region.stride)[:, : region.row * region.stored.itemsize]
-            rows = rows.clone(memory_format=torch.contiguous_format).view(-1)
-            wanted.copy_(rows.view(region.stored)[skipped : piece.numel])
+            if wanted.numel() == rows.numel() // region.stored.itemsize:
+                wanted.view(torch.uint8).view(rows.shape).copy_(rows)
+            else:
+                rows = rows.clone(memory_format=torch.contiguous_format).view(-1)
+                wanted.copy_(rows.view(region.stored)[skipped : piece.numel])
         return out
 
     def close(self) -> None:

@@ -110,14 +110,19 @@ class Cells:
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         for _, _, cells, low, high, skipped in self._windows(start, out.numel()):
-            out[low:high] = cells.reshape(-1)[skipped : skipped + high - low]
+            if high - low == cells.numel():
+                out[low:high].view(cells.shape).copy_(cells)
+            else:
+                out[low:high] = cells.reshape(-1)[skipped : skipped + high - low]
         return ARRIVED
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
         for first, content, cells, low, high, skipped in self._windows(start, source.numel()):
-            whole = cells.clone(memory_format=torch.contiguous_format)
-            whole.view(-1)[skipped : skipped + high - low] = source[low:high]
-            cells.copy_(whole)
+            whole = source[low:high]
+            if high - low < cells.numel():  # within rows
+                whole = cells.reshape(-1).clone()
+                whole[skipped : skipped + high - low] = source[low:high]
+            cells.copy_(whole.view(cells.shape))
             self._file.write(first, content).wait()
         return ARRIVED
 
