@@ -321,6 +321,29 @@ def test_what_is_exported_shown_and_changed_is_what_rows_are(workshop: Workshop,
     assert torch.equal(pair.model.items.weight, pair.plain.items.weight)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_takes_back_the_state_that_it_gave(workshop: Workshop, optimizer: Optimizer) -> None:
+    pair = workshop.pair(Clicks, optimizer, "host")
+    train_both(pair, batches(3))
+    pair.optimizer.load_state_dict(pair.optimizer.state_dict())
+    train_both(pair, batches(2))
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+    train_both(pair, batches(2))
+    check_same(pair)
+
+
+def test_sums_of_other_rows_are_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(Clicks, rowwise, "host")
+    train_both(pair, batches(1))
+    state = pair.optimizer.state_dict()
+    index = next(index for index, entry in state["state"].items() if "row_sum" in entry)
+    rows = len(state["state"][index]["row_sum"])
+    state["state"][index]["row_sum"] = torch.zeros(rows - 1)
+    with pytest.raises(ValueError, match=rf"keeps \['row_sum'\] of shape \({rows},\) and 'step'"):
+        pair.optimizer.load_state_dict(state)
+    check_same(pair)
+
+
 def test_a_table_that_init_makes_starts_with_the_same_rows(workshop: Workshop) -> None:
     torch.manual_seed(0)
     plain = Clicks()

@@ -112,7 +112,7 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
         rule.arrays,
         frozenset(rule.codes) if config.state_format == "compact" else frozenset(),
         rule.whole,
-        rule.tables_have_arrays,
+        not rule.row_values,
     )
 
 

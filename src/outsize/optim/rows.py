@@ -225,7 +225,7 @@ class RowwiseAdagradRule(Rule):
     """The update of `RowwiseAdagrad`. A table has no array: its sums are a value of the parameter, in memory."""
 
     merges = True
-    tables_have_arrays = False
+    row_values = (_ROW_SUM,)
 
     def __init__(self) -> None:
         self._dense = AdagradRule()

@@ -70,8 +70,9 @@ class Rule(ABC):
     optional: frozenset[str] = frozenset()
     """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
 
-    tables_have_arrays: bool = True
-    """Whether the arrays have values for tables too, of which only the rows that a batch touches move."""
+    row_values: tuple[str, ...] = ()
+    """What a table has in place of arrays: one value a row, in host memory. Else its arrays have values for it too, of
+    which only the rows that a batch touches move."""
 
     only_rows: bool = False
     """Whether it updates rows of tables and nothing else."""

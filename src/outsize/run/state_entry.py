@@ -160,7 +160,8 @@ def check_entry(
 
     `hyper`: the options of the parameter's group; None where it is in none.
     """
-    names, whole = set(rule.arrays), shard.whole_slots[slot.name]
+    whole, rows = shard.whole_slots[slot.name], () if shard.rows is None else rule.row_values
+    names = set() if rows else set(rule.arrays)
     arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     wrong: set[str] = set()
     if whole.numel > 1 and not rule.whole:
@@ -169,6 +170,7 @@ def check_entry(
         wrong |= entry.keys() - names - set(rule.scalars)
         values = names & entry.keys() - arrays.keys()
         wrong |= {key for key in values if key not in rule.scalars or entry[key] is not None}
+    wrong |= {key for key in rows if key not in arrays or arrays[key].numel() != whole.shape[0]}
     missing = {key for key in names if key not in entry or (entry[key] is None and key in rule.optional)}
     missing.discard("max_exp_avg_sq")
     if missing and hyper is not None and not rule.whole:  # torch's state has what the parameter's own group needs
@@ -179,10 +181,10 @@ def check_entry(
     if wrong or missing or any(arrays[key].numel() not in (whole.numel, slot.numel) for key in names & arrays.keys()):
         found = {key: tuple(value.shape) if key in arrays else value for key, value in entry.items()}
         counts = f" and {', '.join(map(repr, rule.counts))}" if rule.counts else ""
+        kept = f"{list(rows) or sorted(names)} of shape {tuple(whole.shape)[: 1 if rows else None]}"
         raise ValueError(
             f"the state does not fit {optimizer}: for {slot.name!r} it has {found}, this optimizer keeps "
-            f"{sorted(names)} of shape {tuple(whole.shape)}{counts}; give the state of the same optimizer. "
-            f"Nothing was changed"
+            f"{kept}{counts}; give the state of the same optimizer. Nothing was changed"
         )
     check_counts(slot.name, entry, rule)
 
