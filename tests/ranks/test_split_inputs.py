@@ -29,14 +29,15 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """`seen`: the memory of each layer's input. `noise`: ranks have other inputs, from the given step on."""
+    """`seen`: the memory of each layer's input. `noise`: ranks have other inputs, from the given step on. `written`:
+    from there on the mask changes when the layers have used it."""
 
-    def __init__(self, noise: int) -> None:
+    def __init__(self, noise: int, written: int) -> None:
         super().__init__()
         self.start = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList([Block() for _ in range(DEPTH)])
         self.seen: list[StorageWeakRef] = []
-        self.noise, self.step = noise, 0
+        self.noise, self.written, self.step = noise, written, 0
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(ROWS, WIDTH)
@@ -48,12 +49,14 @@ class Blocks(nn.Module):
         for layer in self.layers:
             self.seen.append(StorageWeakRef(x.untyped_storage()))
             x = layer(x, mask)
+        if self.step > self.written:
+            mask.zero_()
         return x
 
 
-def run(mode: str, noise: int, disk: str | None) -> dict[str, Any]:
+def run(mode: str, noise: int, disk: str | None, written: int = 9) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Blocks(noise)
+    model = Blocks(noise, written)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tp"))
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -97,3 +100,8 @@ def test_inputs_that_differ_between_ranks_are_kept_whole() -> None:
 def test_inputs_that_begin_to_differ_are_an_error() -> None:
     with pytest.raises(Exception, match="had the same input for layer 'layers.2' at first, and others later"):
         run_on_ranks(2, run, "recompute", 1, None)
+
+
+def test_what_is_written_to_after_layers_have_used_it_is_an_error() -> None:
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        run_on_ranks(2, run, "recompute", 9, None, 2)

@@ -72,6 +72,25 @@ class Activations:
         parts = Parts(self.micro_batches, int(_is_batch_second(module)))
         return Layer(module, repr(name), forward, mode, parts, self)
 
+    def saving_inputs(
+        self, layer: str, mode: str, inputs: list[torch.Tensor], before: tuple[torch.Tensor, Link] | None
+    ) -> AbstractContextManager[Any]:
+        """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
+        if self.by_reference is None or is_foreign(top_hooks()):
+            return nullcontext()
+        hooks = None if self.pool is None else self.pool.of_call(inputs)
+        if before is not None:
+            hooks = before[1].hooks(before[0])
+        if mode == "offload" and self.store is not None:
+            call = self.store.call()
+            hooks = call.pack, call.unpack
+        if hooks is None and self.split is None:
+            return nullcontext()
+        hooks = refusing_writes(hooks)
+        if self.split is not None:
+            hooks = self.split.of_call(layer, inputs, hooks)
+        return torch.autograd.graph.saved_tensors_hooks(*self.by_reference(hooks))
+
 
 @final
 class Layer:
@@ -212,7 +231,7 @@ class Layer:
         # torch keeps the random state of those devices alone on which a positional argument lies.
         here = torch.empty(0, device=inputs[0].device if inputs else "cpu")
         with (
-            self._saving_inputs(mode, inputs, before),
+            self._activations.saving_inputs(self._short, mode, inputs, before),
             nullcontext() if self._repeats else set_checkpoint_early_stop(False),
         ):
             result = checkpoint(forward, here, *tensors.values(), use_reentrant=False, context_fn=lambda: contexts)
@@ -239,26 +258,6 @@ class Layer:
         # The parameters of a layer of several units are not there yet.
         there_anyway = [*(known(module.parameters()) if self._mode == "auto" else ()), *module.buffers()]
         return Measurement(self._activations.choice, lease, inputs, there_anyway)
-
-    def _saving_inputs(
-        self, mode: str, inputs: list[torch.Tensor], before: tuple[torch.Tensor, Link] | None
-    ) -> AbstractContextManager[Any]:
-        """Around a checkpoint: how it saves its inputs. What the layer itself saves has the checkpoint's hooks."""
-        store, split, by_reference = self._activations.store, self._activations.split, self._activations.by_reference
-        pool = self._activations.pool
-        if by_reference is None or is_foreign(top_hooks()):
-            return nullcontext()
-        hooks = None if pool is None else pool.of_call(inputs)
-        if before is not None:
-            hooks = before[1].hooks(before[0])
-        if mode == "offload" and store is not None:
-            call = store.call()
-            hooks = call.pack, call.unpack
-        if hooks is not None:
-            hooks = refusing_writes(hooks)
-        if split is not None:
-            hooks = split.of_call(self._short, inputs, hooks)
-        return nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*by_reference(hooks))
 
     def _run(
         self,

@@ -54,9 +54,9 @@ def refuse_written(tensor: torch.Tensor, version: int) -> None:
         )
 
 
-def refusing_writes(hooks: Hooks) -> Hooks:
-    """These hooks. What they keep as a tensor must be as it was when it is asked for."""
-    pack, unpack = hooks
+def refusing_writes(hooks: Hooks | None) -> Hooks:
+    """These hooks, or such as keep what they get. What is kept as a tensor must be as it was when it is asked for."""
+    pack, unpack = hooks or (_as_it_is, _as_it_is)
 
     def noted(tensor: torch.Tensor) -> tuple[Any, int | None]:
         content = pack(tensor)
@@ -70,6 +70,10 @@ def refusing_writes(hooks: Hooks) -> Hooks:
         return found
 
     return noted, checked
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def top_hooks() -> Hooks | None:
