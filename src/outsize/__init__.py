@@ -7,8 +7,9 @@ from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered, no_sync
 from outsize.api.loading import load
-from outsize.api.public import memory, plan, prepare
+from outsize.api.public import plan, prepare
 from outsize.api.releasing import release
+from outsize.api.report import memory
 from outsize.api.saving import save
 from outsize.config import Config, presets
 from outsize.run.activations import tiled

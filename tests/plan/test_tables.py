@@ -1,9 +1,14 @@
 """What a plan costs: the oracle is the table of the ZeRO paper, and the engine's own promises."""
 
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+
 import pytest
 
-from outsize.plan.placement import UnitBytes, UnitTiers
-from outsize.plan.tables import EXACT_BYTES, planned, zero_bytes_per_device, zero_rows, zero_table
+from outsize.plan.placement import Budgets, UnitBytes, UnitTiers
+from outsize.plan.sizes import format_bytes
+from outsize.plan.tables import EXACT_BYTES, Plan, planned, zero_bytes_per_device, zero_rows, zero_table
 
 
 def test_one_rank_has_everything_at_any_stage() -> None:
@@ -63,3 +68,55 @@ def test_the_table_of_the_zero_paper(parameters: float) -> None:
             assert own < paper
         text = zero_table(parameters, ranks)
         assert all(f"{paper / 1e9:,.2f}" in text for _, paper, _ in rows)
+
+
+ON_DISK = UnitTiers("disk", "disk", "disk", "memory is full")
+
+
+def plan_of(units: int, size_of: Callable[[int], int] = lambda index: 1 << 20, device: int | None = None) -> Plan:
+    """A plan on disk, each unit of which is `size_of` its number in weights and gradients and twice that in states."""
+    sizes = [UnitBytes(f"layers.{at}.<mlp>", size_of(at), size_of(at), 2 * size_of(at)) for at in range(units)]
+    return Plan(tuple(planned(size, ON_DISK) for size in sizes), units << 18, Budgets(1 << 26, device, 1 << 40), 0, 0)
+
+
+def cells(html: str) -> list[list[str]]:
+    """The text of each row of each table."""
+    return [["".join(cell.itertext()) for cell in row] for row in ElementTree.fromstring(f"<x>{html}</x>").iter("tr")]
+
+
+def test_plan_is_shown_as_a_table_of_units_and_of_tiers() -> None:
+    plan = plan_of(2, lambda at: (1 + at) << 20)
+    lines = [re.split("  +", line) for line in str(plan).splitlines()]
+    assert lines[2] == ["layers.0.<mlp>", "1.0 MiB", "1.0 MiB", "2.0 MiB", "disk", "memory is full"]
+    assert lines[3] == ["layers.1.<mlp>", "2.0 MiB", "2.0 MiB", "4.0 MiB", "disk", "memory is full"]
+    assert "\ndisk    12.0 MiB of 1.0 TiB\n" in str(plan)
+    assert f"\nmemory  {format_bytes(plan.memory_bytes)} of 64.0 MiB " in str(plan)
+    assert repr(plan) == str(plan)
+
+
+def test_notebooks_show_the_same_table() -> None:
+    assert cells(plan_of(1, device=1 << 30)._repr_html_()) == [
+        ["unit", "parameters", "gradients", "states", "tiers", "why"],
+        ["layers.0.<mlp>", "1.0 MiB", "1.0 MiB", "2.0 MiB", "disk", "memory is full"],
+        ["tier", "bytes", "budget"],
+        ["device", "0 B", "1.0 GiB"],
+        ["host", "0 B", "64.0 MiB"],
+        ["disk", "4.0 MiB", "1.0 TiB"],
+    ]
+
+
+def test_plan_of_a_thousand_units_is_cut_and_keeps_the_sums() -> None:
+    plan = plan_of(1000, lambda at: (1 + at) << 10)
+    assert str(plan).count("\nlayers.") == 1000
+    units = [f"layers.{at}.<mlp>" for at in (*range(12), *range(996, 1000))]
+    left_out = sum((1 + at) << 10 for at in range(12, 996))
+    more = ["... 984 more, in all", *map(format_bytes, (left_out, left_out, 2 * left_out)), "", ""]
+    rows = cells(plan._repr_html_())[1:18]
+    assert rows[12] == more
+    assert [row[0] for row in rows] == [*units[:12], more[0], *units[12:]]
+    lines = [re.split("  +", line) for line in repr(plan).splitlines()[2:19]]
+    assert lines == [[cell for cell in row if cell] for row in rows]
+
+
+def test_units_that_are_alike_are_one_row() -> None:
+    assert "layers.0.<mlp> ... layers.999.<mlp> (1000)" in repr(plan_of(1000))

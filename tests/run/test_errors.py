@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import gc
 import os
 import pickle
 import threading
@@ -745,10 +746,24 @@ def test_parameters_that_lie_in_one_memory_side_by_side_train_like_torch(worksho
     workshop.pair(build).train(batches(2))
 
 
-def test_a_parameter_at_rest_is_shown_without_its_values(workshop: Workshop) -> None:
-    model = workshop.pair().model
-    shown = "Parameter(shape=(4, 16), dtype=torch.float32, managed by outsize)"
-    assert repr(model.head.weight) == f"{model.head.weight}" == str(model.head.weight) == shown
+def test_a_parameter_is_shown_by_its_name_and_tier_and_nothing_moves(workshop: Workshop, tier: str) -> None:
+    model = workshop.pair(tier=tier).model
+    weight, before = model.head.weight, outsize.memory(model)
+    place = {"squeezed": "disk"}.get(tier, tier)
+    shown = f"Parameter('head.weight', shape=(4, 16), dtype=torch.float32, tier={place!r})"
+    assert repr(weight) == f"{weight}" == str(weight) == shown
+    assert str([weight]) == f"[{shown}]"
+    assert outsize.memory(model) == before
+    with outsize.gathered(weight):
+        assert repr(weight) == shown
+
+
+def test_a_parameter_whose_model_is_gone_is_shown(workshop: Workshop) -> None:
+    pair = workshop.pair()
+    weight = pair.model.head.weight
+    del pair
+    gc.collect()
+    assert repr(weight) == "Parameter(shape=(4, 16), dtype=torch.float32, managed by outsize)"
 
 
 @pytest.mark.parametrize(

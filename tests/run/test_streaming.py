@@ -17,7 +17,7 @@ from torch import nn
 
 import outsize
 from outsize.move.memory import Ledger
-from outsize.plan.sizes import parse_bytes
+from outsize.plan.sizes import format_bytes, parse_bytes
 from tests.conftest import Stack, Workshop, adamw, batches, forget_last_graph, prepared, squared_error, train, weights
 from tests.scripts import Script
 
@@ -166,6 +166,21 @@ def test_everything_on_disk_takes_host_memory_for_staging_only(workshop: Worksho
     assert now["disk/params"] > 0 and now["disk/grads"] > 0 and now["disk/states"] > 0
     assert now.get("host/grads", 0) == now.get("host/params", 0) == now.get("host/states", 0) == 0
     assert now["device/resident"] == 0
+
+
+def test_memory_is_shown_by_kind_and_by_tier_against_the_budgets(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk", disk_space="1GiB")
+    pair.train(batches(1))
+    found = outsize.memory(pair.model)
+    now = {name.partition("/")[0]: 0 for name in found.now}
+    for name, nbytes in found.now.items():
+        now[name.partition("/")[0]] += nbytes
+    on_cpu = "memory" in found.by_tier
+    held = {"memory": now["device"] + now["host"]} if on_cpu else {"device": now["device"], "host": now["host"]}
+    assert {tier: used for tier, (used, _) in found.by_tier.items()} == {**held, "disk": now["disk"]}
+    assert found.by_tier["memory" if on_cpu else "host"][1] == 64 << 20
+    assert f"\ndisk    {format_bytes(now['disk'])} of 1.0 GiB\n" in repr(found)
+    assert f">{format_bytes(now['disk'])}</td>" in found._repr_html_() and ">1.0 GiB</td>" in found._repr_html_()
 
 
 def test_memory_counts_what_moves(workshop: Workshop) -> None:
@@ -444,7 +459,7 @@ def test_a_model_that_keeps_its_output_is_closed_too(workshop: Workshop) -> None
 SCRIPT = """
 import os, signal, sys, torch, outsize
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-from outsize.plan.sizes import parse_bytes
+from outsize.plan.sizes import format_bytes, parse_bytes
 from tests.conftest import Stack, adamw, batches, train
 model = Stack()
 optimizer = adamw(model)

@@ -1,10 +1,9 @@
-"""`prepare`, `plan` and `memory`: a model within budgets, what goes where, and what it takes."""
+"""`prepare` and `plan`: a model within budgets, and what goes where."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from outsize.api.placing import place_model
 from outsize.api.ranks import know_place, take_accelerator
 from outsize.config import Config, make_config
 from outsize.optim.choice import rule_for
-from outsize.plan.sizes import format_bytes
 from outsize.plan.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
 from outsize.run.wrappers import known, known_parameters
@@ -136,62 +134,3 @@ def _link_bytes(unit: PlannedUnit) -> int:
     fetched = 0 if unit.tiers.params == "device" else 2 * unit.size.params
     updated = 2 * unit.size.params if unit.tiers.params == "device" and unit.tiers.states != "device" else 0
     return fetched + updated + (0 if unit.tiers.grads == "device" else unit.size.grads)
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """A snapshot. `now` and `peak` map "tier/kind" to bytes; seconds and disk bytes count from `prepare` on."""
-
-    now: MappingProxyType[str, int]
-    peak: MappingProxyType[str, int]
-    wait_seconds: float
-    update_seconds: float
-    bytes_read: int
-    bytes_written: int
-    state_bytes: int
-    skipped_steps: int
-    predicted: int
-    mispredicted: int
-    rows: int = 0
-    """Of tables on disk: the distinct rows that batches have asked for, how many of them were in memory, and how many
-    of these `lookahead` had read."""
-    row_hits: int = 0
-    rows_ahead: int = 0
-
-    def __str__(self) -> str:
-        width = max(len(name) for name in self.peak) if self.peak else 10
-        lines = [f"{'tier/kind':<{width}}  {'now':>10}  {'peak':>10}"]
-        for name in sorted(self.peak):
-            lines.append(f"{name:<{width}}  {format_bytes(self.now[name]):>10}  {format_bytes(self.peak[name]):>10}")
-        lines.append(
-            f"model states {format_bytes(self.state_bytes)}; disk read {format_bytes(self.bytes_read)}, written "
-            f"{format_bytes(self.bytes_written)}; waited {self.wait_seconds:.2f} s, updates {self.update_seconds:.2f} s"
-        )
-        if self.rows:
-            lines.append(f"rows of tables on disk: {self.rows:,} asked for, {self.row_hits / self.rows:.1%} in memory")
-        if self.skipped_steps:
-            lines.append(f"{self.skipped_steps} steps skipped because a gradient was not finite")
-        return "\n".join(lines)
-
-
-def memory(model: nn.Module) -> MemoryReport:
-    """Bytes per tier and kind, now and at their peak; waits, update time and disk traffic since `prepare`."""
-    prepared = require(model)
-    prepared.choice.settle()
-    ledger, schedule = prepared.resources.ledger, prepared.engine.streamer.schedule
-    counts = [table.rows.counts for table in prepared.engine.tables.values()]
-    return MemoryReport(
-        now=MappingProxyType(dict(ledger.now)),
-        peak=MappingProxyType(dict(ledger.peak)),
-        wait_seconds=prepared.engine.streamer.live.wait_seconds,
-        update_seconds=prepared.clock.seconds,
-        bytes_read=prepared.resources.bytes_read,
-        bytes_written=prepared.resources.bytes_written,
-        state_bytes=prepared.placed.state_bytes,
-        skipped_steps=prepared.stepper.skipped_steps if prepared.stepper is not None else 0,
-        predicted=schedule.right,
-        mispredicted=schedule.wrong,
-        rows=sum(each.wanted for each in counts),
-        row_hits=sum(each.hits for each in counts),
-        rows_ahead=sum(each.ahead for each in counts),
-    )

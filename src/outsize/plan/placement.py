@@ -137,6 +137,12 @@ class Budgets:
         return min(max(working + self.least_staging, -(-working * 4 // 3)), working + MAX_STAGING_BYTES)
 
     @property
+    def by_tier(self) -> dict[str, int]:
+        """The budget of each tier that has one. With computation on the CPU, device and host are one "memory"."""
+        found = {"memory": self.host} if self.device is None else {"device": self.device, "host": self.host}
+        return found if self.disk is None else {**found, "disk": self.disk}
+
+    @property
     def computing(self) -> tuple[str, int]:
         """The budget that the computation itself lives under, with the name of its field."""
         if self.device is None:

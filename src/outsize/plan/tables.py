@@ -10,6 +10,7 @@ from itertools import groupby
 from outsize.plan.choice import Chosen
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole, most_at_once
 from outsize.plan.sizes import format_bytes
+from outsize.plan.text import Rows, html_lines, html_table, text_table
 
 COMPACT_MOMENT_BYTES = 1 + 4 / 64
 """An 8-bit code, and its share of the fp32 scale of 64 of them."""
@@ -114,7 +115,7 @@ def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: b
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where, and why. `str(plan)` is a table; the fields are for programs. All sizes are bytes."""
+    """What goes where, and why. It prints as a table; the fields are for programs. All sizes are bytes."""
 
     units: tuple[PlannedUnit, ...]
     parameters: int
@@ -197,33 +198,48 @@ class Plan:
         busiest = max(seconds, key=lambda name: seconds[name])
         return busiest if seconds[busiest] > 0 else "computation"
 
-    def __str__(self) -> str:
-        activations = [] if self.activations is None else [str(self.activations)]
-        activations += [
-            f"table {name!r}: a step reads and writes the rows that its batch touches, which are not counted here"
-            for name in self.tables
-        ]
-        activations += [
-            f"embedding {name!r} is updated as a whole: each step reads and writes {format_bytes(nbytes)}, whichever "
-            f"of its {rows:,} rows the batch touches; sparse=True with outsize.optim.LazyAdamW moves these alone"
-            for name, nbytes, rows in self.dense_tables
-        ]
-        return "\n".join([*_table(_rows(self.units)), "", *self._totals(), *self._movement(), *activations])
+    @property
+    def by_tier(self) -> dict[str, tuple[int, int]]:
+        """(bytes, budget) of each tier that has a budget. With computation on the CPU, device and host are one tier,
+        "memory", with `memory_bytes`."""
+        return {
+            tier: (self.memory_bytes if tier == "memory" else self.bytes_on(tier), budget)
+            for tier, budget in self.budgets.by_tier.items()
+        }
 
-    def _totals(self) -> list[str]:
-        budgets = self.budgets
-        lines = [f"{self.parameters / 1e6:,.1f} M parameters; model states {format_bytes(self.state_bytes)}"]
-        if budgets.device is not None:
-            lines.append(f"device  {format_bytes(self.bytes_on('device'))} of {format_bytes(budgets.device)}")
-            lines.append(f"host    {format_bytes(self.bytes_on('host'))} of {format_bytes(budgets.host)}")
-        else:
-            lines.append(
-                f"memory  {format_bytes(self.memory_bytes)} of {format_bytes(budgets.host)} (what rests there, staging "
-                f"{format_bytes(budgets.staging_bytes)}, and {self._at_work[0]}; what is left holds units fetched "
-                f"ahead)"
-            )
-        if budgets.disk is not None:
-            lines.append(f"disk    {format_bytes(self.bytes_on('disk'))} of {format_bytes(budgets.disk)}")
+    def __str__(self) -> str:
+        return self._text(_rows(self.units))
+
+    def __repr__(self) -> str:
+        """As `str(plan)`, without the units in the middle of a long table."""
+        return self._text(_rows(self.units, SHOWN_RUNS))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        tiers = [("tier", "bytes", "budget")]
+        tiers += [(tier, format_bytes(used), format_bytes(budget)) for tier, (used, budget) in self.by_tier.items()]
+        tables = html_table(_rows(self.units, SHOWN_RUNS), ALIGN), html_table(tiers, "<>>")
+        return "\n".join([html_lines([self._size]), *tables, html_lines([*self._remarks(), *self._movement()])])
+
+    def _text(self, rows: Rows) -> str:
+        tiers = [
+            f"{tier:<8}{format_bytes(used)} of {format_bytes(budget)}{self._of_memory() if tier == 'memory' else ''}"
+            for tier, (used, budget) in self.by_tier.items()
+        ]
+        return "\n".join([*text_table(rows, ALIGN), "", self._size, *tiers, *self._remarks(), *self._movement()])
+
+    @property
+    def _size(self) -> str:
+        return f"{self.parameters / 1e6:,.1f} M parameters; model states {format_bytes(self.state_bytes)}"
+
+    def _of_memory(self) -> str:
+        return (
+            f" (what rests there, staging {format_bytes(self.budgets.staging_bytes)}, and {self._at_work[0]}; what is "
+            f"left holds units fetched ahead)"
+        )
+
+    def _remarks(self) -> list[str]:
+        lines = []
         if self.in_place_bytes:
             lines.append(
                 f"{format_bytes(self.in_place_bytes)} of weights are read in place from the model's own folder"
@@ -254,34 +270,54 @@ class Plan:
         )
 
     def _movement(self) -> list[str]:
-        if self.bound == "computation":
-            return ["nothing moves in a step; the computation bounds it"]
-        seconds = self.seconds()
-        return [
-            f"a step reads {format_bytes(self.read_bytes)} and writes {format_bytes(self.written_bytes)} on disk, and "
-            f"updates {format_bytes(self.update_bytes)} in memory",
-            f"the step is bound by {self.bound}: {seconds[self.bound]:.3g} s at typical rates (measure yours with "
-            f"`outsize probe`), or by the computation where that takes longer",
+        lines = ["nothing moves in a step; the computation bounds it"]
+        if self.bound != "computation":
+            lines = [
+                f"a step reads {format_bytes(self.read_bytes)} and writes {format_bytes(self.written_bytes)} on disk, "
+                f"and updates {format_bytes(self.update_bytes)} in memory",
+                f"the step is bound by {self.bound}: {self.seconds()[self.bound]:.3g} s at typical rates (measure "
+                f"yours with `outsize probe`), or by the computation where that takes longer",
+            ]
+        if self.activations is not None:
+            lines.append(str(self.activations))
+        lines += [
+            f"table {name!r}: a step reads and writes the rows that its batch touches, which are not counted here"
+            for name in self.tables
         ]
+        lines += [
+            f"embedding {name!r} is updated as a whole: each step reads and writes {format_bytes(nbytes)}, whichever "
+            f"of its {rows:,} rows the batch touches; sparse=True with outsize.optim.LazyAdamW moves these alone"
+            for name, nbytes, rows in self.dense_tables
+        ]
+        return lines
 
 
-def _rows(units: Sequence[PlannedUnit]) -> list[tuple[str, ...]]:
+ALIGN = "<>>><<"
+SHOWN_RUNS = 16
+"""How many runs of units that are alike a cut table shows."""
+LAST_RUNS = 4
+"""How many of these are the last ones of the model."""
+
+
+def _rows(units: Sequence[PlannedUnit], most: int | None = None) -> list[tuple[str, ...]]:
+    """The head, then a row for each run of units that are alike. Of more than `most` runs, those in the middle are one
+    row with their sums."""
+    runs = [list(run) for _, run in groupby(units, key=lambda unit: unit.likeness)]
+    first, middle, last = runs, [], []
+    if most is not None and len(runs) > most:
+        first, middle, last = runs[: most - LAST_RUNS], runs[most - LAST_RUNS : -LAST_RUNS], runs[-LAST_RUNS:]
     rows: list[tuple[str, ...]] = [("unit", "parameters", "gradients", "states", "tiers", "why")]
-    for _, run in groupby(units, key=lambda unit: unit.likeness):
-        first, *more = run
-        name = f"{first.name} ... {more[-1].name} ({1 + len(more)})" if more else first.name
-        tiers = ["in place" if first.in_place else first.tiers.params, first.tiers.grads, first.tiers.states]
-        where = tiers[0] if len(set(tiers)) == 1 else "/".join(tiers)
-        rows.append((name, *(format_bytes(getattr(first.size, kind)) for kind in KINDS), where, first.tiers.why))
-    return rows
+    rows += map(_row, first)
+    if middle:
+        left_out = [unit for run in middle for unit in run]
+        sums = (format_bytes(sum(getattr(unit.size, kind) for unit in left_out)) for kind in KINDS)
+        rows.append((f"... {len(left_out):,} more, in all", *sums, "", ""))
+    return [*rows, *map(_row, last)]
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    align = "<>>><<"
-    lines = [
-        "  ".join(f"{cell:{to}{width}}" for cell, to, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "-" * min(sum(widths) + 2 * len(widths) - 2, 110))
-    return lines
+def _row(run: Sequence[PlannedUnit]) -> tuple[str, ...]:
+    first, *more = run
+    name = f"{first.name} ... {more[-1].name} ({1 + len(more)})" if more else first.name
+    tiers = ["in place" if first.in_place else first.tiers.params, first.tiers.grads, first.tiers.states]
+    where = tiers[0] if len(set(tiers)) == 1 else "/".join(tiers)
+    return (name, *(format_bytes(getattr(first.size, kind)) for kind in KINDS), where, first.tiers.why)

@@ -217,8 +217,13 @@ class ManagedParameter(_Managed):
             return handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
-        return f"Parameter(shape={shape}, dtype={dtype}, managed by outsize)"
+        """Its name, shape, dtype and tier. Moves nothing."""
+        param: Any = self
+        shown, gate = f"shape={tuple(param.shape)}, dtype={param.dtype}", self.gate_ref()
+        if gate is None or not gate.parameters.owns(param):  # its model is gone
+            return f"Parameter({shown}, managed by outsize)"
+        unit, slot = gate.parameters.unit_of(param)
+        return f"Parameter({slot.name!r}, {shown}, tier={unit.shard.tiers.params!r})"
 
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec else str(torch.Tensor.__format__(self, spec))  # type: ignore[arg-type]
