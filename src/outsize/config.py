@@ -2,28 +2,92 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 
 from outsize.plan.sizes import parse_bytes
 
-TIERS = ("auto", "device", "host", "disk")
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tier = Literal["auto", "device", "host", "disk"]
+Activations = Literal["auto", "keep", "recompute", "offload", "selective"]
+ActivationsTier = Literal["auto", "host", "disk"]
+StateFormat = Literal["exact", "compact"]
+Update = Literal["fetch", "backward"]
+Unused = Literal["error", "sync"]
+Directory = str | os.PathLike[str]
+ModuleKind = type[torch.nn.Module] | str
+
 WARMUP_STEPS = 40
 """Exact steps before the delayed update begins (ZeRO-Offload, Ren et al. 2021, section 5.2)."""
 
-ACTIVATIONS = ("auto", "keep", "recompute", "offload", "selective")
+
+class Fields(TypedDict, total=False):
+    """The fields as keywords, for editors and type checkers; `Config` has the same types and the defaults."""
+
+    device: torch.device | str | None
+    """Where forward and backward run: any device that torch knows. None: the accelerator, else the CPU."""
+    device_memory: int | str | None
+    """Budget on the accelerator, in bytes (`"8GiB"` or an int). None: what is free, less a margin."""
+    host_memory: int | str | None
+    """Budget in host memory, staging included. None: what is free, less a margin."""
+    disk: Directory | Sequence[Directory] | None
+    """A directory on a fast drive, or several: files are striped over them. None: no disk tier."""
+    disk_space: int | str | None
+    """Bytes that the run may use there, without kept checkpoints. None: what is free."""
+    stage: Literal[0, 1, 2, 3]
+    """ZeRO stage, with several ranks."""
+    reduce_dtype: torch.dtype | None
+    """In which ranks sum gradients. None: the gradients' own."""
+    params: Tier
+    """Tier of the parameters; `"auto"`: by the budgets, unit by unit."""
+    grads: Tier
+    """Tier of the gradients."""
+    states: Tier
+    """Tier of the optimizer's state."""
+    compute_dtype: torch.dtype | None
+    """`torch.float32`, `torch.bfloat16` or `torch.float16`. None: the model's own."""
+    state_format: StateFormat
+    """`"exact"`: fp32 master and moments; `"compact"`: 8-bit moments."""
+    delayed_update: bool | int
+    """ZeRO-Offload's delay of one step: True, or the number of exact steps before it begins."""
+    update: Update
+    """When a unit is updated: at its next `"fetch"`, or in the `"backward"`, once its gradients are in."""
+    verify: bool
+    """Compare each read from disk with the checksum of what was written."""
+    unused: Unused
+    """`"sync"`: ranks may use different units (mixtures of experts)."""
+    activations: Activations
+    """What layers keep until the backward; `"auto"`: by spare bytes and measured times, layer by layer."""
+    activations_tier: ActivationsTier
+    """Where `"offload"` moves them."""
+    micro_batches: int
+    """Parts of the batch that a layer runs before it is released (L2L)."""
+    tiles: Literal["auto", False]
+    """Tiles of weights and calls that do not fit the budget. False: none."""
+    units: ModuleKind | Sequence[ModuleKind] | None
+    """Module classes or names that form units. None: cut by size."""
+    mesh: DeviceMesh | None
+    """Of torch: a data-parallel dimension, and others. None: one dimension over all ranks."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What may be used and how; see the table in `docs/configuration.md`. All budgets are bytes (`"8GiB"` or an int).
+    """What may be used and how, as one record. All budgets are bytes (`"8GiB"` or an int).
+
+    The fields are those of `prepare`, in `docs/configuration.md`.
+
+    >>> config = outsize.Config(host_memory="4GiB", disk="disk", compute_dtype=torch.bfloat16)
+    >>> model, optimizer = outsize.prepare(model, optimizer, config)
 
     A budget bounds model states: parameters, gradients, optimizer state and their staging; of activations, what
     `activations="auto"` keeps. With `device="cpu"` the host budget bounds device and host together. Raises `ValueError`
@@ -33,25 +97,25 @@ class Config:
     device: torch.device | str | None = None
     device_memory: int | str | None = None
     host_memory: int | str | None = None
-    disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    disk: Directory | Sequence[Directory] | None = None
     disk_space: int | str | None = None
-    stage: int = 3
+    stage: Literal[0, 1, 2, 3] = 3
     reduce_dtype: torch.dtype | None = torch.float32
-    params: str = "auto"
-    grads: str = "auto"
-    states: str = "auto"
+    params: Tier = "auto"
+    grads: Tier = "auto"
+    states: Tier = "auto"
     compute_dtype: torch.dtype | None = None
-    state_format: str = "exact"
+    state_format: StateFormat = "exact"
     delayed_update: bool | int = False
-    update: str = "fetch"
+    update: Update = "fetch"
     verify: bool = True
-    unused: str = "error"
-    activations: str = "auto"
-    activations_tier: str = "auto"
+    unused: Unused = "error"
+    activations: Activations = "auto"
+    activations_tier: ActivationsTier = "auto"
     micro_batches: int = 1
-    tiles: str | bool = "auto"
-    units: Sequence[type[torch.nn.Module] | str] | type[torch.nn.Module] | str | None = None
-    mesh: Any = None
+    tiles: Literal["auto", False] = "auto"
+    units: ModuleKind | Sequence[ModuleKind] | None = None
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         self._check_device()
@@ -61,16 +125,16 @@ class Config:
                 object.__setattr__(self, name, parse_bytes(value, name))
         object.__setattr__(self, "disk", _directories(self.disk))
         for name in ("params", "grads", "states"):
-            _one_of(name, getattr(self, name), TIERS)
+            _one_of(name, getattr(self, name), get_args(Tier))
             if getattr(self, name) == "disk" and not self.disk:
                 raise ValueError(f"{name}='disk' needs a directory: pass disk='/path/on/a/fast/drive'")
-        _one_of("activations", self.activations, ACTIVATIONS)
-        _one_of("activations_tier", self.activations_tier, ("auto", "host", "disk"))
+        _one_of("activations", self.activations, get_args(Activations))
+        _one_of("activations_tier", self.activations_tier, get_args(ActivationsTier))
         if self.activations_tier == "disk" and not self.disk:
             raise ValueError("activations_tier='disk' needs a directory: pass disk='/path/on/a/fast/drive'")
-        _one_of("state_format", self.state_format, ("exact", "compact"))
-        _one_of("update", self.update, ("fetch", "backward"))
-        _one_of("unused", self.unused, ("error", "sync"))
+        _one_of("state_format", self.state_format, get_args(StateFormat))
+        _one_of("update", self.update, get_args(Update))
+        _one_of("unused", self.unused, get_args(Unused))
         if self.unused == "sync" and self.update == "backward":
             raise ValueError(
                 "unused='sync' may reduce when the backward is over and update='backward' updates in it; choose one"
@@ -142,7 +206,22 @@ class Config:
         return torch.device(self.device.type, _own_accelerator())
 
 
-def make_config(config: Config | None, given: dict[str, Any]) -> Config:
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def shows_fields(function: FunctionT) -> FunctionT:
+    """Give the function's signature the fields that it takes as `**fields`: prompts and notebooks complete them."""
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    ours = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(Config)
+    ]
+    function.__signature__ = signature.replace(parameters=own + ours)  # type: ignore[attr-defined]
+    return function
+
+
+def make_config(config: Config | None, given: Mapping[str, Any]) -> Config:
     """The `Config` behind `prepare(model, optimizer, config)` and `prepare(..., **fields)`; both together override."""
     known = [field.name for field in fields(Config)]
     for name in given:

@@ -28,12 +28,10 @@ def lookahead(
 
     Raises `ValueError` for a model that is not prepared, and in the loop for a name in `ids` that is no table's.
 
-    Example::
-
-        for batch in outsize.lookahead(loader, model):
-            loss = model(batch).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    >>> for batch in outsize.lookahead(loader, model):
+    ...     loss = model(batch).mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
     """
     return Lookahead(loader, require(model).engine, ids)

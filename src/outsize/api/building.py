@@ -7,15 +7,18 @@ import functools
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import nn
 
 from outsize.api.budgets import find_budgets
 from outsize.api.ranks import know_place
-from outsize.config import Config, make_config
+from outsize.config import Config, Fields, make_config, shows_fields
 from outsize.move.disk import DiskDirectoryError
 from outsize.run.paging import ACCOUNT, PagedParameter, PageFile, Pager
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LOADER_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -29,7 +32,7 @@ LOADER_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 @final
 class init:
-    """Build a model in bounded memory: `with outsize.init(host_memory="4GiB", disk="/mnt/nvme"): model = Model()`.
+    """Build a model in bounded memory: whatever makes parameters inside the block.
 
     Takes the fields of `outsize.Config`; parameters stay within `host_memory`, the rest is on `disk`. While a parameter
     is made that is larger than all before it, what it is larger by comes on top; where `host_memory` does not hold two
@@ -38,11 +41,17 @@ class init:
     call `outsize.prepare`. Parameters that fit in `host_memory` are plain ones after the block; of the others only the
     metadata can be read until `prepare`. Raises `ValueError` with the numbers if the parameters do not fit,
     `RuntimeError` if nested or used again.
+
+    >>> with outsize.init(host_memory="4GiB", disk="disk"):
+    ...     model = torch.nn.Linear(8, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = outsize.prepare(model, optimizer, host_memory="4GiB", disk="disk")
     """
 
     _active: ClassVar[init | None] = None
 
-    def __init__(self, config: Config | None = None, **fields: Any) -> None:
+    @shows_fields
+    def __init__(self, config: Config | None = None, **fields: Unpack[Fields]) -> None:
         know_place()
         self.config = make_config(config, fields)
         budgets = find_budgets(self.config)

@@ -57,6 +57,8 @@ def export(
     files and its parameters (twice the largest one that tensor parallelism has split). Raises `TypeError` for a
     buffer that safetensors cannot store, before anything is written, and `OSError` with path and errno if the disk is
     full; then nothing is left behind.
+
+    >>> outsize.export("weights", model)
     """
     if dtype is not None and dtype not in DTYPES_OUT:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES_OUT))} or None")

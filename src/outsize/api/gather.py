@@ -36,6 +36,11 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
     pending update of the parameters runs first, so the values are those after the last `optimizer.step()`. Memory: the
     units of the target, above the budget if need be. Raises `ValueError` for parameters of a model that is not
     prepared.
+
+    >>> with outsize.gathered(model):
+    ...     norm = model.head.weight.norm().item()
+    >>> with outsize.gathered(model.head.bias, modify=True), torch.no_grad():
+    ...     bias = model.head.bias.zero_()
     """
     params = list(_parameters(target))
     prepared = _common(params)
@@ -181,6 +186,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     each rank, in `reduce_dtype`. Where the budget does not hold these, and with `unused="sync"`, every backward
     reduces its own, as outside, and sums are rounded accordingly: `outsize.plan` says which. With one rank, and inside
     another such block, it changes nothing. Raises `ValueError` for a model that is not prepared.
+
+    >>> with outsize.no_sync(model):
+    ...     model(loader[0]).mean().backward()
+    >>> model(loader[1]).mean().backward()
+    >>> optimizer.step()
     """
     prepared = _common(list(known(model.parameters()))) if isinstance(model, nn.Module) else None
     if prepared is None:

@@ -68,6 +68,10 @@ def load(
     Every check comes before any change, that of all checksums included: `FileNotFoundError` where there is no complete
     checkpoint, `ValueError` for a damaged one (with file and chunk) and for one that does not match, with what is
     missing, unexpected and different. Memory: a fixed slab, and the largest gradient if the checkpoint holds gradients.
+
+    >>> saving = outsize.save("ckpt/step-100", model, optimizer, extra={"step": 100})
+    >>> outsize.load("ckpt", model, optimizer)
+    {'step': 100}
     """
     grad = torch.is_grad_enabled()
     # What is restored is trained on, wherever `load` is called: autograd takes no tensor of inference mode.

@@ -117,7 +117,7 @@ def place_model(
         )
         for layout, each in zip(layouts, graded, strict=True)
     )
-    wanted = {"params": config.params, "grads": config.grads, "states": config.states}
+    wanted: dict[str, str] = {"params": config.params, "grads": config.grads, "states": config.states}
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
     together = _used_together(model, names, layouts)

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, overload
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
 from outsize.api.ranks import know_place, take_accelerator
-from outsize.config import Config, make_config
+from outsize.config import Config, Fields, make_config, shows_fields
 from outsize.optim.choice import rule_for
 from outsize.plan.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
 from outsize.run.wrappers import known, known_parameters
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of Python 3.11; nothing needs it while a program runs
+
 ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
+@overload
 def prepare(
-    model: ModelT, optimizer: torch.optim.Optimizer | None = None, config: Config | None = None, **fields: Any
-) -> tuple[ModelT, torch.optim.Optimizer | None]:
+    model: ModelT, optimizer: OptimizerT, config: Config | None = None, **fields: Unpack[Fields]
+) -> tuple[ModelT, OptimizerT]: ...
+
+
+@overload
+def prepare(
+    model: ModelT, optimizer: None = None, config: Config | None = None, **fields: Unpack[Fields]
+) -> tuple[ModelT, None]: ...
+
+
+@shows_fields
+def prepare(
+    model: ModelT, optimizer: Optimizer | None = None, config: Config | None = None, **fields: Unpack[Fields]
+) -> tuple[ModelT, Optimizer | None]:
     """Make the model train within the budgets, in place; returns the same two objects.
 
     Parameters keep their identity, shape and dtype (`compute_dtype` casts them); their values, gradients and optimizer
@@ -36,6 +53,8 @@ def prepare(
     Raises `ValueError` or `TypeError` before anything is moved: for values that make no sense, an optimizer over other
     parameters, parameters that cannot be trained, budgets that do not hold the model, a model that is already prepared.
     Raises `OSError` with the path for a disk directory that cannot be used.
+
+    >>> model, optimizer = outsize.prepare(model, optimizer, host_memory="4GiB", disk="disk")
     """
     know_place()
     made = make_config(config, fields)
@@ -54,7 +73,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(optimizer, (list, tuple)):
         raise TypeError("a model has one optimizer; give it several parameter groups in place of several optimizers")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
@@ -74,19 +93,24 @@ def its_turn(model: nn.Module, verb: str) -> AbstractContextManager[None]:
     return require(model).engine.owner.turn(f"outsize.{verb}")
 
 
+@shows_fields
 def plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     config: Config | None = None,
     *,
     ranks: int = 1,
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> Plan:
     """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
 
     The same fields and the same errors as `prepare`: a `ValueError` for a budget that does not hold the model names the
     unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With `ranks`
     it is the plan of one of so many data-parallel ranks, whose budgets these are.
+
+    >>> plan = outsize.plan(model, optimizer, host_memory="4GiB", disk="disk")  # prints as a table
+    >>> plan.bytes_on("disk")
+    0
     """
     made = make_config(config, fields)
     _check_arguments(model, optimizer)

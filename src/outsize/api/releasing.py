@@ -32,12 +32,10 @@ def release(model: nn.Module) -> None:
     not prepared and where memory does not hold all values at once; `RuntimeError` inside a forward or a `gathered`
     block.
 
-    Example::
-
-        outsize.release(model)
-        model.resize_token_embeddings(50_000)
-        optimizer = torch.optim.AdamW(model.parameters())
-        outsize.prepare(model, optimizer, host_memory="4GiB", disk="/mnt/nvme")
+    >>> outsize.release(model)
+    >>> model.head = torch.nn.Linear(8, 100)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = outsize.prepare(model, optimizer, host_memory="4GiB", disk="disk")
     """
     prepared = ready(model, None, "release")
     engine = prepared.engine

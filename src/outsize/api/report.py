@@ -76,7 +76,12 @@ class MemoryReport:
 
 
 def memory(model: nn.Module) -> MemoryReport:
-    """Bytes per tier and kind, now and at their peak; waits, update time and disk traffic since `prepare`."""
+    """Bytes per tier and kind, now and at their peak; waits, update time and disk traffic since `prepare`.
+
+    >>> report = outsize.memory(model)  # prints as a table
+    >>> report.skipped_steps
+    0
+    """
     prepared = require(model)
     prepared.choice.settle()
     ledger, schedule = prepared.resources.ledger, prepared.engine.streamer.schedule

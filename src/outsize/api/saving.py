@@ -69,6 +69,9 @@ def save(
 
     Raises `OSError` with path and errno if the disk is full or fails; then nothing is left behind and the earlier
     checkpoint is as it was. What goes wrong later is logged, and raised by `wait()`, the next `save` and `load`.
+
+    >>> saving = outsize.save("ckpt/step-100", model, optimizer, extra={"step": 100}, keep=3)
+    >>> saving.wait()
     """
     with its_turn(model, "save"):
         return _save(path, model, optimizer, extra, keep)

@@ -282,6 +282,8 @@ class Lion(Stepped):
 
     Each step moves every weight by `lr` in the direction of the sign of a momentum, so `lr` is usually 3 to 10 times
     smaller, and `weight_decay` (decoupled) as many times larger, than with AdamW. Works with and without outsize.
+
+    >>> optimizer = outsize.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
     def __init__(

@@ -124,10 +124,8 @@ class LazyAdamW(Stepped):
     `torch.optim.AdamW`; bias is corrected by the count of all steps, as in `torch.optim.SparseAdam`. Works with and
     without outsize.
 
-    Example::
-
-        table = torch.nn.Embedding(20_000_000, 64, sparse=True)
-        optimizer = outsize.optim.LazyAdamW(table.parameters(), lr=1e-3)
+    >>> table = torch.nn.Embedding(20_000, 64, sparse=True)
+    >>> optimizer = outsize.optim.LazyAdamW(table.parameters(), lr=1e-3)
     """
 
     def __init__(
@@ -193,10 +191,8 @@ class RowwiseAdagrad(Stepped):
     values; they stay in host memory. Dense parameters are updated as by `torch.optim.Adagrad`. Works with and without
     outsize.
 
-    Example::
-
-        table = torch.nn.Embedding(20_000_000, 64, sparse=True)
-        optimizer = outsize.optim.RowwiseAdagrad(table.parameters(), lr=0.05)
+    >>> table = torch.nn.Embedding(20_000, 64, sparse=True)
+    >>> optimizer = outsize.optim.RowwiseAdagrad(table.parameters(), lr=0.05)
     """
 
     def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-8) -> None:

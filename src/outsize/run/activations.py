@@ -407,9 +407,9 @@ def tiled(module: nn.Module, dim: int = 1, tiles: int = 8) -> nn.Module:
     compute each position alone. The result equals that of the whole call up to the order of sums in gradients of
     parameters. Source: ZeRO-Infinity (Rajbhandari et al. 2021), section 5.1.3, along the sequence.
 
-        >>> mlp = outsize.tiled(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)), dim=1, tiles=4)
-        >>> mlp(torch.randn(2, 16, 8)).shape
-        torch.Size([2, 16, 8])
+    >>> mlp = outsize.tiled(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)), dim=1, tiles=4)
+    >>> mlp(torch.randn(2, 16, 8)).shape
+    torch.Size([2, 16, 8])
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"outsize.tiled takes a torch.nn.Module, not {type(module).__name__}")
