@@ -12,11 +12,13 @@ from outsize.api.releasing import release
 from outsize.api.report import memory
 from outsize.api.saving import save
 from outsize.config import Config, presets
+from outsize.plan.errors import BudgetError
 from outsize.run.activations import tiled
 
 __version__ = version("outsize")
 
 __all__ = [
+    "BudgetError",
     "Config",
     "__version__",
     "export",

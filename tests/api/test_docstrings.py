@@ -12,7 +12,7 @@ from torch import nn
 import outsize
 import outsize.optim
 
-OF_PLAIN_MODELS = ("Config", "init", "plan", "prepare")
+OF_PLAIN_MODELS = ("BudgetError", "Config", "init", "plan", "prepare")
 NOT_CALLED = ("__version__", "presets")
 PUBLIC = {name: getattr(outsize, name) for name in outsize.__all__ if name not in NOT_CALLED}
 OPTIMIZERS = {name: getattr(outsize.optim, name) for name in ("LazyAdamW", "Lion", "RowwiseAdagrad")}

@@ -206,8 +206,11 @@ def test_parameters_that_are_all_in_use_are_refused_with_the_numbers(tmp_path: P
         model.aliases = [param.data for param in model.parameters()]
         return model
 
-    with pytest.raises(ValueError, match=r"in use at the same time but host_memory is 3.0 MiB; raise host_memory"):
+    message = r"in use at the same time but host_memory is 3.0 MiB; raise host_memory"
+    with pytest.raises(outsize.BudgetError, match=message) as caught:
         build(make, tmp_path)
+    assert caught.value.field == "host_memory"
+    assert caught.value.needed > caught.value.available == 3 << 20
 
 
 def test_parameters_of_one_size_never_exceed_the_budget(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.plan.errors import BudgetError
 from outsize.plan.placement import (
     MIN_DEPTH,
     Budgets,
@@ -63,6 +64,30 @@ def test_memory_asked_for_and_not_there_is_refused() -> None:
     wanted = {"params": "host", "grads": "disk", "states": "disk"}
     with pytest.raises(ValueError, match="do not fit host_memory="):
         place(units(40), Budgets(host=64 * MIB, disk=1 << 40), wanted)
+
+
+WISHES = st.fixed_dictionaries({kind: st.sampled_from(["auto", "device", "host", "disk"]) for kind in AUTO})
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(0, 60), st.sampled_from([None, 0, 40]), st.sampled_from([None, 9]), WISHES)
+def test_budgets_that_are_raised_by_what_is_missing_hold_the_model(
+    count: int, host: int, device: int | None, disk: int | None, wanted: dict[str, str]
+) -> None:
+    fields = {"host_memory": host * MIB, "device_memory": device, "disk_space": disk}
+    if disk is None:
+        wanted = {kind: "auto" if tier == "disk" else tier for kind, tier in wanted.items()}
+    for _ in range(40 + 4 * count):
+        budgets = Budgets(fields["host_memory"] or 0, fields["device_memory"], fields["disk_space"])
+        try:
+            place(units(count), budgets, wanted)
+            return
+        except BudgetError as error:
+            told = error
+        assert told.needed > told.available >= 0
+        assert told.field in str(told)
+        fields[told.field] = (fields[told.field] or 0) + told.needed - told.available
+    pytest.fail("the budgets never hold the model")
 
 
 @given(st.integers(1, 30), st.integers(0, 400), st.sampled_from([None, 0, 40, 100, 1000]))

@@ -223,6 +223,8 @@ def test_a_disk_without_room_ends_the_step_and_loses_nothing(workshop: Workshop)
     with pytest.raises(OSError, match=r"raise disk_space .*, by 4.0 KiB at least, or pass") as caught:
         pair.model(x)
     assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, outsize.BudgetError)
+    assert (caught.value.field, caught.value.needed - caught.value.available) == ("disk_space", 4096)
     del caught
     pair.train(sequences(2))
 

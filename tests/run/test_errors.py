@@ -51,6 +51,18 @@ def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers() -> Non
     )  # fmt: skip
 
 
+def test_a_budget_error_has_the_numbers_of_its_message_and_survives_a_pickle() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256))
+    with pytest.raises(outsize.BudgetError) as caught:
+        outsize.prepare(model, adamw(model), host_memory="500KiB", device="cpu")
+    error = caught.value
+    assert (error.field, error.available) == ("host_memory", 500 << 10)
+    with pytest.raises(outsize.BudgetError):
+        outsize.plan(model, host_memory=error.needed - 1, device="cpu", units=nn.Linear)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+
 def test_a_model_that_fits_nowhere_says_what_to_add() -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(64)])
     refused(model, adamw(model), r"do not fit host_memory=.* no disk is given; pass disk=", host_memory="1MiB")

@@ -168,8 +168,9 @@ def test_room_that_the_budget_has_not_got_is_refused_before_anything_changes(wor
     before = weights(pair.model)
     pair.model[0].requires_grad_(True)  # type: ignore[index]
     pair.model[1].requires_grad_(True)  # type: ignore[index]
-    with pytest.raises(ValueError, match=r"needs .* of host_memory=3.0 MiB are taken; raise host_memory"):
+    with pytest.raises(outsize.BudgetError, match=r"needs .* of host_memory=3.0 MiB are taken; raise host") as caught:
         train(pair.model, pair.optimizer, data(1))
+    assert caught.value.field == "host_memory" and caught.value.needed > caught.value.available
     for name, value in weights(pair.model).items():
         assert torch.equal(value, before[name])
 

@@ -39,7 +39,7 @@ class init:
     of the largest, at most one of them. One that is larger than `host_memory` is in memory alone. The model is built on
     the CPU whatever `device` says. Leave the block, then
     call `outsize.prepare`. Parameters that fit in `host_memory` are plain ones after the block; of the others only the
-    metadata can be read until `prepare`. Raises `ValueError` with the numbers if the parameters do not fit,
+    metadata can be read until `prepare`. Raises `BudgetError` with the numbers if the parameters do not fit,
     `RuntimeError` if nested or used again.
 
     >>> with outsize.init(host_memory="4GiB", disk="disk"):

@@ -51,7 +51,8 @@ def prepare(
     that is only run. Fields are those of `Config`; keywords override `config`.
 
     Raises `ValueError` or `TypeError` before anything is moved: for values that make no sense, an optimizer over other
-    parameters, parameters that cannot be trained, budgets that do not hold the model, a model that is already prepared.
+    parameters, parameters that cannot be trained, a model that is already prepared. A budget that does not hold the
+    model is a `BudgetError`.
     Raises `OSError` with the path for a disk directory that cannot be used.
 
     >>> model, optimizer = outsize.prepare(model, optimizer, host_memory="4GiB", disk="disk")
@@ -104,9 +105,9 @@ def plan(
 ) -> Plan:
     """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
 
-    The same fields and the same errors as `prepare`: a `ValueError` for a budget that does not hold the model names the
-    unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With `ranks`
-    it is the plan of one of so many data-parallel ranks, whose budgets these are.
+    The same fields and the same errors as `prepare`: the `BudgetError` for a budget that does not hold the model names
+    the unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With
+    `ranks` it is the plan of one of so many data-parallel ranks, whose budgets these are.
 
     >>> plan = outsize.plan(model, optimizer, host_memory="4GiB", disk="disk")  # prints as a table
     >>> plan.bytes_on("disk")

@@ -30,6 +30,7 @@ from outsize.move.store import (
     Store,
 )
 from outsize.optim.rules import Rule
+from outsize.plan.errors import BudgetError
 from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.plan.placement import UnitTiers
 from outsize.plan.sizes import format_bytes
@@ -233,10 +234,13 @@ class Shards:
                 used -= sum(store.nbytes for store in shard.lasting_stores() if store is not shard.params)
             if used + needed <= room:
                 return tier
-        raise ValueError(
+        raise BudgetError(
             f"the optimizer's state for unit {shard.layout.name!r} needs {format_bytes(needed)}, but "
             f"{format_bytes(used)} of {field}={format_bytes(room)} are taken; raise {field}, or unfreeze all "
-            f"parameters, and give them to the optimizer, before outsize.prepare"
+            f"parameters, and give them to the optimizer, before outsize.prepare",
+            field,
+            needed,
+            room - used,
         )
 
     def _budget(self, tier: str) -> tuple[str, tuple[str, ...], int]:

@@ -26,6 +26,7 @@ from outsize.move.disk import StripedFile
 from outsize.move.generations import crc32c, merged
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
+from outsize.plan.errors import RoomError
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 
@@ -105,11 +106,15 @@ class HostPlace(Place):
             self._close_one()
         if nbytes > self._most():
             used = self._ledger.now.get("host/activations", 0)
-            raise OSError(
+            raise RoomError(
                 errno.ENOMEM,
                 f"activations of {format_bytes(nbytes)} more do not fit in host_memory, where {format_bytes(used)} of "
                 f"them lie already; raise host_memory by {format_bytes(nbytes - self._most())} at least, name a disk, "
                 f'or pass activations="recompute"',
+                None,
+                "host_memory",
+                nbytes,
+                max(self._most(), 0),
             )
         if self._before_pinning is not None:
             self._before_pinning()
@@ -179,12 +184,15 @@ class DiskPlace(Place):
                 self._ledger.add("disk/activations", nbytes)
                 return start
         used, largest = self._ledger.now.get("disk/activations", 0), max((size for _, size in self._holes), default=0)
-        raise OSError(
+        raise RoomError(
             errno.ENOSPC,
             f"activations of {format_bytes(nbytes)} more do not fit: {format_bytes(used)} of them lie on disk already, "
             f"and disk_space leaves {format_bytes(self._file.nbytes)} for them; raise disk_space or free space there, "
             f'by {format_bytes(nbytes - largest)} at least, or pass activations="recompute"',
-            self._file.path,
+            str(self._file.path),
+            "disk_space",
+            nbytes,
+            largest,
         )
 
     def _chunks(self, start: int, content: torch.Tensor, sums: list[int]) -> Iterator[_Chunk]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from outsize.plan.errors import BudgetError
 from outsize.plan.layout import PAGE_ELEMENTS
 from outsize.plan.sizes import format_bytes
 
@@ -194,7 +195,7 @@ def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[in
 
 
 def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: UsedTogether = NONE_TOGETHER) -> None:
-    """Raise `ValueError` that names the unit whose weights and gradients, or the module whose weights, do not fit the
+    """Raise `BudgetError` that names the unit whose weights and gradients, or the module whose weights, do not fit the
     computing budget."""
     field, room = budgets.computing
     needed, name, of_module = most_at_once(units, together)
@@ -207,9 +208,12 @@ def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: U
     least = budgets.least_for(needed)
     extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
     given = budgets.host if budgets.device is None else room
-    raise ValueError(
+    raise BudgetError(
         f"{what} needs {format_bytes(needed)} for its {kinds}{extra}, but {field} is {format_bytes(given)}; "
-        f"raise {field} to at least {format_at_least(least)}{remedy}"
+        f"raise {field} to at least {format_at_least(least)}{remedy}",
+        field,
+        least,
+        given,
     )
 
 
@@ -243,7 +247,7 @@ def place(
 
     Everything goes to the device if it fits. Otherwise the memory that is left after the largest working set (of a
     unit, or of the units that are used `together`) is handed out kind by kind, the most often moved bytes first, then
-    host memory (with an accelerator), then disk. Raises `ValueError` with unit, numbers and remedy where the budgets
+    host memory (with an accelerator), then disk. Raises `BudgetError` with unit, numbers and remedy where the budgets
     cannot hold the model.
     """
     if not units:
@@ -268,7 +272,10 @@ def place(
                     in_tiles = bool(unit.tiles) and kind != "states"
                     tier = _take(left, unit, kind, wanted[kind], budgets.device is None, in_tiles)
                     if tier is None:
-                        raise ValueError(_shortage(units, unit, kind, wanted[kind], budgets))
+                        waiting = sum(
+                            each.most(kind) for each, has in zip(units, chosen, strict=True) if kind not in has
+                        )
+                        raise _shortage(units, unit, kind, wanted[kind], budgets, waiting, left)
                     tiers[kind] = tier
     for kind in ("grads", "states"):
         # A frozen unit has none yet. Unless it lies on the device, they will go where those of the others had to go.
@@ -325,7 +332,17 @@ def _why(tiers: dict[str, str], wanted: dict[str, str]) -> str:
     return f"{reason}; {', '.join(asked)} as asked" if asked else reason
 
 
-def _shortage(units: Sequence[UnitBytes], unit: UnitBytes, kind: str, wanted: str, budgets: Budgets) -> str:
+def _shortage(
+    units: Sequence[UnitBytes],
+    unit: UnitBytes,
+    kind: str,
+    wanted: str,
+    budgets: Budgets,
+    waiting: int,
+    left: Mapping[str, int],
+) -> BudgetError:
+    """`waiting`: bytes of this kind that have no place yet. `left`: those of each tier."""
+    memory = "device" if budgets.device is None else "host"
     total = sum(each.most(kind) for each in units)
     needs = f"unit {unit.name!r}: {kind} of {format_bytes(unit.most(kind))} ({format_bytes(total)} in all units)"
     if kind == "grads" and any(each.sums for each in units):
@@ -337,11 +354,24 @@ def _shortage(units: Sequence[UnitBytes], unit: UnitBytes, kind: str, wanted: st
         remedy = f"raise {field} or let {kind} be 'auto'"
         if kind == "params" and wanted == "device":
             remedy += " with stage=3 (stages 1 and 2 keep whole parameters on the device of each rank)"
-        return f"{needs} do not fit {field}={given} beside the working set; {remedy}"
+        here = "device" if field == "device_memory" else memory
+        return BudgetError(
+            f"{needs} do not fit {field}={given} beside the working set; {remedy}", field, waiting, left[here]
+        )
     if budgets.disk is None:
-        return f"{needs} do not fit host_memory={host} and no disk is given; pass disk='/path' or raise host_memory"
+        return BudgetError(
+            f"{needs} do not fit host_memory={host} and no disk is given; pass disk='/path' or raise host_memory",
+            "host_memory",
+            waiting,
+            left[memory],
+        )
     disk = format_bytes(budgets.disk)
-    return f"{needs} do not fit the disk: {disk} may be used there; free some, or raise disk_space"
+    return BudgetError(
+        f"{needs} do not fit the disk: {disk} may be used there; free some, or raise disk_space",
+        "disk_space",
+        waiting,
+        left["disk"],
+    )
 
 
 def with_free_staging(
@@ -358,5 +388,5 @@ def with_free_staging(
     more = budgets.with_staging_for(most_at_once(units, together)[0])
     try:
         return more if place(units, more, wanted, together) == tiers else budgets
-    except ValueError:
+    except BudgetError:
         return budgets

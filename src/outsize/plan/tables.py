@@ -171,9 +171,17 @@ class Plan:
         resting = sum(map(self.bytes_on, memory)) + sum(
             unit.size.sums for unit in self.units if unit.tiers.grads in memory
         )
-        if all(unit.tiers.params == "device" for unit in self.units):
-            return resting + self.budgets.staging_bytes
-        return resting + self._at_work[1] + self.budgets.staging_bytes
+        return resting + self._staging_bytes + (0 if self._all_resident else self._at_work[1])
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Without an accelerator, host memory is updated where it is: what rests on disk alone is staged."""
+        on_disk = any("disk" in (unit.tiers.params, unit.tiers.grads, unit.tiers.states) for unit in self.units)
+        return self.budgets.staging_bytes if on_disk or self.budgets.device is not None else 0
+
+    @property
+    def _all_resident(self) -> bool:
+        return all(unit.tiers.params == "device" for unit in self.units)
 
     @property
     def _at_work(self) -> tuple[str, int]:
@@ -233,10 +241,10 @@ class Plan:
         return f"{self.parameters / 1e6:,.1f} M parameters; model states {format_bytes(self.state_bytes)}"
 
     def _of_memory(self) -> str:
-        return (
-            f" (what rests there, staging {format_bytes(self.budgets.staging_bytes)}, and {self._at_work[0]}; what is "
-            f"left holds units fetched ahead)"
-        )
+        staging = f", staging {format_bytes(self._staging_bytes)}" if self._staging_bytes else ""
+        if self._all_resident:
+            return f" (what rests there{staging})"
+        return f" (what rests there{staging}, and {self._at_work[0]}; what is left holds units fetched ahead)"
 
     def _remarks(self) -> list[str]:
         lines = []

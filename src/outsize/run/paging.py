@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from outsize.move.disk import RunDirectory, StripedFile, open_engine
 from outsize.move.memory import PAGE_BYTES, Ledger, give_back_pages, keep_huge_pages_inside
 from outsize.move.transfer import Transfer
+from outsize.plan.errors import BudgetError
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
@@ -129,9 +130,12 @@ class PageFile:
             return self._free[nbytes].pop()
         start = self._end
         if start + nbytes > self._limit_bytes:
-            raise ValueError(
+            raise BudgetError(
                 f"the parameters need more than the {format_bytes(self._limit_bytes)} that may be used on disk; raise "
-                f"disk_space, or name a directory with more free space"
+                f"disk_space, or name a directory with more free space",
+                "disk_space",
+                start + nbytes,
+                self._limit_bytes,
             )
         self.file.preallocate(start, nbytes)
         self._end += nbytes
@@ -293,21 +297,25 @@ class Pager:
     def _refuse(self, nbytes: int) -> None:
         needed = format_bytes(self._used + nbytes)
         budget = format_bytes(self._budget)
+        numbers = "host_memory", self._used + nbytes, self._budget
         if self._disk is None:
-            raise ValueError(
+            raise BudgetError(
                 f"the parameters built so far take {needed} but host_memory is {budget} and there is no disk; pass "
-                f"disk='/path/on/a/fast/drive' to outsize.init, or raise host_memory"
+                f"disk='/path/on/a/fast/drive' to outsize.init, or raise host_memory",
+                *numbers,
             )
         stuck = sum(page.nbytes - page.length for page in self._pages.values())
         if stuck > self._budget // 2:
-            raise ValueError(
+            raise BudgetError(
                 f"of {len(self._pages)} parameters {format_bytes(stuck)} cannot go to disk, which takes whole pages of "
                 f"memory (none of a parameter below {format_bytes(MIN_PAGED_BYTES)}), and {needed} would be in memory, "
-                f"but host_memory is {budget}; raise host_memory"
+                f"but host_memory is {budget}; raise host_memory",
+                *numbers,
             )
-        raise ValueError(
+        raise BudgetError(
             f"parameters of {needed} are in use at the same time but host_memory is {budget}; raise host_memory, or "
-            f"build smaller parameters and keep no aliases of them (views, .data, NumPy arrays, gradient graphs)"
+            f"build smaller parameters and keep no aliases of them (views, .data, NumPy arrays, gradient graphs)",
+            *numbers,
         )
 
     def _write(self, goal: int, small: bool = False) -> None:
