@@ -7,6 +7,7 @@ from outsize.api.building import init
 from outsize.api.exporting import export
 from outsize.api.gather import gathered, no_sync
 from outsize.api.loading import load
+from outsize.api.monitor import Monitor
 from outsize.api.public import plan, prepare
 from outsize.api.releasing import release
 from outsize.api.report import memory
@@ -20,6 +21,7 @@ __version__ = version("outsize")
 __all__ = [
     "BudgetError",
     "Config",
+    "Monitor",
     "__version__",
     "export",
     "gathered",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import outsize
+from outsize.api.public import require
 from tests.conftest import assert_same_weights, weights
 from tests.ranks.launching import run_on_ranks
 
@@ -114,6 +115,35 @@ def test_a_prepared_model_trains_with_its_own_optimizer_and_scheduler(disk: dict
     ours = train(model, Trainer, prepare=True)
     assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
     assert losses(ours, "learning_rate") == losses(plain, "learning_rate")
+
+
+def test_the_log_of_a_step_has_what_it_took_and_nothing_between_steps(disk: dict[str, Any], tmp_path: Path) -> None:
+    model = language_model()
+    reported = []
+
+    class Report(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            reported.append(dict(logs))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            with outsize.gathered(model, modify=True):
+                pass  # writes all parameters
+            self.on_step_end(args, state, control)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            require(model).engine.streamer.settle_all()
+            for unit in require(model).engine.parameters.units:
+                unit.await_written()
+
+    trainer = Trainer(model, arguments(tmp_path, logging_steps=2), train_dataset=rows(), callbacks=[Report()], **disk)
+    trainer.train()
+    logged, whole = [entry for entry in reported if "loss" in entry], outsize.memory(model)
+    assert [entry["step"] for entry in logged] == [2, 4, 6]
+    for entry in logged:
+        assert entry["bytes_written"] == entry["disk_bytes"] == whole.bytes_on("disk"), "each array once"
+        assert entry["state_bytes"] == whole.state_bytes
+        assert entry["skipped_steps"] == 0
+    assert all(set(logged[0]) <= set(entry) for entry in trainer.state.log_history if "loss" in entry)
 
 
 def test_a_model_built_at_rest_trains_within_the_budget(disk: dict[str, Any], tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from transformers import TrainerCallback
 
-import outsize
 from outsize.plan.sizes import format_bytes
 
 LINE_SECONDS = 10.0  # the least time between two lines where there is no terminal
@@ -33,7 +32,7 @@ def process_memory(field: str = "VmRSS") -> int:
 
 
 class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Adds what a step took to the Trainer's log of it, and shows it. Stops after `seconds`, and at Ctrl-C and SIGTERM.
+    """Shows the Trainer's log of each step. Stops after `seconds`, and at Ctrl-C and SIGTERM.
 
     A stop comes after the step at hand, on all ranks, with a checkpoint. A second signal ends the run at once.
     """
@@ -65,9 +64,6 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise KeyboardInterrupt
         print("\nfinishing this step, then saving (once more: stop at once)", file=sys.stderr, flush=True)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._began, self._before = time.monotonic(), outsize.memory(self._trainer.model)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         accelerator = self._trainer.accelerator
         if self.signal is not None or (self._until is not None and time.monotonic() > self._until):
@@ -80,26 +76,12 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if "eval_loss" in record:
             self._held_out = record
         elif "loss" in record:
-            record.update(self._figures())
+            record["tokens_per_second"] = self._tokens / record["seconds"]
+            record["process_bytes"] = process_memory() - self._base_memory
         else:
             return
         if state.is_world_process_zero:
             self._show(record, state.max_steps)
-
-    def _figures(self) -> Record:
-        memory, before = outsize.memory(self._trainer.model), self._before
-        seconds = time.monotonic() - self._began
-        return {
-            "seconds": seconds,
-            "tokens_per_second": self._tokens / seconds,
-            "wait_seconds": memory.wait_seconds - before.wait_seconds,
-            "update_seconds": memory.update_seconds - before.update_seconds,
-            "bytes_read": memory.bytes_read - before.bytes_read,
-            "bytes_written": memory.bytes_written - before.bytes_written,
-            "process_bytes": process_memory() - self._base_memory,
-            "state_bytes": memory.state_bytes,
-            "skipped_steps": memory.skipped_steps,
-        }
 
     def _show(self, record: Record, steps: int) -> None:
         if "loss" not in record:

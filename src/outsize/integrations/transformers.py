@@ -40,6 +40,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     The optimizer is that of the `TrainingArguments`, unless `optimizers` gives one. `bf16` and `fp16` of the arguments
     are autocast, as ever; `compute_dtype=torch.bfloat16` keeps the weights in 16 bits with exact fp32 masters instead.
 
+    The log of a step has the figures of `outsize.Monitor` too, so whatever `report_to` names gets them.
+
     A checkpoint holds the exported weights, as `from_pretrained` opens them, and the state in its folder `outsize`.
     Training that is resumed from it is bit for bit that of a run that never stopped. Under torchrun every rank calls
     `save_model`. Raises `ValueError` for what cannot train such a model, before anything is moved.
@@ -65,6 +67,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
         self.optimizer._is_accelerate_prepared = True
+        self._monitor = outsize.Monitor(self.model)
+        self.add_callback(_Begins(self._monitor))
 
     def _refuse_what_cannot_train(self) -> None:
         wrapped = self.accelerator.unwrap_model(self.model) is not self.model
@@ -82,6 +86,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Nothing: `outsize.prepare` places the model."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `transformers.Trainer.log`, with what the last step took beside its loss."""
+        if "loss" in logs:
+            logs.update(self._monitor.step(step=self.state.global_step))
+        super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.train`; with `True` it goes on from the newest checkpoint that is complete. When it
@@ -121,6 +131,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         outsize.load(best / STATE if (best / STATE).is_dir() else best, self.model)
+
+
+class _Begins(transformers.TrainerCallback):  # type: ignore[misc]
+    """What comes between two steps, evaluations and checkpoints, is no part of a step's figures."""
+
+    def __init__(self, monitor: outsize.Monitor) -> None:
+        self._monitor = monitor
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._monitor.begin()
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
