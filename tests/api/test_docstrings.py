@@ -11,14 +11,16 @@ from torch import nn
 
 import outsize
 import outsize.optim
+from outsize.integrations.deepspeed import config_from
 
 OF_PLAIN_MODELS = ("BudgetError", "Config", "init", "plan", "prepare")
 NOT_CALLED = ("__version__", "presets")
 PUBLIC = {name: getattr(outsize, name) for name in outsize.__all__ if name not in NOT_CALLED}
 OPTIMIZERS = {name: getattr(outsize.optim, name) for name in ("LazyAdamW", "Lion", "RowwiseAdagrad")}
+OTHERS = {**OPTIMIZERS, "config_from": config_from}
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*PUBLIC, *OTHERS])
 def test_example_of_the_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("disk").mkdir()
@@ -35,7 +37,7 @@ def test_example_of_the_docstring_runs(name: str, tmp_path: Path, monkeypatch: p
         "optimizer": optimizer,
         "loader": loader,
     }
-    found = (PUBLIC | OPTIMIZERS)[name]
+    found = (PUBLIC | OTHERS)[name]
     (example,) = (each for each in doctest.DocTestFinder().find(found, name, globs=known) if each.name == name)
     assert example.examples
     said: list[str] = []
