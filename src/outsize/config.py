@@ -41,7 +41,8 @@ class Fields(TypedDict, total=False):
     host_memory: int | str | None
     """Budget in host memory, staging included. None: what is free, less a margin."""
     disk: Directory | Sequence[Directory] | None
-    """A directory on a fast drive, or several: files are striped over them. None: no disk tier."""
+    """A directory on a fast drive, or several: files are striped over them. It is made if its parent exists. None: no
+    disk tier."""
     disk_space: int | str | None
     """Bytes that the run may use there, without kept checkpoints. None: what is free."""
     stage: Literal[0, 1, 2, 3]

@@ -256,7 +256,7 @@ def test_disk_space_is_a_limit(tmp_path: Path) -> None:
 
 def test_a_missing_directory_is_an_error_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="does not exist"):
-        init(host_memory=BUDGET, disk=tmp_path / "none", device="cpu")
+        init(host_memory=BUDGET, disk=tmp_path / "none" / "disk", device="cpu")
 
 
 def torch_as_it_is() -> tuple[object, ...]:

@@ -371,7 +371,7 @@ def test_a_lock_is_as_young_as_the_newest_file_of_its_run(engine: _native.DiskEn
 
 @pytest.mark.parametrize(("kind", "code"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])
 def test_an_unusable_directory_is_a_users_mistake_and_an_os_error(tmp_path: Path, kind: str, code: int) -> None:
-    place = tmp_path / "place"
+    place = tmp_path / "place" / "disk" if kind == "missing" else tmp_path / "place"
     if kind == "file":
         place.write_text("x")
     for action in (lambda: RunDirectory(place), lambda: free_bytes([place])):

@@ -70,7 +70,7 @@ def test_a_model_that_fits_nowhere_says_what_to_add() -> None:
 
 @pytest.mark.parametrize("kind", ["missing", "file", "read-only"])
 def test_an_unusable_disk_directory_is_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "place"
+    place = tmp_path / "place" / "disk" if kind == "missing" else tmp_path / "place"
     if kind == "file":
         place.write_text("x")
     elif kind == "read-only":
@@ -79,6 +79,21 @@ def test_an_unusable_disk_directory_is_named(tmp_path: Path, kind: str, monkeypa
         monkeypatch.setattr(os, "mkdir", Mock(side_effect=read_only))
     model = Stack()
     refused(model, adamw(model), str(place), disk=place, params="disk", host_memory="64MiB")
+
+
+def test_a_disk_directory_is_made_when_something_goes_there(tmp_path: Path, device: str) -> None:
+    place, model = tmp_path / "place", Stack()
+    fields: dict[str, Any] = {"disk": place, "host_memory": "64MiB", "device": device}
+    assert outsize.plan(model, **fields, params="disk").budgets.disk
+    with pytest.raises(outsize.BudgetError):
+        outsize.prepare(model, adamw(model), **fields, disk_space="4KiB", states="disk")
+    with outsize.init(**fields):
+        model = Stack()
+    assert not place.exists()
+    outsize.prepare(model, adamw(model), **fields, params="disk")
+    assert len(list(place.iterdir())) == 1
+    outsize.release(model)
+    assert place.is_dir() and not list(place.iterdir())
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(workshop: Workshop) -> None:

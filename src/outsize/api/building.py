@@ -14,7 +14,7 @@ from torch import nn
 from outsize.api.budgets import find_budgets
 from outsize.api.ranks import know_place
 from outsize.config import Config, Fields, make_config, shows_fields
-from outsize.move.disk import DiskDirectoryError
+from outsize.move.disk import DiskDirectoryError, nearest
 from outsize.run.paging import ACCOUNT, PagedParameter, PageFile, Pager
 
 if TYPE_CHECKING:
@@ -128,6 +128,6 @@ def _naming(pager: Pager) -> Any:
 
 
 def _check_writable(directory: Path) -> None:
-    if not os.access(directory, os.W_OK | os.X_OK):
+    if not os.access(nearest(directory), os.W_OK | os.X_OK):
         message = "cannot write to the disk directory; name one that is writable"
         raise DiskDirectoryError(errno.EACCES, message, str(directory))

@@ -98,12 +98,13 @@ class RunDirectory:
     def __init__(self, parent: Path) -> None:
         self.parent = parent
         self._saves: set[Path] = set()
-        _check_directory(parent)
+        nearest(parent)
         remove_dead_runs(parent)
         self._pid = os.getpid()
         name = f"{RUN_PREFIX}{self._pid}-{secrets.token_hex(6)}"
         fresh = parent / (name + _NEW_SUFFIX)
         try:
+            parent.mkdir(exist_ok=True)
             fresh.mkdir()
             self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,11 +143,16 @@ def dead_saves(parent: Path) -> list[Path]:
     return list(found)
 
 
-def _check_directory(parent: Path) -> None:
-    if not parent.exists():
-        raise DiskDirectoryError(errno.ENOENT, "the disk directory does not exist; create it first", str(parent))
-    if not parent.is_dir():
-        raise DiskDirectoryError(errno.ENOTDIR, "disk must be a directory, this is not one", str(parent))
+def nearest(directory: Path) -> Path:
+    """The `disk` directory, or where it does not exist yet the one in which it will be made. Raises
+    `DiskDirectoryError` where neither is a directory."""
+    found = directory if os.path.lexists(directory) else directory.parent
+    if not found.exists():
+        message = f"the disk directory cannot be made, because {found} does not exist; create {found} first"
+        raise DiskDirectoryError(errno.ENOENT, message, str(directory))
+    if not found.is_dir():
+        raise DiskDirectoryError(errno.ENOTDIR, f"disk must be a directory, and {found} is none", str(directory))
+    return found
 
 
 def remove_dead_runs(parent: Path) -> None:
@@ -191,10 +197,10 @@ def free_bytes(directories: Sequence[Path]) -> int:
     """What may be written: the sum over distinct file systems, after the checks that each directory is usable."""
     free: dict[int, int] = {}
     for directory in directories:
-        _check_directory(directory)
+        place = nearest(directory)
         remove_dead_runs(directory)
-        status = os.statvfs(directory)
-        free[directory.stat().st_dev] = status.f_bavail * status.f_frsize
+        status = os.statvfs(place)
+        free[place.stat().st_dev] = status.f_bavail * status.f_frsize
     return sum(free.values())
 
 
