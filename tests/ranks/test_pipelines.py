@@ -76,7 +76,7 @@ def train(name: str, tier: str, disk: str) -> Trained:
     optimizer = optimizer_of(model)
     places = dict.fromkeys(("params", "grads", "states"), "disk" if tier == "squeezed" else tier)
     memory = "384KiB" if tier == "squeezed" else "64MiB"  # of a rank's blocks some stay
-    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, mesh=mesh["dp"], **places)
+    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, mesh=mesh, **places)
     group = mesh.get_group("pp")
     stages = [
         PipelineStage(each, number, count, torch.device("cpu"), group=group)

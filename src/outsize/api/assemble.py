@@ -18,11 +18,12 @@ from outsize.api.capacity import capacity_of, keep_hot_rows, most_open, spare_of
 from outsize.api.modules import heads_of, modules_of, wide_modules
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import element_bytes, place_model
-from outsize.api.ranks import check_same, open_ranks
+from outsize.api.ranks import check_same, in_all_stages, open_ranks
 from outsize.api.refusing import (
     check_devices,
     check_existing,
     check_tables,
+    refuse_shared,
     refuse_unseen,
     refuse_wrapped,
     warn_of_what_is_not_saved,
@@ -133,11 +134,18 @@ def assemble(
         ranks = open_ranks(config, list(model.parameters()))
         if ranks is not None:
             undo.push(partial(_end_ranks, ranks))
-        plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
-        check_devices(plan, config)
-        check_existing(plan, optimizer)
-        if rule is not None and optimizer is not None:
-            check_tables(plan, rule, optimizer)
+
+        def place() -> PlacedModel:
+            plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
+            check_devices(plan, config)
+            check_existing(plan, optimizer)
+            if rule is not None and optimizer is not None:
+                check_tables(plan, rule, optimizer)
+            return plan
+
+        plan = in_all_stages(ranks, place)
+        if ranks is not None and ranks.stages is not None:
+            refuse_shared(ranks.stages, model, plan.parameters)
         resources = _open_resources(plan, config)
         undo.callback(resources.close)
         prepared = _build(model, optimizer, config, plan, rule, resources, load, ranks)
@@ -244,7 +252,7 @@ def _build(
         ranks.model.names = [unit.name or "model" for unit in units]
         whole = accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)
         adds_up = torch.tensor([whole], dtype=torch.int32, device="cpu")
-        for group in ranks.everyone():
+        for group in ranks.in_stage():
             group.combine(adds_up, "prepare", "min")
         reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, choice, bool(adds_up))
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None

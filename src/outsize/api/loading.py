@@ -28,7 +28,7 @@ from outsize.api.saving import (
 )
 from outsize.checkpoint.arrays import Readable, place_state, place_weights
 from outsize.checkpoint.background import Saving
-from outsize.checkpoint.differences import Live
+from outsize.checkpoint.differences import Live, together
 from outsize.checkpoint.directory import checkpoints_in, is_checkpoint
 from outsize.checkpoint.opened import Opened
 from outsize.checkpoint.peers import Peers
@@ -37,6 +37,7 @@ from outsize.checkpoint.rng import restore_rng
 from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.dcp_reading import open_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
+from outsize.move.comm import Ranks
 from outsize.move.store import DTYPES
 from outsize.run.unit import Unit
 
@@ -91,7 +92,8 @@ def _load(
     path, reduction = Path(os.path.realpath(label)), prepared.engine.reduction
     Saving.settle_at(path)
     ranks = None if reduction is None else reduction.ranks
-    opened = everywhere(ranks, partial(_open, prepared, path, model, optimizer, label, strict), "load")
+    live = _in_all_stages(everywhere(ranks, partial(_live, prepared, model, optimizer), "load"), ranks)
+    opened = everywhere(ranks, partial(_open, prepared, live, path, model, optimizer, label, strict), "load")
     try:
         if ranks is not None:
             # A directory's newest checkpoint may be another one where a file system shows it later.
@@ -110,6 +112,7 @@ def _load(
 
 def _open(
     prepared: Prepared,
+    live: Live,
     path: Path,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
@@ -117,7 +120,7 @@ def _open(
     strict: bool,
 ) -> Opened:
     """What is at the path, found to be whole and to fit."""
-    live, cuts = _live(prepared, model, optimizer), cuts_of(prepared)
+    cuts = cuts_of(prepared)
     ours = is_checkpoint(path)
     if not ours and (is_safetensors(path) or is_dcp(path)):
         for newest in checkpoints_in(path)[:1]:
@@ -135,9 +138,9 @@ def _open(
         if model is None or optimizer is not None:
             raise ValueError(f"{path} holds weights alone: load it with outsize.load(path, model)")
         optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        return open_safetensors(path, live, tied_names(model), optional, strict)
+        return open_safetensors(path, live, live.aliases, optional, strict)
     if not ours and is_dcp(path):
-        return open_dcp(path, live, label, tied_names(prepared.model), strict)
+        return open_dcp(path, live, label, live.aliases, strict)
     reduction = prepared.engine.reduction
     peers = None if reduction is None else Peers(reduction.ranks, "load")
     return open_checkpoint(path, live, label, strict, peers, cuts)
@@ -160,11 +163,17 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
     slots = (slot for unit in prepared.engine.parameters.units for slot in unit.shard.whole.slots)
     parameters = {slot.name: (whole_shapes[slot.name], DTYPES[slot.dtype]) for slot in slots}
     record = optimizer_record(prepared, optimizer, encoded=False)
+    aliases = tied_names(prepared.model)
     if model is None:
-        return Live(parameters, None, record)
+        return Live(parameters, None, record, aliases=aliases)
     buffers = buffers_of(prepared.model)
     persistent = {name: (tuple(value.shape), value.dtype) for name, (value, kept) in buffers.items() if kept}
-    return Live(parameters, persistent, record, with_own(model, "set_extra_state").keys())
+    return Live(parameters, persistent, record, [*with_own(model, "set_extra_state")], aliases)
+
+
+def _in_all_stages(live: Live, ranks: Ranks | None) -> Live:
+    """What is to be filled in all stages of a pipeline."""
+    return live if ranks is None or ranks.stages is None else together(ranks.stages.collect(live, "load"))
 
 
 def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Prepared:

@@ -92,7 +92,7 @@ def place_model(
     shared = ranks is not None or size > 1
     tables_split = 0, size
     if ranks is not None:
-        check_same(ranks.everyone(), "what they prepare", description(parameters, infos, optimizer, config))
+        check_same(ranks.in_stage(), "what they prepare", description(parameters, infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)
         tables_split = ranks.rank, ranks.size
     rank, size = tables_split if config.stage else (0, 1)
@@ -190,7 +190,7 @@ def _in_files(
         found = ranges_in_files(frozen)
     flags = [all(slot.name in found for slot in layout.slots) for layout in layouts]
     whole = torch.tensor(flags, dtype=torch.int32, device="cpu")
-    for group in ranks.everyone() if ranks is not None else ():
+    for group in ranks.in_stage() if ranks is not None else ():
         group.combine(whole, "prepare", "min")
     return {
         slot.name: found[slot.name]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from outsize.checkpoint.peers import Peers, together
+from outsize.checkpoint.peers import PeerFailedError, Peers, together
 from outsize.config import Config, has_chosen_accelerator
 from outsize.move.comm import Ranks
 from outsize.plan.layout import ParamInfo
@@ -70,7 +70,8 @@ def local_ranks() -> int:
 
 
 TENSOR_NAMES = ("tp", "tensor", "tensor_parallel")
-OTHER_NAMES = ("cp", "pp", "ep")
+STAGE_NAMES = ("pp", "pipe", "pipeline", "pipeline_parallel")
+OTHER_NAMES = ("cp", "ep")
 
 
 def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
@@ -92,40 +93,46 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
         members = list(range(dist.get_world_size()))
         return Ranks(members, backend, sync=sync) if len(members) > 1 else None
     grid, place = _grid(mesh, {name for param in split for name in param.device_mesh.mesh_dim_names or ()})
-    copy, share, part = (int(each) for each in place)
-    copies, sharing, tensor = grid[:, share, part].tolist(), grid[copy, :, part].tolist(), grid[copy, share].tolist()
+    stage, copy, share, part = place
+    stages, copies = grid[:, copy, share, part].tolist(), grid[stage, :, share, part].tolist()
+    sharing, tensor = grid[stage, copy, :, part].tolist(), grid[stage, copy, share].tolist()
     for param in split:
         _check_tensor_parallel(param, tensor)
-    if len(sharing) * len(copies) * len(tensor) == 1 and not split:
+    if grid.numel() == 1 and not split:
         return None
-    several = [ranks if len(ranks) > 1 else [] for ranks in (copies, tensor)]
-    return Ranks(sharing, backend, several[0], several[1], grid.flatten().tolist(), sync)
+    copies, tensor, stages = (ranks if len(ranks) > 1 else [] for ranks in (copies, tensor, stages))
+    return Ranks(sharing, backend, copies, tensor, stages, grid.flatten().tolist(), sync)
 
 
-def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ranks of the mesh, [copies, ranks that share one, tensor-parallel ranks], and where in it this one is.
+def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The ranks of the mesh, [stages, copies, ranks that share one, tensor-parallel ranks], and where in it this one
+    is.
 
     `used`: the dimensions over which parameters are split already.
     """
     names = tuple(mesh.mesh_dim_names or ())
     tensor = [at for at, name in enumerate(names) if name in TENSOR_NAMES or name in used]
-    if any(name in OTHER_NAMES for name in names) or len(tensor) > 1 or mesh.ndim - len(tensor) > 2:
+    stages = [at for at, name in enumerate(names) if name in STAGE_NAMES]
+    shared = [at for at in range(mesh.ndim) if at not in (*tensor, *stages)]
+    if any(name in OTHER_NAMES for name in names) or len(tensor) > 1 or len(stages) > 1 or len(shared) > 2:
         raise ValueError(
             f"mesh has the dimensions {names or mesh.ndim}; outsize takes one that is data-parallel (split), or two "
-            f"(copies, split), and one that is tensor-parallel, called one of {TENSOR_NAMES}"
+            f"(copies, split), one that is tensor-parallel, called one of {TENSOR_NAMES}, and one of pipeline stages, "
+            f"called one of {STAGE_NAMES}"
         )
     if used and not tensor:
         raise ValueError(
             f"parameters are split over the mesh dimension {', '.join(sorted(used))!r}, which mesh does not name: it "
             f"has {names or 'no names'}; pass the whole mesh, with the dimension that parallelize_module was given"
         )
-    grid = mesh.mesh.cpu()
-    grid = grid.movedim(tensor[0], -1) if tensor else grid.unsqueeze(-1)
-    grid = grid.reshape(-1, grid.shape[-2] if grid.ndim > 1 else 1, grid.shape[-1])
+    grid = mesh.mesh.cpu().permute(*stages, *shared, *tensor)
+    grid = grid if tensor else grid.unsqueeze(-1)
+    grid = grid if stages else grid.unsqueeze(0)
+    grid = grid.reshape(len(grid), -1, grid.shape[-2] if shared else 1, grid.shape[-1])
     place = (grid == dist.get_rank()).nonzero()
     if len(place) != 1:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
-    return grid, place[0]
+    return grid, tuple(place[0].tolist())
 
 
 def _check_tensor_parallel(param: Any, members: Sequence[int]) -> None:
@@ -143,11 +150,11 @@ def _check_tensor_parallel(param: Any, members: Sequence[int]) -> None:
 
 
 def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
-    """The least of what any rank may use, so that all place alike."""
+    """The least of what any rank of a stage may use, so that all place alike."""
     unlimited = 1 << 62
     values = (budgets.host, budgets.device, budgets.disk)
     least = torch.tensor([unlimited if each is None else each for each in values], device="cpu")
-    for group in ranks.everyone():
+    for group in ranks.in_stage():
         least = group.combine(least, "prepare", "min")
     host, device, disk = least.tolist()
     return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
@@ -202,6 +209,19 @@ def in_all_copies(ranks: Ranks | None, action: Callable[[], T], verb: str) -> li
     if ranks is None or ranks.copies is None:
         return [action()]
     return together(Peers(ranks.copies, verb), action, f"outsize.{verb}")
+
+
+def in_all_stages(ranks: Ranks | None, action: Callable[[], T]) -> T:
+    """What `action` of `prepare` gives, which fails on all ranks of a stage or on none; where it fails in one stage of
+    a pipeline, all raise."""
+    if ranks is None or ranks.stages is None:
+        return action()
+    done: list[T] = []
+    try:
+        together(Peers(ranks.stages, "prepare"), lambda: done.append(action()), "outsize.prepare")
+    except PeerFailedError as error:
+        raise ValueError(str(error)) from error
+    return done[0]
 
 
 def everywhere(ranks: Ranks | None, action: Callable[[], T], verb: str) -> T:

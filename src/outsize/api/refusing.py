@@ -46,6 +46,23 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def refuse_shared(stages: Ranks, model: nn.Module, parameters: Collection[str]) -> None:
+    """Refuse stages of a pipeline that have a parameter in common, by its name. The names in a list of layers are
+    places in this list, and no names: those stages train, and each must be saved as a model of its own."""
+    owners: dict[str, int] = {}
+    by_place = isinstance(model, (nn.Sequential, nn.ModuleList))
+    for rank, (names, placed) in zip(
+        stages.members, stages.collect((list(parameters), by_place), "prepare"), strict=True
+    ):
+        for name in names if not placed else ():
+            if owners.setdefault(name, rank) != rank:
+                raise ValueError(
+                    f"the pipeline stages of ranks {owners[name]} and {rank} both have the parameter {name!r}. A "
+                    f"parameter that two stages share needs a rank that has both stages (ScheduleZBVZeroBubble, "
+                    f"ScheduleDualPipeV), and layers need the names that they have in the whole model"
+                )
+
+
 def refuse_unseen(model: nn.Module, units: Sequence[Unit]) -> None:
     """Refuse modules that would read or write, where nothing sees it, parameters that come and go."""
     moving = {id(param) for unit in units if not unit.resident for param in unit.parameters.values()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from outsize.api.ranks import everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
-from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord
+from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord, of_all_stages
 from outsize.checkpoint.peers import Cut, Peers, together
 from outsize.checkpoint.rank_state import RankState, check_buffers
 from outsize.checkpoint.rng import capture_rng, check_capturable
@@ -94,6 +95,7 @@ def _save(
     copies = None if ranks is None else ranks.copies
     number = 0 if peers is None else peers.number
     buffers = buffers_of(model)
+    first: Collection[str] = buffers  # those that no rank before this one has
 
     def look() -> tuple[RankState, list[Path], str, OptimizerRecord | None, Mapping[str, BufferSum]]:
         resources.settle_saving()
@@ -116,12 +118,15 @@ def _save(
     state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
     if reduction is not None and peers is not None:
         in_all_copies(ranks, partial(_check_same_name, peers, target), "save")
-        firsts = peers.exchange(sums if copies is None else copies.collect(sums, "save")[0])[0]
-        buffers = {name: each for name, each in buffers.items() if not number or _is_own(name, sums, firsts)}
+        every = peers.exchange(sums if copies is None else copies.collect(sums, "save")[0])
+        first = {name for name in sums if number == next(at for at, each in enumerate(every) if name in each)}
+        before = {name: each for sums in reversed(every) for name, each in sums.items()}
+        buffers = {name: each for name, each in buffers.items() if name in first or _is_own(name, sums, before)}
+        record = _of_all_stages(prepared, record, ranks)
         reduction.complete()
     settle(prepared)
     give_own_params(prepared, ranks, "save")
-    state.add(buffers, capture_rng(prepared.config.compute_device))
+    state.add(buffers, first, capture_rng(prepared.config.compute_device))
     states = [state]
     if copies is not None:
         if copies.rank:
@@ -233,6 +238,22 @@ def _sum(value: torch.Tensor) -> BufferSum:
 def _is_own(name: str, sums: Mapping[str, BufferSum], firsts: Mapping[str, BufferSum]) -> bool:
     """Whether a buffer has values of this rank's own, where the first rank has one of the same shape and dtype."""
     return name in firsts and firsts[name][:2] == sums[name][:2] and firsts[name] != sums[name]
+
+
+def _of_all_stages(prepared: Prepared, record: OptimizerRecord | None, ranks: Ranks | None) -> OptimizerRecord | None:
+    """The optimizers of all stages of a pipeline in one record. Raises `ValueError` on every rank."""
+    if ranks is None or ranks.stages is None:
+        return record
+    stages = ranks.stages.collect((list(prepared.placed.parameters), record), "save")
+    counts = Counter(name for names, _ in stages for name in names)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"outsize.save writes all stages of the pipeline into one checkpoint, and several have a parameter "
+            f"{twice!r}: give prepare a module whose layers have the names that they have in the whole model, or "
+            f"the mesh without its pipeline dimension, and each stage a folder"
+        )
+    return of_all_stages([of for _, of in stages])
 
 
 def _check_same_name(peers: Peers, target: Path) -> None:

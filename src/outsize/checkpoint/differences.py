@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from outsize.checkpoint.manifest import Manifest, OptimizerRecord
+from outsize.checkpoint.manifest import Manifest, OptimizerRecord, of_all_stages
 
 LISTED = 10
 _PASSABLE = ("missing", "unexpected")
@@ -29,6 +29,26 @@ class Live:
     optimizer: OptimizerRecord | None
     extra_states: Collection[str] | None = None
     """The names of those that modules take; None where they are not to be loaded."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """The further names of tied parameters, each with the first one."""
+
+
+def together(stages: Sequence[Live]) -> Live:
+    """What all stages of a pipeline expect."""
+    first, *_ = stages
+    buffers = (
+        None
+        if first.buffers is None
+        else {name: each for live in stages for name, each in (live.buffers or {}).items()}
+    )
+    extra = None if first.extra_states is None else {name for live in stages for name in live.extra_states or ()}
+    return Live(
+        {name: each for live in stages for name, each in live.parameters.items()},
+        buffers,
+        of_all_stages([live.optimizer for live in stages]),
+        extra,
+        {alias: name for live in stages for alias, name in live.aliases.items()},
+    )
 
 
 def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True) -> Differences:
@@ -43,7 +63,7 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
         persistent = {name: (region.shape, region.dtype) for name, region in kept.items()}
         found |= _differences("buffer", persistent, live.buffers)
     if live.extra_states is not None:
-        found |= _one_sided("extra state", manifest.ranks[0]["extra_states"], live.extra_states)
+        found |= _one_sided("extra state", manifest.extra_states(), live.extra_states)
     passed_over = check_same_model(f"the checkpoint {label}", found, strict)
     if live.optimizer is not None:
         _check_optimizer(manifest, live.optimizer, label, strict)

@@ -191,6 +191,31 @@ class OptimizerRecord:
         return cls(str(value["class"]), tuple(map(str, value["arrays"])), groups, steps, delayed)
 
 
+def of_all_stages(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord | None:
+    """One record over the optimizers of all stages of a pipeline. Raises `ValueError` where they differ in more than
+    their parameters."""
+    first = records[0]
+    if first is None:
+        return None
+    groups = list(first.groups)
+    for other in records[1:]:
+        assert other is not None
+        bare = [
+            replace(each, groups=tuple(replace(group, parameters=()) for group in each.groups))
+            for each in (first, other)
+        ]
+        if bare[0] != bare[1]:
+            raise ValueError(
+                "the optimizers of the pipeline stages differ: give each stage the same optimizer with the same "
+                "parameter groups and options, with an empty group where a stage has no parameter of that group"
+            )
+        groups = [
+            replace(group, parameters=group.parameters + further.parameters)
+            for group, further in zip(groups, other.groups, strict=True)
+        ]
+    return replace(first, groups=tuple(groups))
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint but the arrays' bytes. `saved_at` is in UTC and orders checkpoints by age."""
@@ -210,6 +235,13 @@ class Manifest:
     world_size: int = 1
     """Ranks of one copy of the model."""
     tensor_ranks: int = 1
+    stages: int = 1
+    """Of a pipeline."""
+
+    def extra_states(self, number: int = 0) -> dict[str, Any]:
+        """Of the modules that have one, encoded: that of a rank, of the first rank for what it does not have."""
+        found = {name: state for rank in reversed(self.ranks) for name, state in rank["extra_states"].items()}
+        return {**found, **self.ranks[number]["extra_states"]}
 
     def to_text(self) -> str:
         """Raises `ValueError` for a text that is larger than any reader takes."""
@@ -220,6 +252,7 @@ class Manifest:
             "saved_at": self.saved_at,
             "world_size": self.world_size,
             "tensor_ranks": self.tensor_ranks,
+            "stages": self.stages,
             "chunk_bytes": CHUNK_BYTES,
             "files": self.files,
             "parameters": self.parameters,
@@ -274,10 +307,11 @@ class Manifest:
             saved_at=str(value["saved_at"]),
             world_size=natural(value["world_size"]),
             tensor_ranks=natural(value["tensor_ranks"]),
+            stages=natural(value.get("stages", 1)),
         )
-        size, tensor, ranks = manifest.world_size, manifest.tensor_ranks, len(manifest.ranks)
-        if not 1 <= tensor <= size or size % tensor:
-            raise ValueError(f"{tensor} tensor-parallel ranks of {size}")
+        size, ranks, whole = manifest.world_size, len(manifest.ranks), manifest.tensor_ranks * manifest.stages
+        if not 1 <= whole <= size or size % whole:
+            raise ValueError(f"{manifest.stages} stages of {manifest.tensor_ranks} tensor-parallel ranks, of {size}")
         if not ranks or ranks % size:
             raise ValueError(f"what {ranks} ranks have of their own, in copies of {size} ranks")
         if value["chunk_bytes"] != CHUNK_BYTES:

@@ -25,13 +25,15 @@ T = TypeVar("T")
 
 @final
 class Peers:
-    """The ranks that save together: those of one tensor-parallel place, then those of the next."""
+    """The ranks that save together: those of one tensor-parallel place of a stage, then those of the next place, then
+    those of the next stage."""
 
     def __init__(self, ranks: Ranks, verb: str, behind: bool = False) -> None:
         """`verb`: what they do together, for errors: save, load or export."""
         place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
-        self.rank = place * ranks.size + ranks.rank
-        self.size = self.tensor * ranks.size
+        stage, self.stages = (0, 1) if ranks.stages is None else (ranks.stages.rank, ranks.stages.size)
+        self.rank = (stage * self.tensor + place) * ranks.size + ranks.rank
+        self.size = self.stages * self.tensor * ranks.size
         copy, self.copies = (0, 1) if ranks.copies is None else (ranks.copies.rank, ranks.copies.size)
         self.number = copy * self.size + self.rank
         """This rank among those of all copies of the model."""
@@ -51,10 +53,10 @@ class Peers:
         """`value` of every rank, in the order of ranks. Raises where a rank is gone."""
         lane = "save" if self.behind else "control"
         every = self._ranks.collect(value, self._verb, lane)
-        if self._ranks.tensor is None:
-            return every
-        places = self._ranks.tensor.collect(every, self._verb, lane)
-        return [each for place in places for each in place]
+        for group in (self._ranks.tensor, self._ranks.stages):
+            if group is not None:
+                every = [each for found in group.collect(every, self._verb, lane) for each in found]
+        return every
 
 
 class PeerFailedError(OSError):
@@ -114,14 +116,25 @@ class RankPart:
     parameters: Mapping[str, ParameterRecord]
     shapes: Mapping[str, tuple[int, ...]]
     """Of the whole parameters, as far as they are this tensor-parallel place's."""
+    buffers: Mapping[str, Region]
+    """Those that no rank before it has."""
+    persistent: Sequence[str]
+    """Those of them that are in the model's state_dict."""
     states: Sequence[Any]
     """What the rank, and those at its place in the further copies of the model, have of their own, encoded."""
     cuts: Mapping[str, Cut]
 
 
-def merged_parts(parts: Sequence[RankPart], tensor: int) -> tuple[dict[str, FileRecord], dict[str, ParameterRecord]]:
-    """The files of all ranks, and each parameter with the pieces of all ranks."""
-    files = {name: record for part in parts for name, record in part.files.items()}
+def merged_parts(parts: Sequence[RankPart], tensor: int, stages: int) -> dict[str, ParameterRecord]:
+    """Each parameter with the pieces of all ranks."""
+    size = len(parts) // stages
+    found: dict[str, ParameterRecord] = {}
+    for first in range(0, len(parts), size):
+        found |= _of_one_stage(parts[first : first + size], tensor)
+    return found
+
+
+def _of_one_stage(parts: Sequence[RankPart], tensor: int) -> dict[str, ParameterRecord]:
     size = len(parts) // tensor
     places = [_of_one_place(parts[first : first + size]) for first in range(0, len(parts), size)]
     cuts = parts[0].cuts
@@ -131,7 +144,7 @@ def merged_parts(parts: Sequence[RankPart], tensor: int) -> tuple[dict[str, File
             return record
         return record.changed(lambda key, _: _side_by_side([place[name].arrays[key] for place in places], cuts[name]))
 
-    return files, {name: whole(name, record) for name, record in places[0].items()}
+    return {name: whole(name, record) for name, record in places[0].items()}
 
 
 def _side_by_side(regions: Sequence[AnyRegion], cut: Cut) -> AnyRegion:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, final
 
 import torch
@@ -25,19 +25,23 @@ class RankState:
         """Raises `TypeError` or `ValueError` for what cannot be saved, with its place."""
         self.file = PlannedFile(name_of_rank(MODEL_FILE, rank))
         self.buffers: dict[str, Region] = {}
+        self.first: Mapping[str, Region] = {}
+        """Of the buffers, those that no rank before it has."""
         self.persistent: list[str] = []
         self._rng: Any = None
         self._extra = encode(extra, "extra", self.file.kept)
         self._states = {name: encode(state, name, self.file.kept) for name, state in extra_states.items()}
 
-    def add(self, buffers: Buffers, rng: Any) -> None:
-        """`buffers`: on a further rank those that differ from the first one's."""
-        self.buffers = {name: self.file.keep(value) for name, (value, _) in buffers.items()}
-        self.persistent = [name for name, (_, kept) in buffers.items() if kept]
+    def add(self, buffers: Buffers, first: Collection[str], rng: Any) -> None:
+        """`buffers`: those of which no rank before it has the same values; `first`: those of them that none has."""
+        kept = {name: self.file.keep(value) for name, (value, _) in buffers.items()}
+        self.first = {name: region for name, region in kept.items() if name in first}
+        self.buffers = {name: region for name, region in kept.items() if name not in first}
+        self.persistent = [name for name in self.first if buffers[name][1]]
         self._rng = encode(rng, "the states of the random number generators", self.file.kept)
 
-    def to_json(self, with_buffers: bool = True) -> dict[str, Any]:
-        buffers = {name: region.to_json() for name, region in self.buffers.items()} if with_buffers else {}
+    def to_json(self) -> dict[str, Any]:
+        buffers = {name: region.to_json() for name, region in self.buffers.items()}
         return {"rng": self._rng, "extra": self._extra, "extra_states": self._states, "buffers": buffers}
 
 

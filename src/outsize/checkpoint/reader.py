@@ -32,7 +32,8 @@ logger = logging.getLogger("outsize")
 
 def number_at_place(manifest: Manifest, peers: Peers | None) -> int:
     """The number of the rank that saved where this one stands in its job; in a job cut otherwise, the first of all."""
-    if peers is None or (peers.size, peers.tensor) != (manifest.world_size, manifest.tensor_ranks):
+    cut = (manifest.world_size, manifest.tensor_ranks, manifest.stages)
+    if peers is None or (peers.size, peers.tensor, peers.stages) != cut:
         return 0  # what one rank had of its own belongs to nobody in particular any more
     return peers.number if peers.copies * peers.size == len(manifest.ranks) else peers.rank
 
@@ -102,7 +103,7 @@ class Checkpoint:
 
     def _decode(self) -> None:
         manifest = self.manifest
-        first, own = manifest.ranks[0], manifest.ranks[self._number]
+        own = manifest.ranks[self._number]
         self.buffers = dict(manifest.buffers)
         for name, value in own["buffers"].items():
             region, firsts = Region.from_json(value), manifest.buffers[name]
@@ -112,11 +113,10 @@ class Checkpoint:
                     f"buffer {name!r} of rank {self._number} has another shape or dtype than the first rank's"
                 )
             self.buffers[name] = region
-        if own["extra_states"].keys() != first["extra_states"].keys():
-            raise ValueError(f"rank {self._number} has the extra states of other modules than the first rank")
         self._unread = sum(file.nbytes for name, file in manifest.files.items() if name.endswith(MODEL_FILE))
+        states = manifest.extra_states(self._number)
         self.extra = decode(own["extra"], self._tensor)
-        self.extra_states = {name: decode(state, self._tensor) for name, state in own["extra_states"].items()}
+        self.extra_states = {name: decode(state, self._tensor) for name, state in states.items()}
         self.rng: dict[str, Any] = {
             kind: decode(own["rng"][kind], self._tensor) for kind in own["rng"] if is_known(kind)
         }

@@ -194,8 +194,9 @@ class UnfinishedCheckpoint:
                 self._write(self._later.pop(0))
             if self._rank:
                 sync(self._folder.path)
-            states = [state.to_json(with_buffers=self._rank + at > 0) for at, state in enumerate(self._snapshot.states)]
-            return RankPart(self._files, self._records, shapes, states, cuts)
+            first = self._snapshot.states[0]
+            states = [state.to_json() for state in self._snapshot.states]
+            return RankPart(self._files, self._records, shapes, first.first, first.persistent, states, cuts)
 
         def publish() -> Path | None:
             if self._rank:
@@ -225,20 +226,21 @@ class UnfinishedCheckpoint:
         return replaced
 
     def _manifest(self, parts: Sequence[RankPart]) -> Manifest:
-        snapshot = self._snapshot
-        tensor = 1 if snapshot.peers is None else snapshot.peers.tensor
-        files, records = merged_parts(parts, tensor)
+        snapshot, peers = self._snapshot, self._snapshot.peers
+        tensor, stages = (1, 1) if peers is None else (peers.tensor, peers.stages)
+        files = {name: record for part in parts for name, record in part.files.items()}
         return Manifest(
             files=dict(sorted(files.items())),
-            parameters=records,
-            buffers=snapshot.states[0].buffers,
-            persistent=frozenset(snapshot.states[0].persistent),
+            parameters=merged_parts(parts, tensor, stages),
+            buffers={name: region for part in parts for name, region in part.buffers.items()},
+            persistent=frozenset(name for part in parts for name in part.persistent),
             optimizer=snapshot.optimizer,
             ranks=[state for copy in zip(*(part.states for part in parts), strict=True) for state in copy],
             written_by={"outsize": _version(), "torch": torch.__version__},
             saved_at=snapshot.saved_at,
             world_size=len(parts),
             tensor_ranks=tensor,
+            stages=stages,
         )
 
     def give_up(self) -> None:

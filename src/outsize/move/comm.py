@@ -279,6 +279,7 @@ class Ranks:
         backend: str = "gloo",
         copies: Sequence[int] = (),
         tensor: Sequence[int] = (),
+        stages: Sequence[int] = (),
         everyone: Sequence[int] = (),
         sync: bool = False,
         model: Model | None = None,
@@ -286,9 +287,10 @@ class Ranks:
         """`members`: the global ranks, this one among them; every rank of the job must make the group. `backend`: of
         what is moved; what is agreed on goes by gloo. `copies`: the ranks that hold the same part as this one, where
         the whole model is there several times (a second dimension of a mesh). `tensor`: those that hold other parts of
-        the same parameters, by torch's tensor parallelism; inputs of layers are gathered from them. `everyone`: all
-        ranks that have a part of the model. `sync`: ranks come to what others need at other times, by design. `model`:
-        of the group whose `copies` or `tensor` these are."""
+        the same parameters, by torch's tensor parallelism; inputs of layers are gathered from them. `stages`: those at
+        this one's place in the stages of a pipeline, which have other parameters. `everyone`: all ranks of the job.
+        `sync`: ranks come to what others need at other times, by design. `model`: of the group whose `copies`,
+        `tensor` or `stages` these are."""
         self.members = list(members)
         self.size = len(members)
         self.rank = self.members.index(dist.get_rank())
@@ -298,6 +300,7 @@ class Ranks:
         self._lanes = {name: self._open(name, backend) for name in LANES}
         self.copies = Ranks(copies, backend, model=self.model) if copies else None
         self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
+        self.stages = Ranks(stages, model=self.model) if stages else None
 
     def _open(self, name: str, backend: str) -> Lane:
         store = distributed_c10d.PrefixStore(name, self._store)
@@ -454,6 +457,10 @@ class Ranks:
 
     def everyone(self) -> list[Ranks]:
         """The groups whose members, one after the other, reach every rank of the job."""
+        return [*self.in_stage(), *([] if self.stages is None else [self.stages])]
+
+    def in_stage(self) -> list[Ranks]:
+        """The groups that reach every rank with a part of the same parameters: all ranks of a stage."""
         return [*self.alike(), *([] if self.tensor is None else [self.tensor])]
 
     def alike(self) -> list[Ranks]:
@@ -573,10 +580,23 @@ def _open_models() -> list[Model]:
 
 
 def _tell_all(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An error ends this process: say so to the others, who wait for it."""
+    """An error ends this process: say so to the others, who wait for it. Where one of torch's own connections broke
+    (of pipelines, of tensor parallelism), first find out and say which rank is gone."""
     for model in _open_models():
+        if _broke(error) and (gone := model.watch.find_gone()) is not None:
+            rank, became = gone
+            logger.error("%s%s", "" if rank is None else f"{named([rank])} of {dist.get_world_size()} ", became)
         model.watch.tell(error)
     _excepthook(kind, error, trace)
+
+
+def _broke(error: BaseException | None) -> bool:
+    """Whether the error comes from a connection of torch.distributed."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _listen_to_errors() -> None:

@@ -239,11 +239,11 @@ def _norm(grad: RestingGrad, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     if dim not in (None, []) or keepdim:
         raise RuntimeError(f"the gradient of {grad.label!r} is at rest: only the norm over all its elements is known")
     norm = grad.norm_of(float(ord))
-    return norm if dtype is None else norm.to(dtype)
+    return grad.home.resting.of_stage(grad, float(ord), norm if dtype is None else norm.to(dtype))
 
 
 def _norms(grads: list[RestingGrad], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
-    return [grad.norm_of(float(ord)) if isinstance(grad, RestingGrad) else vector_norm(grad, ord) for grad in grads]
+    return [_norm(grad, ord) if isinstance(grad, RestingGrad) else vector_norm(grad, ord) for grad in grads]
 
 
 def _mul_(grad: RestingGrad, factor: Any) -> RestingGrad:
@@ -307,7 +307,7 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     if plain:  # with several ranks rows of tables, of which each has others
         finite = resting[0].home.resting.on_every_rank(finite)
     finite = finite and all(id(grad) not in doubtful or grad.home.resting.all_finite(grad) for grad in resting)
-    if not finite:
+    if not resting[0].home.resting.in_every_stage(finite):
         found_inf.fill_(1.0)
     for grad in grads:
         grad.mul_(inverse_scale)

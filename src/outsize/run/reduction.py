@@ -151,16 +151,16 @@ class Reduction:
     def _left(self) -> list[bool]:
         """By unit whether something was collected that is not reduced; under `sync` on any rank."""
         left = torch.tensor([collector.collecting for collector in self.collectors], dtype=torch.int32, device="cpu")
-        for group in self.ranks.everyone() if self.sync else ():
+        for group in self.ranks.in_stage() if self.sync else ():
             group.combine(left, "gradients", "max")
         return [bool(each) for each in left.tolist()]
 
     def check_step(self, told: Mapping[str, str]) -> None:
-        """Raise on every rank unless all are about to do the same step; `told` says what, by parameter.
+        """Raise on every rank of a stage unless all are about to do the same step; `told` says what, by parameter.
 
         If any has measured activations anew, all choose anew."""
         news = self._choice.outdated
-        for group in self.ranks.everyone():
+        for group in self.ranks.in_stage():
             news = group.agree_on_step(told, news)
         if news:
             self._choice.choose_alike(self.ranks.alike())
@@ -204,6 +204,39 @@ class Reduction:
     def all_finite(self, own: torch.Tensor) -> bool:
         """Whether a whole gradient is finite, of which this rank has the elements `own`."""
         return bool(self._over_parts(torch.isfinite(own).all().long(), "min"))
+
+    def names(self) -> frozenset[str]:
+        """Of the parameters that have a gradient at rest."""
+        return frozenset(grad.label for collector in self.collectors for grad in collector.at_rest())
+
+    def over_stages(self, norm: torch.Tensor, order: float) -> torch.Tensor:
+        """The norm of the gradients of all stages of a pipeline, from that of this stage's ([])."""
+        assert self.ranks.stages is not None
+        own = norm.detach().double().cpu().view(1)
+        if abs(order) == inf:
+            total = self.ranks.stages.combine(own, "norms", "max" if order > 0 else "min")
+        elif order == 0:
+            total = self.ranks.stages.combine(own, "norms")
+        else:
+            total = self.ranks.stages.combine(own.pow(order), "norms").pow(1 / order)
+        return total[0].to(norm.device, norm.dtype)
+
+    def in_every_stage(self, good: bool) -> bool:
+        stages = self.ranks.stages
+        return (
+            good
+            if stages is None
+            else bool(stages.combine(torch.tensor([int(good)], device="cpu"), "agreement on gradients", "min"))
+        )
+
+    def check_stages(self, bad: Sequence[str]) -> tuple[str, int] | None:
+        """Agree on the step with the other stages of a pipeline. The name and the rank of a gradient that is `bad`
+        where there is one in another stage."""
+        stages = self.ranks.stages
+        if stages is None or not stages.agree_on_step({}, bool(bad)):
+            return None
+        said = zip(stages.collect(list(bad[:1]), "step"), stages.members, strict=True)
+        return next((names[0], rank) for names, rank in said if names)
 
     def everywhere(self, good: Sequence[bool]) -> list[bool]:
         """Which of some things are so on every rank."""

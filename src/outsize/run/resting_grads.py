@@ -12,6 +12,7 @@ from outsize.run.grads import RestingGrad
 from outsize.run.local import like
 from outsize.run.reduction import Reduction
 from outsize.run.resting_place import RestingPlace
+from outsize.run.stage_norms import StageNorm
 from outsize.run.unit import Unit
 
 if TYPE_CHECKING:
@@ -105,6 +106,16 @@ class RestingGrads:
     def on_every_rank(self, good: bool) -> bool:
         """Whether it is so on every rank."""
         return good if self._reduction is None else self._reduction.everywhere([good])[0]
+
+    def in_every_stage(self, good: bool) -> bool:
+        """Whether it is so in every stage of a pipeline."""
+        return good if self._reduction is None else self._reduction.in_every_stage(good)
+
+    def of_stage(self, grad: RestingGrad, order: float, norm: torch.Tensor) -> torch.Tensor:
+        """The gradient's norm, as a part of the norm over all stages of a pipeline where there are several."""
+        if self._reduction is None or self._reduction.ranks.stages is None:
+            return norm
+        return StageNorm.of(norm, order, frozenset((grad.label,)), self._reduction)
 
     def next(self, name: str) -> RestingGrad | None:
         """What is the parameter's current gradient at rest from now on, yet to be filled; None on the device."""

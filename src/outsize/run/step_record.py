@@ -110,6 +110,13 @@ def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Red
     if rows and reduction is not None:  # of which each rank has looked at its own
         good = reduction.everywhere([name not in bad for name in rows])
         bad += [name for name, each in zip(rows, good, strict=True) if not each and name not in bad]
+    elsewhere = None if reduction is None else reduction.check_stages(bad)
+    if elsewhere is not None and not bad:
+        raise FloatingPointError(
+            f"optimizer.step(): the gradient of {elsewhere[0]!r}, in the pipeline stage of rank {elsewhere[1]}, is not "
+            f"finite. Nothing was updated in any stage. Call zero_grad() and go on with another batch, or lower the "
+            f"learning rate"
+        )
     if bad:
         count = sum(len(pending) for pending in pendings.values())
         raise FloatingPointError(

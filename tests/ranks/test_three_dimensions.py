@@ -1,0 +1,372 @@
+"""Data, tensor and pipeline parallelism in one job: one norm, one step, one checkpoint. Oracle: plain torch, alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import outsize
+from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
+from tests.ranks.training import WIDTH, Block
+
+LAYERS, MICRO_BATCHES = 4, 4
+NAMES = ("dp", "tp", "pp")
+Shape = tuple[int, int, int]
+
+
+class Net(nn.Module):
+    """Or a stage of it, which lacks some of its layers; the others keep their names."""
+
+    embed: nn.Module | None
+    head: nn.Module | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
+        self.head = nn.Linear(WIDTH, 8)
+        self.register_buffer("scale", torch.ones(()))
+        self.layers["3"].register_buffer("last", torch.full((2,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.embed, *self.layers.values(), self.head):
+            x = x if layer is None else layer(x)
+        return x * self.scale
+
+
+def net(stage: int = 0, stages: int = 1) -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    for number in range(LAYERS):
+        if number * stages // LAYERS != stage:
+            del made.layers[str(number)]
+    made.embed, made.head = (made.embed if not stage else None), (made.head if stage == stages - 1 else None)
+    return made
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    plain = [param for name, param in model.named_parameters() if "norm" in name]
+    decayed = [param for name, param in model.named_parameters() if "norm" not in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return torch.randn(16, WIDTH, generator=made), torch.randn(16, 8, generator=made)
+
+
+@dataclass
+class Run:
+    """A stage of the model, prepared, and how its ranks take a step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    schedule: Any
+    clip: float = 0.5
+    order: float = 2.0
+
+    def backward(self, step: int) -> float | None:
+        """The loss, on ranks that have the last stage."""
+        pipe, place = self.mesh["pp"].get_local_rank(), self.mesh["dp"].get_local_rank()
+        x, y = (each.chunk(self.mesh["dp"].size())[place] for each in batch(step))
+        losses: list[Tensor] = []
+        last = pipe == self.mesh["pp"].size() - 1
+        self.schedule.step(*([] if pipe else [x]), **({"target": y, "losses": losses} if last else {}))
+        return torch.stack(losses).mean().item() if last else None
+
+    def step(self, step: int) -> tuple[float | None, float]:
+        loss = self.backward(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, self.order)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, float(norm)
+
+
+def run(shape: Shape, disk: str, name: str = "Schedule1F1B", **fields: Any) -> Run:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    stage, stages = mesh["pp"].get_local_rank(), shape[2]
+    model = net(stage, stages)
+    if shape[1] > 1:
+        for layer in model.layers.values():
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = optimizer_of(model)
+    fields = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "512KiB", **fields}
+    outsize.prepare(model, optimizer, disk=disk, mesh=mesh, **fields)
+    pipe = PipelineStage(model, stage, stages, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = getattr(schedules, name)(pipe, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    return Run(model, optimizer, mesh, schedule)
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and optimizer state by name, as far as this stage has them; of tensor-parallel ranks the weights alone."""
+    found = {}
+    with outsize.gathered(model):
+        for name, param in model.named_parameters():
+            whole = param.detach()
+            found[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    alone = not dist.is_initialized()
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items() if alone else ():
+            found[f"{key} of {name}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def plain(steps: int, order: float = 2.0) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    model = net()
+    optimizer, found = optimizer_of(model), []
+    for step in range(steps):
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), float(norm)))
+    return found, {name: param.detach() for name, param in model.named_parameters()}
+
+
+SHAPES: list[Shape] = [(2, 2, 1), (1, 2, 2), (2, 1, 2)]
+
+
+def train_and_save(shapes: list[Shape], disk: str) -> list[Any]:
+    found = []
+    for number, shape in enumerate(shapes):
+        here = run(shape, disk)
+        curve = [here.step(0), here.step(1)]
+        outsize.save(Path(disk) / f"{number}" / "step-2", here.model, here.optimizer, {"step": 2}).wait()
+        trained = values(here.model, here.optimizer)
+        here.step(2)
+        found.append((curve, trained, values(here.model, here.optimizer)))
+        outsize.release(here.model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    disk = tmp_path_factory.mktemp("saved")
+    return disk, run_on_ranks(4, train_and_save, SHAPES, str(disk))
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_three_dimensions_train_as_torch_does_with_one_norm(number: int, saved: Any) -> None:
+    expected, weights = plain(2)
+    seen = set()
+    for curve, trained, _ in (every[number] for every in saved[1]):
+        for (loss, norm), (plain_loss, plain_norm) in zip(curve, expected, strict=True):
+            assert loss is None or SHAPES[number][0] > 1 or loss == pytest.approx(plain_loss, rel=1e-6)
+            assert norm == pytest.approx(plain_norm, rel=1e-5)
+        for name, value in trained.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-5)
+        seen |= trained.keys()
+    assert seen == weights.keys()
+
+
+def alone(path: Path, disk: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = optimizer_of(model)
+    outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk)
+    assert outsize.load(path, model, optimizer) == {"step": 2}
+    return model, optimizer
+
+
+def load_and_save(path: str, shape: Shape, disk: str) -> dict[str, Tensor]:
+    here = run(shape, disk)
+    assert outsize.load(path, here.model, here.optimizer) == {"step": 2}
+    outsize.save(Path(disk) / "again", here.model, here.optimizer, {"step": 2}).wait()
+    return values(here.model, here.optimizer)
+
+
+@pytest.mark.parametrize(("number", "shape"), [(0, (1, 1, 4)), (2, (1, 1, 4)), (1, (4, 1, 1)), (2, (1, 2, 2))])
+def test_other_shapes_load_the_same_bits(number: int, shape: Shape, saved: Any, tmp_path: Path) -> None:
+    """Then one rank loads what those have saved: weights, optimizer state, buffers."""
+    path = saved[0] / f"{number}" / "step-2"
+    model, optimizer = alone(path, tmp_path)
+    expected = values(model, optimizer)
+    for every in saved[1]:
+        assert_same(every[number][1], expected)
+    with torch.no_grad():
+        model.scale.zero_(), model.layers["3"].last.zero_()
+    for found in run_on_ranks(4, load_and_save, str(path), shape, str(tmp_path)):
+        assert_same(found, expected)
+    outsize.load(tmp_path / "again", model, optimizer)
+    assert_same(values(model, optimizer), expected)
+    assert model.scale.item() == 1.0 and model.layers["3"].last.tolist() == [3.0, 3.0]
+
+
+def load_and_go_on(disk: str) -> list[dict[str, Tensor]]:
+    found = []
+    for number, shape in enumerate(SHAPES):
+        here = run(shape, disk)
+        here.step(7)  # another place
+        outsize.load(Path(disk) / f"{number}" / "step-2", here.model, here.optimizer)
+        here.step(2)
+        found.append(values(here.model, here.optimizer))
+        outsize.release(here.model)
+    return found
+
+
+def test_going_on_is_exact(saved: Any) -> None:
+    for found, before in zip(run_on_ranks(4, load_and_go_on, str(saved[0])), saved[1], strict=True):
+        for one, (_, _, expected) in zip(found, before, strict=True):
+            assert_same(one, expected)
+
+
+def norms(orders: list[float], disk: str) -> list[list[float]]:
+    found = []
+    for tier in ("device", "disk"):
+        here = run((1, 1, 2), disk, params=tier, grads=tier, states=tier)
+        here.backward(0)
+        grads = [param.grad for param in here.model.parameters()]
+        found.append([float(torch.nn.utils.get_total_norm(grads, order)) for order in orders])
+        own = [grad.norm() for grad in grads]
+        of_stage = torch.linalg.vector_norm(torch.stack(own[1:]))  # not of all: not of all stages
+        assert float(of_stage) == pytest.approx(sum(float(each) ** 2 for each in own[1:]) ** 0.5)
+        outsize.release(here.model)
+    return found
+
+
+def test_norms_of_all_orders_are_over_all_stages(tmp_path: Path) -> None:
+    orders = [2.0, 1.0, float("inf"), 3.0]
+    expected = [plain(1, order)[0][0][1] for order in orders]
+    for found in run_on_ranks(2, norms, orders, str(tmp_path)):
+        for of_tier in found:
+            assert of_tier == pytest.approx(expected, rel=1e-5)
+
+
+def scaled(disk: str) -> list[tuple[float, int]]:
+    """A stage alone overflows in the second step: no stage takes it, and all lower the scale."""
+    here = run((1, 1, 2), disk)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    scaler.scale(torch.ones(()))  # as the loss function does
+    found = []
+    for step in range(3):
+        here.backward(step)
+        if step == 1 and dist.get_rank():
+            here.model.head.weight.grad.mul_(float("inf"))
+        scaler.step(here.optimizer)
+        scaler.update()
+        here.optimizer.zero_grad()
+        found.append((scaler.get_scale(), outsize.memory(here.model).skipped_steps))
+    return found
+
+
+def test_an_overflow_in_one_stage_skips_the_step_of_all(tmp_path: Path) -> None:
+    for found in run_on_ranks(2, scaled, str(tmp_path)):
+        assert found == [(4.0, 0), (2.0, 1), (2.0, 1)]
+
+
+def diverged(here: Run) -> None:
+    here.backward(0)
+    if here.mesh["pp"].get_local_rank():
+        here.model.head.weight.grad.mul_(float("nan"))
+    here.optimizer.step()
+
+
+def killed(here: Run) -> None:
+    here.step(0)
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    here.step(1)
+
+
+def astray(wrong: Callable[[Run], None], disk: str) -> None:
+    wrong(run((2, 1, 2), disk))
+
+
+class Words(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def last_words(disk: str) -> list[str]:
+    """What an interpreter says that ends by the death of another."""
+    logging.getLogger("outsize").addHandler(words := Words())
+    try:
+        astray(killed, disk)
+    except RuntimeError:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    return words.said
+
+
+def ends(wrong: Callable[..., None], *args: Any) -> list[Ended]:
+    found = ends_on_ranks(4, wrong, *args)
+    assert all(end.seconds < 10 for end in found)
+    return found
+
+
+def test_divergence_in_one_stage_is_named_in_all(tmp_path: Path) -> None:
+    for end in ends(astray, diverged, str(tmp_path)):
+        assert end.kind == "FloatingPointError" and "'head.weight'" in str(end.error), end.trace
+        assert "Nothing was updated" in str(end.error)
+
+
+def test_a_rank_that_is_killed_ends_all_stages(tmp_path: Path) -> None:
+    *others, last = ends(last_words, str(tmp_path))
+    assert last.killed
+    for end in others:
+        assert end.value == ["rank 3 of 4 is gone (killed, ended or unreachable)"], end
+
+
+def two_stages(first: Callable[[], nn.Module], second: Callable[[], nn.Module], disk: str, **fields: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    model = (second if dist.get_rank() else first)()
+    optimizer = torch.optim.SGD(list(model.parameters()) or [torch.zeros(1)], lr=0.1)
+    outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, mesh=mesh, **fields)
+    return model
+
+
+def with_head() -> Net:
+    """A first stage that has the head too, as a copy."""
+    made = net(0, 2)
+    made.head = nn.Linear(WIDTH, 8)
+    return made
+
+
+def bad_stages(kind: str, disk: str) -> None:
+    if kind == "shared":
+        two_stages(with_head, lambda: net(1, 2), disk)
+    elif kind == "empty":
+        two_stages(lambda: net(0, 2), nn.Tanh, disk)
+    elif kind == "budget":
+        two_stages(lambda: net(0, 2), lambda: nn.Linear(4096, 4096), disk, params="device")
+    else:
+        model = two_stages(lambda: nn.Sequential(Block()), lambda: nn.Sequential(Block()), disk)
+        outsize.save(Path(disk) / "saved", model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shared", "ranks 0 and 1 both have the parameter 'head.weight'"),
+        ("empty", "has no parameters"),
+        ("budget", "host_memory"),
+        ("by place", "several have a parameter '0.norm.weight'"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_on_every_rank(kind: str, words: str, tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, bad_stages, kind, str(tmp_path)):
+        assert end.kind == "ValueError" and words in str(end.error), end.trace
