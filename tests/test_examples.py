@@ -108,3 +108,14 @@ def test_the_recommender_trains_a_table_above_its_budget(tmp_path: Path, capsys:
     assert 0.3 < loss < 0.8
     assert len(lines) == 2
     assert all("rows/s; hit rate " in line and line.endswith("MB a step") for line in lines)
+
+
+def on_a_stage(directory: Path, stages: int, steps: int) -> float | None:
+    loss: float | None = example("pipeline").main(directory, stages, steps, 4)
+    return loss
+
+
+def test_the_example_of_a_pipeline_goes_on_in_another_shape(tmp_path: Path) -> None:
+    run_on_ranks(2, on_a_stage, tmp_path / "broken", 2, 2)
+    loss = run_on_ranks(1, on_a_stage, tmp_path / "broken", 1, 3)[0]
+    assert run_on_ranks(1, on_a_stage, tmp_path / "whole", 1, 3)[0] == pytest.approx(loss, rel=1e-5)

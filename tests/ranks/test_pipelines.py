@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +119,58 @@ def test_stages_at_rest_train_as_torch_does_under_every_schedule(name: str, tmp_
     for other in others:
         for (_, one), (_, two) in zip(first, other, strict=True):
             assert same_bits(one.values(), two.values())
+
+
+UNITS, HELD, LAYER = 8, 4, 4 * 256 * 256
+SMALL = 5 * LAYER
+
+
+def in_a_step(layers: int, memory: int, fields: dict[str, Any], parts: int, disk: str) -> tuple[float, int]:
+    """What a stage of so many layers reads in a step, in sizes of the stage, and its peak in bytes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "dp"))
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outsize.prepare(model, optimizer, host_memory=memory, disk=disk, mesh=mesh, params="disk", **fields)
+    pipe = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = schedules.Schedule1F1B(pipe, n_microbatches=parts, loss_fn=nn.functional.mse_loss)
+    read = 0
+    for _ in range(3):
+        before = outsize.memory(model).bytes_read
+        x = torch.randn(16, 256)
+        last: dict[str, Any] = {"target": torch.randn(16, 256), "losses": []} if dist.get_rank() else {}
+        schedule.step(*([] if dist.get_rank() else [x]), **last)
+        read = outsize.memory(model).bytes_read - before
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = outsize.memory(model).peak
+    return read / (layers * LAYER), sum(nbytes for name, nbytes in peak.items() if not name.startswith("disk"))
+
+
+def staged(nbytes: int) -> int:
+    """A budget that leaves so many bytes beside staging, which has a quarter."""
+    return max(-(-nbytes * 4 // 3), nbytes + (1 << 20))
+
+
+def reads(disk: str) -> list[tuple[float, int]]:
+    resting = {"grads": "device", "states": "device"}
+    less, more = (staged((UNITS + held + 1) * LAYER) for held in (HELD, UNITS - 1))  # a gradient is being made
+    cases: list[tuple[int, int, dict[str, Any], int]] = [
+        (UNITS, less, resting, 8),
+        (UNITS, more, resting, 8),
+        (UNITS, less, {"micro_batches": 4, **resting}, 2),
+        (4, SMALL, {"grads": "disk", "states": "disk"}, 4),
+        (12, SMALL, {"grads": "disk", "states": "disk"}, 4),
+    ]
+    return [in_a_step(*case, disk) for case in cases]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_stage_reads_its_weights_as_often_as_the_memory_says(tmp_path: Path) -> None:
+    """1F1B turns round 16 times with 8 micro-batches, and finds at each turn the layers that stay."""
+    first, last = run_on_ranks(2, reads, str(tmp_path))
+    held = [HELD, UNITS - 1, HELD]
+    for passes, units, (read, _) in zip((16, 16, 4), held, last[:3], strict=True):
+        assert read == pytest.approx(passes * (1 - units / UNITS), abs=0.01)
+    assert first[1][0] <= 2.5 and last[1][0] <= 2.0
+    for (_, shallow), (_, deep) in (first[3:], last[3:]):
+        assert max(shallow, deep) <= SMALL + LAYER and shallow == deep, "memory is independent of the stage's size"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -114,7 +115,7 @@ def run(shape: Shape, disk: str, name: str = "Schedule1F1B", **fields: Any) -> R
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state by name, as far as this stage has them; of tensor-parallel ranks the weights alone."""
+    """Weights by name, as far as this stage has them, and on one rank alone the optimizer state too."""
     found = {}
     with outsize.gathered(model):
         for name, param in model.named_parameters():
@@ -151,6 +152,7 @@ def train_and_save(shapes: list[Shape], disk: str) -> list[Any]:
         curve = [here.step(0), here.step(1)]
         outsize.save(Path(disk) / f"{number}" / "step-2", here.model, here.optimizer, {"step": 2}).wait()
         trained = values(here.model, here.optimizer)
+        outsize.export(Path(disk) / f"{number}" / "weights", here.model)
         here.step(2)
         found.append((curve, trained, values(here.model, here.optimizer)))
         outsize.release(here.model)
@@ -211,6 +213,14 @@ def test_other_shapes_load_the_same_bits(number: int, shape: Shape, saved: Any, 
     outsize.load(tmp_path / "again", model, optimizer)
     assert_same(values(model, optimizer), expected)
     assert model.scale.item() == 1.0 and model.layers["3"].last.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_an_export_holds_all_stages(number: int, saved: Any) -> None:
+    found = load_file(saved[0] / f"{number}" / "weights" / "model.safetensors")
+    for _, trained, _ in (every[number] for every in saved[1]):
+        assert_same(trained, found)
+    assert found.keys() == net().state_dict().keys()
 
 
 def load_and_go_on(disk: str) -> list[dict[str, Tensor]]:

@@ -213,7 +213,8 @@ def _build(
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
     passing = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + passing) * len(config.directories))
-    opening = Shards(plan, config, rule, resources, ranks is not None)
+    shared = ranks is not None and not ranks.alone
+    opening = Shards(plan, config, rule, resources, shared)
     shards = [opening.open(layout, tiers) for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)]
     resources.shards, resources.ranks = shards, ranks
     conveyor, clock = resources.conveyor, UpdateClock()
@@ -259,14 +260,24 @@ def _build(
     owner, live = Owner(), LiveState()
     places = [RestingPlace(unit, conveyor) for unit in units]
     flight_room = None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes)
-    room = Room(units, places, live, capacity - spare, resources.ledger, plan.budgets, reduction, flight_room)
+    room = Room(
+        units,
+        places,
+        live,
+        capacity - spare,
+        resources.ledger,
+        plan.budgets,
+        reduction if shared else None,
+        flight_room,
+    )
     streamer = Streamer(units, room, live, conveyor, updater, rounds)
     in_backward = optimizer is not None and config.update == "backward"
     gradients = [
-        UnitGradients(unit, place, owner, streamer, reduction, in_backward)
+        UnitGradients(unit, place, owner, streamer, reduction, shared, in_backward)
         for unit, place in zip(units, places, strict=True)
     ]
     if reduction is not None:
+        reduction.gradients += gradients
         reduction.collectors += [each.collector for each in gradients if each.collector is not None]
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}

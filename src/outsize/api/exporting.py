@@ -17,13 +17,20 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn
 from outsize.api.ranks import in_all_copies
-from outsize.api.saving import buffers_of, cuts_of, settle, take_state, tied_names, whole
+from outsize.api.saving import buffers_of, cuts_of, refuse_same_names, settle, take_state, tied_names, whole
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.peers import Peers, together
 from outsize.checkpoint.values import NOT_HYPER
-from outsize.formats.pieces import in_memory, joined_parameter, parameter_at_rest, tensor_parallel_parameter
+from outsize.formats.pieces import (
+    in_memory,
+    joined_parameter,
+    of_one_stage,
+    parameter_at_rest,
+    tensor_parallel_parameter,
+)
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
+from outsize.move.comm import Ranks
 from outsize.move.store import DTYPES
 from outsize.plan.sizes import parse_bytes
 
@@ -188,7 +195,25 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
             join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
             found[name] = tensor_parallel_parameter(found[name], tuple(param.shape), cuts[slot.name], join)
     found |= _buffers(model, dtype)
-    return {name: weight for name, weight in found.items() if name not in ignored}
+    found = {name: weight for name, weight in found.items() if name not in ignored}
+    stages = None if prepared.engine.reduction is None else prepared.engine.reduction.ranks.stages
+    return found if stages is None else _of_all_stages(found, prepared, stages)
+
+
+def _of_all_stages(found: dict[str, Readable], prepared: Prepared, stages: Ranks) -> dict[str, Readable]:
+    refuse_same_names(stages.collect(list(prepared.placed.parameters), "export"), "export")
+    said = stages.collect({name: (each.shape, each.dtype, each.run) for name, each in found.items()}, "export")
+    join, whole = partial(stages.combine, kind="export"), {}
+    for stage, weights in enumerate(said):
+        for name, (shape, dtype, run) in weights.items():
+            if name not in whole:
+                like = found[name] if stage == stages.rank else Readable(shape, dtype, _nowhere, run)
+                whole[name] = of_one_stage(like, stage == stages.rank, join)
+    return whole
+
+
+def _nowhere(start: int, end: int) -> torch.Tensor:
+    raise AssertionError("another stage has it")
 
 
 def _buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]:

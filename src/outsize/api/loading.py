@@ -264,6 +264,7 @@ def _fill_gradients(prepared: Prepared, opened: Opened, unit: Unit) -> None:
         content = _own_part(unit, name, stored).to(param.device)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
             param.grad = ops.apply_(content.to(param.dtype))
+            prepared.engine.show_in_stage(param)
         else:
             # Norms of whole gradients are found anew where this is a part of one.
             gradients.restore(name, content, ops, norms if prepared.engine.reduction is None else {})

@@ -89,7 +89,7 @@ def place_model(
         for name, param in parameters.items()
     }
     budgets = find_budgets(config, dry)
-    shared = ranks is not None or size > 1
+    shared = size > 1 if ranks is None else not ranks.alone
     tables_split = 0, size
     if ranks is not None:
         check_same(ranks.in_stage(), "what they prepare", description(parameters, infos, optimizer, config))

@@ -245,15 +245,20 @@ def _of_all_stages(prepared: Prepared, record: OptimizerRecord | None, ranks: Ra
     if ranks is None or ranks.stages is None:
         return record
     stages = ranks.stages.collect((list(prepared.placed.parameters), record), "save")
-    counts = Counter(name for names, _ in stages for name in names)
+    refuse_same_names([names for names, _ in stages], "save")
+    return of_all_stages([of for _, of in stages])
+
+
+def refuse_same_names(stages: Sequence[Sequence[str]], verb: str) -> None:
+    """Raise `ValueError` where a parameter of two stages of a pipeline has one name."""
+    counts = Counter(name for names in stages for name in names)
     twice = next((name for name, count in counts.items() if count > 1), None)
     if twice is not None:
         raise ValueError(
-            f"outsize.save writes all stages of the pipeline into one checkpoint, and several have a parameter "
-            f"{twice!r}: give prepare a module whose layers have the names that they have in the whole model, or "
-            f"the mesh without its pipeline dimension, and each stage a folder"
+            f"outsize.{verb} writes all stages of the pipeline into one folder, and several have a parameter "
+            f"{twice!r}: give prepare a module whose layers have the names of the whole model, or the mesh without "
+            f"its pipeline dimension, and each stage a folder"
         )
-    return of_all_stages([of for _, of in stages])
 
 
 def _check_same_name(peers: Peers, target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -65,6 +66,17 @@ def tensor_parallel_parameter(own: Readable, shape: tuple[int, ...], cut: Cut, j
         return join(values.view(-1).view(torch.uint8)).view(own.dtype)
 
     return Readable(shape, own.dtype, read, run=max(prod(shape), 1))
+
+
+def of_one_stage(like: Readable, own: bool, join: Join) -> Readable:
+    """An array that one stage of a pipeline has: each rank reads the same ranges, and gets all elements. `own`: this
+    stage, as `like`, which elsewhere says nothing but shape and dtype."""
+
+    def read(start: int, end: int) -> torch.Tensor:
+        values = like.read(start, end).clone() if own else torch.zeros(end - start, dtype=like.dtype, device="cpu")
+        return join(values.view(-1).view(torch.uint8)).view(like.dtype)
+
+    return replace(like, read=read)
 
 
 def state_at_rest(shard: UnitShard, array: StateArray, slot: Slot) -> Readable:

@@ -453,6 +453,11 @@ class Ranks:
             f"and call zero_grad alike on every rank. Nothing was updated"
         )
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has parts of this one's parameters, as in a pipeline without data parallelism."""
+        return self.size == 1 and self.copies is None and self.tensor is None
+
     # -- all groups --------------------------------------------------------------------------------------------------
 
     def everyone(self) -> list[Ranks]:

@@ -300,8 +300,9 @@ class Engine:
         param = unit.parameters[name]
         grad = local_gradient(param, grad)
         grad = grad.to(device=param.device, dtype=param.dtype)
-        if unit.shard.on_device and self.reduction is None and param.dtype in (torch.float32, torch.float64):
+        if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
             param.grad = grad
+            self.show_in_stage(param)
         elif (collector := self.gradients[unit.index].collector) is not None:  # each rank has that of its own batch
             param.grad = collector.collect(name, grad, None)
         else:
@@ -317,7 +318,14 @@ class Engine:
         if unit.shard.rows is not None:  # autograd keeps gradients of rows itself
             return
         if not (unit.shard.on_device and param.dtype in (torch.float32, torch.float64)):  # autograd keeps these itself
-            hear_of_gradients(param, self)
+            hear_of_gradients(param, self.backward.gradient_arrived)
+        elif self.reduction is not None:
+            hear_of_gradients(param, self.show_in_stage)
+
+    def show_in_stage(self, param: torch.Tensor) -> None:
+        """Autograd keeps the parameter's gradient, which may be one of a stage of a pipeline."""
+        if self.reduction is not None:
+            self.reduction.show_in_stage(param)
 
     def forget(self) -> None:
         """The parameters are plain ones from now on."""

@@ -239,7 +239,7 @@ def _norm(grad: RestingGrad, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     if dim not in (None, []) or keepdim:
         raise RuntimeError(f"the gradient of {grad.label!r} is at rest: only the norm over all its elements is known")
     norm = grad.norm_of(float(ord))
-    return grad.home.resting.of_stage(grad, float(ord), norm if dtype is None else norm.to(dtype))
+    return grad.home.resting.of_stage(float(ord), norm if dtype is None else norm.to(dtype))
 
 
 def _norms(grads: list[RestingGrad], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:

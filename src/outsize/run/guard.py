@@ -240,14 +240,14 @@ _unguarded_call: Any = torch._C._disabled_torch_function_impl
 """Calls a function so that no operation in it passes the gate: at half of what `DisableTorchFunctionSubclass` costs."""
 
 
-def hear_of_gradients(param: torch.Tensor, engine: Engine) -> None:
-    """The engine takes each gradient that autograd leaves in the parameter."""
-    known = weakref.ref(engine)
+def hear_of_gradients(param: torch.Tensor, arrives: Callable[[torch.Tensor], None]) -> None:
+    """Call a method, whose object may go, after autograd has left a gradient in the parameter."""
+    known = weakref.WeakMethod(arrives)
 
     def arrived(param: torch.Tensor) -> None:
-        engine = known()
-        if engine is not None:
-            _unguarded_call(engine.backward.gradient_arrived, (), (param,))
+        arrives = known()
+        if arrives is not None:
+            _unguarded_call(arrives, (), (param,))
 
     with torch._C.DisableTorchFunctionSubclass():
         if param._post_accumulate_grad_hooks is None:

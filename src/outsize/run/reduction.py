@@ -16,9 +16,11 @@ from outsize.move.shard import UnitShard
 from outsize.run.activations import in_backward
 from outsize.run.buffers import Buffers
 from outsize.run.choice import Choice
+from outsize.run.stage_norms import StageGrad
 
 if TYPE_CHECKING:
     from outsize.run.collecting import Collector, WholeGradients
+    from outsize.run.unit_gradients import UnitGradients
 
 
 @final
@@ -53,6 +55,7 @@ class Reduction:
         self.dtype = dtype
         self.reducing = True
         self._adds_up = adds_up and not self.sync
+        self.gradients: list[UnitGradients] = []
         self.collectors: list[Collector] = []
         self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
@@ -205,9 +208,17 @@ class Reduction:
         """Whether a whole gradient is finite, of which this rank has the elements `own`."""
         return bool(self._over_parts(torch.isfinite(own).all().long(), "min"))
 
-    def names(self) -> frozenset[str]:
-        """Of the parameters that have a gradient at rest."""
-        return frozenset(grad.label for collector in self.collectors for grad in collector.at_rest())
+    def present(self) -> int:
+        """How many parameters of this rank have a gradient."""
+        return sum(each.present() for each in self.gradients)
+
+    def show_in_stage(self, param: torch.Tensor) -> None:
+        """Autograd keeps the gradient in `param.grad`: its norm becomes a part of that of all stages."""
+        grad = param.grad
+        if self.ranks.stages is not None and type(grad) is torch.Tensor:
+            shown = grad.as_subclass(StageGrad)
+            shown.reduction = self
+            param.grad = shown
 
     def over_stages(self, norm: torch.Tensor, order: float) -> torch.Tensor:
         """The norm of the gradients of all stages of a pipeline, from that of this stage's ([])."""

@@ -111,11 +111,11 @@ class RestingGrads:
         """Whether it is so in every stage of a pipeline."""
         return good if self._reduction is None else self._reduction.in_every_stage(good)
 
-    def of_stage(self, grad: RestingGrad, order: float, norm: torch.Tensor) -> torch.Tensor:
+    def of_stage(self, order: float, norm: torch.Tensor) -> torch.Tensor:
         """The gradient's norm, as a part of the norm over all stages of a pipeline where there are several."""
         if self._reduction is None or self._reduction.ranks.stages is None:
             return norm
-        return StageNorm.of(norm, order, frozenset((grad.label,)), self._reduction)
+        return StageNorm.of(norm, order, 1, self._reduction)
 
     def next(self, name: str) -> RestingGrad | None:
         """What is the parameter's current gradient at rest from now on, yet to be filled; None on the device."""

@@ -10,49 +10,60 @@ import torch
 if TYPE_CHECKING:
     from outsize.run.reduction import Reduction
 
+# Note [One norm over all stages]
+# `clip_grad_norm_` and `get_total_norm` ask each gradient for its norm, stack these, and take the norm of the stack.
+# Where the stack has the norms of all gradients of a rank, the other stages have the rest, and the last norm is over
+# all stages. So every rank must ask for it. The norm of fewer gradients, and all else, is as with plain tensors.
+
 
 @final
 class StageNorm(torch.Tensor):
-    """The norm of one gradient ([]), or of several, stacked ([gradients]), where other stages have more of them.
-
-    `clip_grad_norm_` and `get_total_norm` stack the norms of all gradients and take the norm of the stack. This one is
-    over all stages, so every rank must ask. The norm of fewer gradients, and all else, is as with plain tensors.
-    """
+    """The norm of one gradient ([]), or of several, stacked ([gradients]). See Note [One norm over all stages]."""
 
     order: float
-    names: frozenset[str]
+    gradients: int
     reduction: Reduction
 
     @staticmethod
-    def of(norm: torch.Tensor, order: float, names: frozenset[str], reduction: Reduction) -> StageNorm:
+    def of(norm: torch.Tensor, order: float, gradients: int, reduction: Reduction) -> StageNorm:
         self: StageNorm = norm.as_subclass(StageNorm)
-        self.order, self.names, self.reduction = order, names, reduction
+        self.order, self.gradients, self.reduction = order, gradients, reduction
         return self
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        if func is torch.Tensor.to:
+            return cls.of(result, args[0].order, args[0].gradients, args[0].reduction)
         if func is torch.stack:
             return _stacked(args[0], result)
-        if func is torch.Tensor.to:
-            return cls.of(result, args[0].order, args[0].names, args[0].reduction)
-        if func is torch.linalg.vector_norm:
-            return _total(args[0], result, *args[1:2], **(kwargs or {}))
+        if func is torch.linalg.vector_norm and _order(*args, **(kwargs or {})) == args[0].order:
+            whole = args[0].gradients == args[0].reduction.present()
+            return args[0].reduction.over_stages(result, args[0].order) if whole else result
         return result
 
 
-def _stacked(norms: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    parts = [each for each in norms if isinstance(each, StageNorm)]
-    if len(parts) < len(norms) or any(each.order != parts[0].order for each in parts):
+def _stacked(norms: Sequence[torch.Tensor], result: torch.Tensor) -> StageNorm:
+    first = next(each for each in norms if isinstance(each, StageNorm))
+    return StageNorm.of(result, first.order, len(norms), first.reduction)
+
+
+def _order(_: Any, ord: float = 2.0, *__: Any, **___: Any) -> float:
+    return float(ord)
+
+
+@final
+class StageGrad(torch.Tensor):
+    """A gradient that autograd keeps on the device, whose norm is a part of that of all stages."""
+
+    reduction: Reduction
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        if func is torch.linalg.vector_norm and isinstance(args[0], cls):
+            return StageNorm.of(result, _order(*args, **(kwargs or {})), 1, args[0].reduction)
+        scales = func is torch._amp_foreach_non_finite_check_and_unscale_
+        if scales and all(isinstance(each, cls) for each in args[0]):  # gradients at rest have asked already
+            args[1].fill_(0.0 if args[0][0].reduction.in_every_stage(not args[1].item()) else 1.0)
         return result
-    names = frozenset[str]().union(*(each.names for each in parts))
-    return StageNorm.of(result, parts[0].order, names, parts[0].reduction)
-
-
-def _total(norms: StageNorm, result: torch.Tensor, ord: float = 2, **_: Any) -> torch.Tensor:
-    reduction = norms.reduction
-    if float(ord) == norms.order and norms.names == reduction.names():
-        return reduction.over_stages(result, norms.order)
-    return result

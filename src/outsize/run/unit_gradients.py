@@ -44,13 +44,15 @@ class UnitGradients:
         owner: Owner,
         streamer: Streamer,
         reduction: Reduction | None,
+        shared: bool,
         updates: bool,
     ) -> None:
-        """`updates`: the update takes the gradients out of memory in the backward."""
+        """`shared`: other ranks have the parameters too; `updates`: the update takes the gradients out of memory in the
+        backward."""
         self.owner = owner
         self.place = place
         self._reduction = reduction  # None with one rank
-        self.collector = None if reduction is None else Collector(unit, reduction, self, streamer.room)
+        self.collector = None if reduction is None or not shared else Collector(unit, reduction, self, streamer.room)
         self._unit = unit
         self._streamer = streamer
         self._updates = updates
@@ -148,6 +150,10 @@ class UnitGradients:
         self.place.dispatch()
         return True
 
+    def present(self) -> int:
+        """How many parameters have a gradient."""
+        return sum(grad_of(param) is not None for param in self._unit.parameters.values())
+
     def given_to_update(self) -> None:
         """The update has started, in the backward. It takes the gradients out of memory."""
         if all(grad.spent for grad in map(grad_of, self._unit.parameters.values()) if isinstance(grad, RestingGrad)):
@@ -217,7 +223,7 @@ class UnitGradients:
     def adopt(self, name: str, value: torch.Tensor) -> None:
         """Make `value` the parameter's gradient at rest, whatever there was; with several ranks all have the same."""
         value = local_gradient(self._unit.parameters[name], value)
-        if self._reduction is not None:
+        if self.collector is not None:
             value = self._unit.shard.own(name, value).clone()
         self._unit.parameters[name].grad = self._rest(name, value)
         self.finish()
@@ -227,7 +233,7 @@ class UnitGradients:
 
         `finish` must follow when all gradients of the unit are in.
         """
-        whole = content if self._reduction is None else content.reshape(-1)  # as it is collected
+        whole = content if self.collector is None else content.reshape(-1)  # as it is collected
         grad = self._rest(name, whole)
         grad.ops = ops
         self.place.find_norms()
