@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -64,6 +64,7 @@ def test_numpy_reads_the_records_of_a_checkpoint(workshop: Workshop, tmp_path: P
         assert torch.equal(torch.from_numpy(numpy_reader.array(tmp_path / "saved", region)), value.detach())
 
 
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 3)), between=st.integers(0, 9), data=st.data()
 )
@@ -100,6 +101,44 @@ def test_rows_that_overlap_or_leave_their_file_are_damage(workshop: Workshop, tm
     edit(tmp_path / "saved", lambda content: content["parameters"]["weight"]["weight"].update(stride=stride))
     with pytest.raises(ValueError, match="damaged"):
         outsize.load(tmp_path / "saved", pair.model, pair.optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 10])
+def test_prepare_and_load_write_each_record_once_and_read_only_where_their_windows_meet(
+    tmp_path: Path, width: int, dtype: torch.dtype
+) -> None:
+    rows = (12 << 20) // (12 * width)
+    model = nn.Embedding(rows, width, sparse=True).to(dtype)
+    optimizer = lazy(model)
+    model(torch.arange(0, rows, 9)).sum().backward()
+    optimizer.step()  # so that there is a state to place
+    optimizer.zero_grad()
+    expected = [
+        model.weight.detach().clone(),
+        *(optimizer.state[model.weight][key] for key in ("exp_avg", "exp_avg_sq")),
+    ]
+    outsize.prepare(model, optimizer, host_memory="1MiB", disk=tmp_path, device="cpu", params="disk", states="disk")
+
+    def check(before: tuple[int, int]) -> None:
+        now = outsize.memory(model)
+        assert now.bytes_read - before[0] < 0.01 * 12 * width * rows
+        assert 0.99 < (now.bytes_written - before[1]) / (12 * width * rows) < 1.01
+        state = optimizer.state[model.weight]
+        with outsize.gathered(model):
+            found = [model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
+            assert all(torch.equal(one.to(other.dtype), other) for one, other in zip(found, expected, strict=True))
+
+    check((0, 0))
+    outsize.save(tmp_path / "saved", model, optimizer).wait()
+    model(torch.arange(500)).sum().backward()
+    optimizer.step()  # leaves the checkpoint's file
+    optimizer.zero_grad()
+    with outsize.gathered(model):
+        assert not torch.equal(model.weight, expected[0])
+    now = outsize.memory(model)
+    outsize.load(tmp_path / "saved", model, optimizer)
+    check((now.bytes_read, now.bytes_written))
 
 
 def test_a_checkpoint_of_version_4_goes_on_as_records(workshop: Workshop, tmp_path: Path) -> None:

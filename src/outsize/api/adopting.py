@@ -8,20 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.checkpoint.arrays import place
 from outsize.config import Config
+from outsize.formats.pieces import in_memory
 from outsize.move.generations import crc32c
 from outsize.move.shard import UnitShard
-from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE
+from outsize.move.store import MASTER, MASTER_DTYPE
 from outsize.optim.rules import split_master
-from outsize.plan.layout import PAGE_ELEMENTS, Slot, round_up
 from outsize.run.local import bind, local
 from outsize.run.mapped_files import let_go
-from outsize.run.state_entry import store_entry
+from outsize.run.state_entry import snapshot, store_entry
 from outsize.run.unit import Unit
 from outsize.run.wrappers import is_wrapper, move_wrapper
-
-ADOPTED_NUMEL = 4 << 20
-"""Elements of a parameter in tiles that are moved at once."""
 
 
 def adopt(
@@ -44,7 +42,10 @@ def adopt(
                 value = local(load(param))
                 if sums is not None:
                     sums[name] = f"{crc32c(value):08x}"
-                if not shard.in_place:
+                if not shard.in_place and shard.tile_rows:
+                    _adopt_rows(shard, name, value, state or {})
+                    state = None
+                elif not shard.in_place:
                     _adopt_value(shard, name, value)
                 let_go(value)
                 del value
@@ -60,13 +61,7 @@ def adopt(
 
 
 def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
-    slot = shard.slots[name]
-    if shard.tile_rows:
-        step, own = round_up(ADOPTED_NUMEL, PAGE_ELEMENTS), shard.own(name, value)
-        for first in range(0, slot.numel, step):
-            _adopt_part(shard, slot, first, own[first : first + step])
-        return
-    target = shard.param(name)
+    slot, target = shard.slots[name], shard.param(name)
     master = shard.array(MASTER, slot)
     if master is None or not target.numel():
         target.copy_(value)
@@ -80,18 +75,18 @@ def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
     shard.write_array(master, slot.offset, slot.end, shard.own(name, rest))
 
 
-def _adopt_part(shard: UnitShard, slot: Slot, first: int, value: torch.Tensor) -> None:
-    """Elements of a parameter from `first` on, to where they rest."""
-    assert shard.params is not None
-    weight, master = torch.empty(value.numel(), dtype=DTYPES[slot.dtype], device="cpu"), shard.array(MASTER, slot)
-    start, end = slot.offset + first, slot.offset + first + value.numel()
-    if master is None:
-        weight.copy_(value)
-    else:
-        rest = torch.empty(value.numel(), dtype=MASTER_DTYPE[slot.dtype], device="cpu")
-        split_master(value.cpu().float(), weight, rest)
-        shard.write_array(master, start, end, rest)
-    shard.params.put(shard.param_layout.span(start, end)[0], weight.view(torch.uint8))
+def _adopt_rows(shard: UnitShard, name: str, value: torch.Tensor, state: dict[str, Any]) -> None:
+    """A parameter that is never whole in memory, with its state, to where they rest."""
+    if state:
+        shard.make_room([name])
+    arrays = {
+        key: in_memory(local(each).reshape(-1), shard.arrays[key].value_dtype(shard.slots[name].dtype))
+        for key, each in state.items()
+        if key in shard.arrays and isinstance(each, torch.Tensor)
+    }
+    scalars = {key: snapshot(each) for key, each in state.items() if key not in arrays}
+    weights = {name: in_memory(value.reshape(-1), value.dtype)}
+    place(shard, weights, {}, {name: arrays}, {name: scalars} if state else {}, [name])
 
 
 def move_wrappers(model: nn.Module, config: Config) -> None:

@@ -26,7 +26,7 @@ from outsize.api.saving import (
     whole,
     with_own,
 )
-from outsize.checkpoint.arrays import Readable, place_state, place_weights
+from outsize.checkpoint.arrays import Readable, place
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.differences import Live, together
 from outsize.checkpoint.directory import checkpoints_in, is_checkpoint
@@ -194,11 +194,12 @@ def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer
         shard = unit.shard
         if optimizer is not None:
             shard.make_room(opened.scalars.keys() & shard.slots.keys())  # before the weights, whose masters lie there
+        weights = {} if model is None else opened.weights
+        stated = () if optimizer is None else shard.slots.keys() - set(opened.absent)
+        place(shard, weights, opened.resting, opened.arrays, opened.scalars, stated)
         if model is not None:
-            place_weights(shard, opened.weights, opened.resting)
             unit.updates += 1  # a graph of before must not be used
         if optimizer is not None:
-            place_state(shard, opened.arrays, opened.scalars, opened.absent)
             _fill_gradients(prepared, opened, unit)
     if model is not None:
         _fill_buffers(buffers_of(model), opened.buffers)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, final
 
@@ -11,9 +12,9 @@ import torch
 
 from outsize.move.memory import HostBuffer, copy, zero
 from outsize.move.shard import SlotState, StateArray, UnitShard
-from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES
+from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, Write, write_all
 from outsize.optim.rules import split_master
-from outsize.plan.layout import Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
+from outsize.plan.layout import PAGE_ELEMENTS, Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8
@@ -76,14 +77,13 @@ class Weights:
         else:
             shard.params.read(first, out).wait()
 
-    def write(self, first: int, source: torch.Tensor) -> None:
-        """Store `source` (uint8, whole pages) at byte `first`. Blocks."""
+    def writes(self, first: int, source: torch.Tensor) -> Iterator[Write]:
+        """What stores `source` (uint8, whole pages) at byte `first`."""
         shard = self._shard
-        shard.before_change()
         if shard.params is not None:
-            shard.params.write(first, source).wait()
+            yield shard.params, first, source
         if shard.buffer.resident:
-            shard.buffer.write(self._into(first, source.numel()), source).wait()
+            yield shard.buffer, self._into(first, source.numel()), source
 
     def _into(self, first: int, nbytes: int) -> int:
         """Where in the gathered buffer these bytes lie."""
@@ -111,10 +111,10 @@ class States:
         values = self._shard.read_array(self._array, start, end)
         out.view(values.dtype).copy_(values)
 
-    def write(self, first: int, source: torch.Tensor) -> None:
-        self._shard.before_change()
+    def writes(self, first: int, source: torch.Tensor) -> Iterator[Write]:
+        """As for weights; codes are written here."""
         if self._array.code is None:
-            self._array.store.write(first, source).wait()
+            yield self._array.store, first, source
             return
         start, end = self.layout.elements(first, source.numel())
         dtype = self._array.value_dtype(self._shard.segment_at(start).dtype)
@@ -126,26 +126,42 @@ Source = Callable[[Slot, int, int], torch.Tensor]
 """Gives the elements [start, end) of a parameter, 1-D, in the array's dtype."""
 
 
-def copy_in(array: Array, wanted: Mapping[str, object], slab: HostBuffer, source: Source, keep: bool = False) -> None:
-    """Write the parts of an array that belong to the wanted parameters; others between them stay with `keep`, else
-    become zero."""
-    for start, end, parts in _chunks(array.unit, wanted):
-        first, nbytes = array.layout.span(start, end)
-        content = slab.bytes[:nbytes]
-        if keep:
-            array.read(first, content)
-        elif sum(high - low for _, low, high in parts) < end - start:
-            zero(content)
-        for slot, low, high in parts:
-            begin = slot.first - slot.offset
-            copy(_part(array, content, slot, start, low, high), source(slot, begin + low, begin + high))
-        array.write(first, content)
+@final
+@dataclass(frozen=True)
+class Fill:
+    """What comes into an array for the wanted parameters. Others between them stay with `keep`, else become zero."""
+
+    array: Array
+    wanted: Container[str]
+    source: Source
+    keep: bool
 
 
-def _chunks(unit: UnitLayout, wanted: Mapping[str, object]) -> Iterator[tuple[int, int, list[tuple[Slot, int, int]]]]:
-    """(first element, end, parts of wanted parameters) of whole pages that hold any, a slab at a time."""
+def copy_in(fills: Sequence[Fill], slab: torch.Tensor) -> None:
+    """Write the parts of arrays of a unit that belong to the same wanted parameters, all arrays together."""
+    for start, end, parts in _chunks(fills[0].array.unit, fills[0].wanted, SLAB_NUMEL // len(fills)):
+        writes: list[Write] = []
+        at = 0
+        for fill in fills:
+            first, nbytes = fill.array.layout.span(start, end)
+            content, at = slab[at : at + nbytes], at + nbytes
+            if fill.keep:
+                fill.array.read(first, content)
+            elif sum(high - low for _, low, high in parts) < end - start:
+                zero(content)
+            for slot, low, high in parts:
+                begin = slot.first - slot.offset
+                copy(_part(fill.array, content, slot, start, low, high), fill.source(slot, begin + low, begin + high))
+            writes += fill.array.writes(first, content)
+        write_all(writes)
+
+
+def _chunks(
+    unit: UnitLayout, wanted: Container[str], numel: int
+) -> Iterator[tuple[int, int, list[tuple[Slot, int, int]]]]:
+    """(first element, end, parts of wanted parameters) of whole pages that hold any, so many elements at a time."""
     for segment in unit.segments:
-        for start, end in chunk_ranges(segment, SLAB_NUMEL):
+        for start, end in chunk_ranges(segment, numel // PAGE_ELEMENTS * PAGE_ELEMENTS):
             parts = sorted(
                 (part for part in slots_in(unit, start, end) if part[0].name in wanted), key=lambda part: part[1]
             )
@@ -159,18 +175,29 @@ def _part(array: Array, content: torch.Tensor, slot: Slot, start: int, low: int,
     return content[offset : offset + nbytes].view(array.dtype(slot))
 
 
-def place_weights(
-    shard: UnitShard, weights: Mapping[str, Readable], resting: Mapping[str, Mapping[str, Readable]]
+def place(
+    shard: UnitShard,
+    weights: Mapping[str, Readable],
+    resting: Mapping[str, Mapping[str, Readable]],
+    arrays: Mapping[str, Mapping[str, Readable]],
+    scalars: Mapping[str, Mapping[str, Any]],
+    stated: Collection[str],
 ) -> None:
-    """Place the settled unit's parameters that are in `weights`, and the rest of their masters. Others keep their
-    values. Memory: a slab and what is read at a time.
+    """Place parameters and state of the settled unit, all that goes into a record at once. Memory: a slab and what is
+    read at a time.
 
-    A 16-bit parameter with an fp32 master takes the values as its master, exactly. `resting` has "weight" and "master"
-    themselves, of the parameters for which they are stored so.
+    Args:
+        weights: parameters get these values, others keep theirs. A 16-bit parameter with an fp32 master takes them as
+            its master, exactly.
+        resting: "weight" and "master" themselves, of the parameters for which they are stored so.
+        arrays, scalars: the optimizer's arrays, for which there is room, and its other values.
+        stated: the parameters that get the state that there is; where there is none they have none from now on.
     """
-    slab = HostBuffer(SLAB_BYTES)
-    known = {name: slot for name, slot in shard.slots.items() if name in weights}
-    halves = {name: slot for name, slot in known.items() if shard.array(MASTER, slot)}
+    known = [name for name in shard.slots if name in weights]
+    halves = [name for name in known if shard.array(MASTER, shard.slots[name])]
+    changed = [name for name in shard.slots if name in stated]
+    filled = {name for name in changed if name in scalars}
+    stale = {name for name in changed if name in shard.slot_states and shard.slot_states[name].initialised}
     keep = len(known) < len(shard.slots)
 
     def split(slot: Slot, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,35 +219,24 @@ def place_weights(
         found = resting.get(slot.name)
         return split(slot, start, end)[1] if found is None else found["master"].read(start, end)
 
-    copy_in(Weights(shard), known, slab, weight, keep)
-    if halves:
-        copy_in(States(shard, shard.arrays[MASTER]), halves, slab, rest, keep)
+    def state(key: str, slot: Slot, start: int, end: int) -> torch.Tensor:
+        found = arrays[slot.name].get(key) if slot.name in filled else None
+        return torch.zeros(end - start, device="cpu") if found is None else found.read(start, end)
 
-
-def place_state(
-    shard: UnitShard,
-    arrays: Mapping[str, Mapping[str, Readable]],
-    scalars: Mapping[str, Mapping[str, Any]],
-    absent: Container[str],
-) -> None:
-    """Place the settled unit's optimizer arrays, for which there is room, and the optimizer's other values.
-
-    A parameter that has none of these has none from now on; those in `absent` keep what they have.
-    """
-    slab = HostBuffer(SLAB_BYTES)
-    known = {name for name in shard.slots if name not in absent}
-    filled = known & scalars.keys()
-    stale = {name for name in known if name in shard.slot_states and shard.slot_states[name].initialised}
+    fills = [Fill(Weights(shard), known, weight, keep)] if known else []
     for array in shard.arrays.values():
-        if array.public:
-
-            def source(slot: Slot, start: int, end: int, name: str = array.name) -> torch.Tensor:
-                found = arrays[slot.name].get(name) if slot.name in filled else None
-                return torch.zeros(end - start, device="cpu") if found is None else found.read(start, end)
-
-            wanted = dict.fromkeys(filled | stale)
-            copy_in(States(shard, array), wanted, slab, source, keep=len(known) < len(shard.slots))
-    for name in known:
+        if array.public and (filled or stale):
+            fills.append(
+                Fill(States(shard, array), filled | stale, partial(state, array.name), len(changed) < len(shard.slots))
+            )
+        elif not array.public and halves:
+            fills.append(Fill(States(shard, array), halves, rest, keep))
+    if fills:
+        shard.before_change()
+        slab = HostBuffer(SLAB_BYTES).bytes
+        for together in [fills] if shard.rows is not None else [[fill] for fill in fills]:
+            copy_in(together, slab)
+    for name in changed:
         shard.slot_states.pop(name, None)
     for name in filled:
         shard.slot_states[name] = SlotState(dict(scalars[name]), initialised=True)

@@ -146,17 +146,17 @@ class Generation:
 
     def check_rest(self) -> None:
         """Read the pages that nobody has read since they were written. Raises `OSError` for one that is damaged."""
-        for start, nbytes in _runs(self.touched & ~self._checked):
+        for start, nbytes in page_runs(self.touched & ~self._checked):
             self.read_checked(start, HostBuffer(nbytes).bytes)
 
 
-def _runs(pages: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of the pages that are set (bool [pages]), at most `COPY_BYTES` each."""
+def page_runs(pages: torch.Tensor, most_bytes: int = COPY_BYTES) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of the pages that are set (bool [pages]), at most so many each."""
     numbers = pages.nonzero().view(-1).tolist()
     at = 0
     while at < len(numbers):
         end = at + 1
-        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1 and end - at < COPY_BYTES // PAGE_BYTES:
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1 and end - at < most_bytes // PAGE_BYTES:
             end += 1
         yield numbers[at] * PAGE_BYTES, (end - at) * PAGE_BYTES
         at = end
@@ -208,6 +208,10 @@ class Generations:
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         check = partial(self.now.check, start, out) if self._verify else None
         return self.now.file.read(start, out, check)
+
+    def touched(self, start: int, nbytes: int) -> torch.Tensor:
+        """For each of these pages whether it may hold anything but zeros (bool [pages], a copy)."""
+        return self.now.touched[start // PAGE_BYTES : (start + nbytes) // PAGE_BYTES].clone()
 
     def read_pages(self, pages: torch.Tensor, out: torch.Tensor) -> Transfer:
         """As `read`, of the pages of these numbers (int64, ascending)."""
@@ -286,7 +290,7 @@ class Generations:
     def end_turn(self) -> None:
         """What the turn did not write is copied; then the next generation is the present one. Blocks."""
         assert self._next is not None and self._turned is not None
-        for start, nbytes in _runs(self.now.touched & ~self._turned):
+        for start, nbytes in page_runs(self.now.touched & ~self._turned):
             content = HostBuffer(nbytes).bytes
             self.now.read_checked(start, content)
             self._write(self._next, start, content).wait()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
-from outsize.move.generations import Generations
+from outsize.move.generations import Generations, page_runs
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.plan.layout import round_up
@@ -44,8 +45,9 @@ WINDOW_BYTES = 4 << 20
 # A table on disk lies row by row: a record is a row's weights with its optimizer state behind them. So a row and its
 # state share a page or two, and one request moves all of them (`Records` in move/rows.py). Each array still has a store
 # of its own, which shows the array as if it lay in one piece: whatever moves a whole array (save, load, export,
-# `gathered`) knows no records, but for the distance between rows in a checkpoint. Such a move reads the records whole,
-# and a write reads them first. So they are rare, and each is over when it returns: two on the same pages never meet.
+# `gathered`) knows no records, but for the distance between rows in a checkpoint. A read moves the records whole. A
+# write reads first the pages that it does not fill: few where `write_all` has all arrays of the same rows, as in `load`
+# and `prepare`, and none that were never written. Each move is over when it returns: two on the same pages never meet.
 
 
 class Store(ABC):
@@ -101,15 +103,35 @@ class Store(ABC):
 
 
 @final
+@dataclass(frozen=True)
+class Window:
+    """Records [row, end) of a file, in the pages that hold them: memory for these, which begin at byte `first`."""
+
+    row: int
+    end: int
+    first: int
+    content: torch.Tensor
+
+    @classmethod
+    def over(cls, begin: int, end: int, stride: int) -> Iterator[Window]:
+        """Rows [begin, end), some at a time."""
+        for row in range(begin, end, most := max(WINDOW_BYTES // stride, 1)):
+            last, first = min(row + most, end), row * stride // PAGE_BYTES * PAGE_BYTES
+            yield cls(row, last, first, HostBuffer(round_up(last * stride, PAGE_BYTES) - first).bytes)
+
+
+@final
 class Cells:
     """One array of a file of records, under the addresses that it would have in one piece. See Note [Records]."""
 
     def __init__(self, file: Generations, base: int, nbytes: int, stride: int) -> None:
         """The array has `nbytes` in each record, the first ones from byte `base` of the file on."""
-        self._file, self._base, self._nbytes, self._stride = file, base, nbytes, stride
+        self.file, self._base, self.nbytes, self.stride = file, base, nbytes, stride
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        for _, _, cells, low, high, skipped in self._windows(start, out.numel()):
+        for window in Window.over(*self.rows(start, out.numel()), self.stride):
+            self.file.read(window.first, window.content).wait()
+            cells, low, high, skipped = self.part(window, start, out.numel())
             if high - low == cells.numel():
                 out[low:high].view(cells.shape).copy_(cells)
             else:
@@ -117,29 +139,42 @@ class Cells:
         return ARRIVED
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        for first, content, cells, low, high, skipped in self._windows(start, source.numel()):
-            whole = source[low:high]
-            if high - low < cells.numel():  # within rows
-                whole = cells.reshape(-1).clone()
-                whole[skipped : skipped + high - low] = source[low:high]
-            cells.copy_(whole.view(cells.shape))
-            self._file.write(first, content).wait()
+        write_records([(self, start, source)])
         return ARRIVED
 
-    def _windows(self, start: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int, int, int]]:
-        """What has these bytes: (first byte, copy) of whole pages of the file; the array's bytes among them [rows,
-        bytes]; which of the wanted bytes these are, behind how many others."""
-        size, stride, start = self._nbytes, self._stride, start - self._base
-        end, most = start + nbytes, max(WINDOW_BYTES // stride, 1)
-        for row in range(start // size, -(-end // size), most):
-            last = min(row + most, -(-end // size))
-            place = self._base + row * stride
-            first = place // PAGE_BYTES * PAGE_BYTES
-            content = HostBuffer(round_up(place + (last - row - 1) * stride + size - first, PAGE_BYTES)).bytes
-            self._file.read(first, content).wait()
-            cells = content.as_strided((last - row, size), (stride, 1), content.storage_offset() + place - first)
-            low, high = max(start, row * size), min(end, last * size)
-            yield first, content, cells, low - start, high - start, low - row * size
+    def rows(self, start: int, nbytes: int) -> tuple[int, int]:
+        """(first, end) of the rows that have these bytes."""
+        return (start - self._base) // self.nbytes, -(-(start - self._base + nbytes) // self.nbytes)
+
+    def part(self, window: Window, start: int, nbytes: int) -> tuple[torch.Tensor, int, int, int]:
+        """The array's bytes in a window [rows, bytes]; which of the wanted bytes these are, behind how many others."""
+        at = int(window.content.storage_offset()) + window.row * self.stride + self._base - window.first
+        cells = window.content.as_strided((window.end - window.row, self.nbytes), (self.stride, 1), at)
+        start, before = start - self._base, window.row * self.nbytes
+        low, high = max(start, before), min(start + nbytes, window.end * self.nbytes)
+        return cells, low - start, high - start, low - before
+
+
+def write_records(writes: Sequence[tuple[Cells, int, torch.Tensor]]) -> None:
+    """Write bytes of the same rows of some arrays, each record once. Blocks."""
+    file, stride = writes[0][0].file, writes[0][0].stride
+    ((begin, end),) = {cells.rows(start, source.numel()) for cells, start, source in writes}
+    for window in Window.over(begin, end, stride):
+        first, content = window.first, window.content
+        kept = file.touched(first, content.numel())
+        if sum(cells.nbytes for cells, _, _ in writes) == stride:  # but the first and the last row may be cut
+            whole = (window.row + 1) * stride - first, (window.end - 1) * stride - first
+            kept[round_up(whole[0], PAGE_BYTES) // PAGE_BYTES : whole[1] // PAGE_BYTES] = False
+        for at, nbytes in page_runs(kept, content.numel()):
+            file.read(first + at, content[at : at + nbytes]).wait()
+        for each, start, source in writes:
+            cells, low, high, skipped = each.part(window, start, source.numel())
+            values = source[low:high]
+            if high - low < cells.numel():  # within rows
+                values = cells.reshape(-1).clone()
+                values[skipped : skipped + high - low] = source[low:high]
+            cells.copy_(values.view(cells.shape))
+        file.write(first, content).wait()
 
 
 @final
@@ -161,7 +196,8 @@ class DiskStore(Store):
         self.file = file
         self.base = base
         self.stride = 0 if record is None else record[1]
-        self._bytes = file if record is None else Cells(file, base, *record)
+        self.cells = None if record is None else Cells(file, base, *record)
+        self._bytes = self.cells or file
         self._ledger = ledger
         self._account = f"disk/{kind}"
         self._held = 0
@@ -192,3 +228,19 @@ class DiskStore(Store):
 
     def drop(self) -> None:
         self.hold(0)
+
+
+Write = tuple[Store, int, torch.Tensor]
+"""Bytes for a store (uint8, host memory, whole pages), from which of its bytes on."""
+
+
+def write_all(writes: Iterable[Write]) -> None:
+    """Store all of them, which in a file of records are of the same rows: each record is written once. Blocks."""
+    files: dict[Generations, list[tuple[Cells, int, torch.Tensor]]] = {}
+    for store, start, source in writes:
+        if isinstance(store, DiskStore) and store.cells is not None:
+            files.setdefault(store.file, []).append((store.cells, store.base + start, source))
+        else:
+            store.write(start, source).wait()
+    for records in files.values():
+        write_records(records)
