@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import runpy
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.ranks.launching import run_on_ranks
@@ -89,16 +91,19 @@ def test_a_job_that_loses_a_rank_goes_on_from_the_last_checkpoint(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adapters_learn_on_a_base_that_is_read_where_it_lies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     pytest.importorskip("peft")
     lora = example("lora")
     monkeypatch.setattr(lora, "LAYERS", 4)
+    monkeypatch.setattr(lora, "quick_dtype", lambda: dtype)
     loss = lora.main(tmp_path, 1e6, "12MiB", 3)
     lines = capsys.readouterr().out.splitlines()
     assert float(lines[0].split()[3].rstrip(",")) > loss
     assert all(line.endswith(" 0 bytes written") for line in lines)
+    assert json.loads((tmp_path / "base" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
 
 
