@@ -77,8 +77,9 @@ class Fields(TypedDict, total=False):
     """Tiles of weights and calls that do not fit the budget. False: none."""
     units: ModuleKind | Sequence[ModuleKind] | None
     """Module classes or names that form units. None: cut by size."""
-    mesh: DeviceMesh | None
-    """Of torch: a data-parallel dimension, and others. None: one dimension over all ranks."""
+    mesh: DeviceMesh | Mapping[str, int] | None
+    """Of torch: data-parallel dimensions, a tensor-parallel one, one of pipeline stages. None: one dimension over all
+    ranks. `plan` also takes the size of each dimension by name."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,19 @@ def test_table_of_stages_heeds_dtype_and_state_format(
         assert float(own) == pytest.approx(bytes_a_parameter, abs=0.006)
 
 
+def test_a_mesh_is_given_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "--shape", "70b", "--mesh", "pp=4,dp=8,tp=2", "--host-memory", "1TiB", "--device", "cpu")
+    assert "64 ranks: 8 data x 2 tensor x 4 stages" in said
+    assert "with 20 layers" in said
+
+
+@pytest.mark.parametrize("mesh", ["pp", "pp=", "pp=0", "=4", "pp=4;dp=2"])
+def test_what_is_no_mesh_is_refused(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--shape", "70b", "--mesh", mesh])
+    assert "write the size of each dimension" in capsys.readouterr().err
+
+
 def test_table_of_stages_says_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, "--parameters", "1e9", "--dtype", "fp32", "--state-format", "compact")
     assert "parameters, gradients and AdamW states" in said

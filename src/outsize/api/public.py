@@ -13,8 +13,11 @@ from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
 from outsize.api.ranks import know_place, take_accelerator
+from outsize.api.stages import part_of_a_rank, shape_of, width_of
 from outsize.config import Config, Fields, make_config, shows_fields
+from outsize.move.store import OWN_BYTES
 from outsize.optim.choice import rule_for
+from outsize.plan.parallel import Parallel, sent_for_a_token, sent_in_a_step
 from outsize.plan.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
 from outsize.run.wrappers import known, known_parameters
@@ -107,28 +110,54 @@ def plan(
 
     The same fields and the same errors as `prepare`: the `BudgetError` for a budget that does not hold the model names
     the unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With
-    `ranks` it is the plan of one of so many data-parallel ranks, whose budgets these are.
+    `ranks` it is the plan of one of so many data-parallel ranks, whose budgets these are. With `mesh`, a `DeviceMesh`
+    or the size of each dimension by name, it is that of a rank of the largest pipeline stage: the model's list of
+    layers is cut into equal parts, and matrices are cut as tensor parallelism cuts them, vectors are whole on each
+    rank. `plan.parallel` has the bytes that a rank sends, and the pipeline's bubble.
 
     >>> plan = outsize.plan(model, optimizer, host_memory="4GiB", disk="disk")  # prints as a table
     >>> plan.bytes_on("disk")
     0
     """
-    made = make_config(config, fields)
+    mesh = fields.pop("mesh", None if config is None else config.mesh)
+    made = replace(make_config(config, fields), mesh=None)
     _check_arguments(model, optimizer)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
     for param in known(model.parameters()):
         prepared = prepared_of(param)
         if prepared is not None:
-            if config is not None or fields or ranks > 1:
+            if config is not None or fields or ranks > 1 or mesh is not None:
                 raise ValueError(
                     "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
                 )
             return replace(_plan_of(prepared.placed, prepared.config), activations=prepared.chosen)
+    if mesh is not None and ranks > 1:
+        raise ValueError(f"plan takes ranks={ranks} or mesh={mesh}, not both")
+    parallel, width = Parallel(ranks) if mesh is None else shape_of(mesh), width_of(model)
     kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
     if optimizer is not None:
         kept = kept_by(rule_for(optimizer, made.state_format), made)
-    return _plan_of(place_model(model, optimizer, made, kept, dry=True, size=ranks), made)
+    if parallel.stages * parallel.tensor > 1:
+        model, parallel = part_of_a_rank(model, parallel)
+        optimizer = None  # it has the parameters of the whole model
+    placed = place_model(model, optimizer, made, kept, dry=True, size=parallel.data)
+    return replace(_plan_of(placed, made), parallel=_sending(placed, made, parallel, width))
+
+
+def _sending(placed: PlacedModel, config: Config, parallel: Parallel, width: int) -> Parallel | None:
+    if parallel.ranks == 1:
+        return None
+    params = sum(info.nbytes for info in placed.infos.values())
+    grads = sum(info.nbytes for info in placed.infos.values() if info.trainable)
+    itemsize = max((OWN_BYTES[info.dtype] for info in placed.infos.values()), default=0)
+    if config.reduce_dtype is not None:
+        grads = grads * config.reduce_dtype.itemsize // itemsize
+    return replace(
+        parallel,
+        sent_bytes=sent_in_a_step(params, grads, config.stage, parallel.data, parallel.copies),
+        token_bytes=sent_for_a_token(width, itemsize, parallel.layers, parallel.tensor, parallel.stages),
+    )
 
 
 def _plan_of(found: PlacedModel, config: Config) -> Plan:

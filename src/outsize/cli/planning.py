@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=at_least(1), default=1, help="data-parallel ranks; budgets are those of one rank"
     )
+    parser.add_argument(
+        "--mesh",
+        type=_mesh,
+        metavar="SIZES",
+        help="ranks by dimension, such as pp=4,dp=8,tp=2: the plan of a rank of the largest pipeline stage",
+    )
     add_memory_arguments(parser, disk="default: none; --disk-space alone plans for a drive of that size")
     parser.set_defaults(dtype=None)  # of a model its own, fp32; of --parameters bf16
 
@@ -51,6 +57,13 @@ def _count(text: str) -> float:
     return value
 
 
+def _mesh(text: str) -> dict[str, int]:
+    sizes = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if not all(name and size.isdigit() and int(size) for name, size in sizes.items()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write the size of each dimension: pp=4,dp=8,tp=2")
+    return {name: int(size) for name, size in sizes.items()}
+
+
 _MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -63,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.disk_space is not None and not args.disk:
         args.disk = ["."]  # a plan for `disk_space` looks at no folder
     optimizer = torch.optim.AdamW(model.parameters())
-    print(outsize.plan(model, optimizer, ranks=args.ranks, **config_fields(args)))
+    print(outsize.plan(model, optimizer, ranks=args.ranks, mesh=args.mesh, **config_fields(args)))
     if args.ranks > 1:
         numel = sum(param.numel() for param in model.parameters())
         print(f"\n{zero_table(numel, args.ranks, args.dtype, args.state_format)}")

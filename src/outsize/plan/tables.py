@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from outsize.plan.choice import Chosen
+from outsize.plan.parallel import Parallel
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole, most_at_once
 from outsize.plan.sizes import format_bytes
 from outsize.plan.text import Rows, html_lines, html_table, text_table
@@ -125,6 +126,8 @@ class Plan:
     together: UsedTogether = field(default_factory=dict)
     activations: Chosen | None = None
     """Of a prepared model, where `activations="auto"` has a choice."""
+    parallel: Parallel | None = None
+    """Of a rank among several."""
     tables: tuple[str, ...] = ()
     """Of which only the rows that a batch touches move."""
     dense_tables: tuple[tuple[str, int, int], ...] = ()
@@ -286,6 +289,7 @@ class Plan:
                 f"the step is bound by {self.bound}: {self.seconds()[self.bound]:.3g} s at typical rates (measure "
                 f"yours with `outsize probe`), or by the computation where that takes longer",
             ]
+        lines += [] if self.parallel is None else self.parallel.lines()
         if self.activations is not None:
             lines.append(str(self.activations))
         lines += [

@@ -1,0 +1,99 @@
+"""Plans of jobs with data, tensor and pipeline parallelism. Oracles: the papers' formulas, and the plans of parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.plan.parallel import Parallel, sent_for_a_token, sent_in_a_step
+
+WIDTH, LAYERS = 64, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: range = range(LAYERS), ends: str = "both", tied: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        if ends in ("both", "first"):
+            self.body.embed = nn.Embedding(1000, WIDTH)
+        self.body.layers = nn.ModuleDict({str(number): Layer() for number in layers})
+        if ends in ("both", "last"):
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, 1000, bias=False)
+        if tied:
+            self.head.weight = self.body.embed.weight
+
+
+FIELDS: dict[str, Any] = {"host_memory": "64MiB", "device": "cpu"}
+
+
+def units(plan: outsize.Plan) -> list[tuple[str, int, int, int]]:
+    return [(unit.name, unit.size.params, unit.size.grads, unit.size.states) for unit in plan.units]
+
+
+def test_the_plan_of_a_pipeline_is_that_of_its_largest_stage() -> None:
+    whole = Net()
+    found = outsize.plan(whole, torch.optim.AdamW(whole.parameters()), mesh={"pp": 3, "dp": 2}, **FIELDS)
+    part = Net(range(4, 6), "last")
+    expected = outsize.plan(part, torch.optim.AdamW(part.parameters()), ranks=2, **FIELDS)
+    assert units(found) == units(expected)
+    assert found.parallel is not None and (found.parallel.stage, found.parallel.layers) == (2, 2)
+    assert "this is stage 2 of 3, the largest one, with 2 layers" in str(found)
+    assert [*whole.body.layers] == [str(number) for number in range(LAYERS)], "the model is as it was"
+
+
+def test_tied_weights_are_on_both_ends() -> None:
+    found = outsize.plan(Net(tied=True), mesh={"pp": 2}, **FIELDS)
+    assert found.parameters == sum(param.numel() for param in Net(range(3), "last").parameters())
+
+
+def test_tensor_parallelism_cuts_matrices() -> None:
+    found = outsize.plan(Net(), mesh={"tp": 3}, **FIELDS)
+    layer = 2 * WIDTH + 4 * WIDTH + WIDTH + -(-4 * WIDTH // 3) * WIDTH + -(-WIDTH // 3) * 4 * WIDTH
+    assert found.parameters == LAYERS * layer + 2 * WIDTH + 2 * 334 * WIDTH
+    assert found.parallel is not None and found.parallel.token_bytes == 4 * LAYERS * 2 * 2 * WIDTH * 4 // 3
+
+
+def test_zero_sends_what_its_paper_says() -> None:
+    """Section 7: twice the parameters for stages 0 to 2, three times for stage 3, less a rank's own part."""
+    for stage, times in enumerate((2, 2, 2, 3)):
+        assert sent_in_a_step(1000, 1000, stage, data=10, copies=1) == times * 900
+    assert sent_in_a_step(1000, 1000, 3, data=10, copies=2) == 3 * 900 + 100
+    assert sent_in_a_step(1000, 1000, 0, data=1, copies=1) == 0
+
+
+def test_a_pipeline_waits_as_its_paper_says() -> None:
+    assert Parallel(stages=4).bubble(8) == pytest.approx(3 / 11)
+    assert Parallel(stages=4).bubble(8, stages_a_rank=2) == pytest.approx(1.5 / 9.5)
+    assert Parallel().bubble(1) == 0.0
+    assert sent_for_a_token(64, 2, layers=3, tensor=1, stages=2) == 128
+    with pytest.raises(ValueError, match="0 micro-batches"):
+        Parallel(stages=2).bubble(0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "words"),
+    [
+        ({"pp": 7}, ValueError, "has 6: a stage needs a layer"),
+        ({"pp": 0}, ValueError, "at least 1"),
+        ({"a": 2, "b": 2, "c": 2}, ValueError, "may have one or two data-parallel"),
+        ("pp", TypeError, "must be a DeviceMesh or sizes by name"),
+    ],
+)
+def test_what_is_no_mesh_is_refused(mesh: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        outsize.plan(Net(), mesh=mesh, **FIELDS)
+    with pytest.raises(ValueError, match="not both"):
+        outsize.plan(Net(), mesh={"dp": 2}, ranks=2, **FIELDS)
