@@ -51,9 +51,7 @@ def test_a_mesh_is_given_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("mesh", ["pp", "pp=", "pp=0", "=4", "pp=4;dp=2"])
 def test_what_is_no_mesh_is_refused(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--shape", "70b", "--mesh", mesh])
-    assert "write the size of each dimension" in capsys.readouterr().err
+    assert "write the size of each dimension" in plan(capsys, "--shape", "70b", "--mesh", mesh, code=2)
 
 
 def test_table_of_stages_says_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
