@@ -18,12 +18,12 @@ from functools import cached_property, partial
 from typing import Any, final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.device import EventTransfer, Lanes
 from outsize.move.disk import StripedFile
 from outsize.move.generations import crc32c, merged
+from outsize.move.made_of import MadeOf
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.plan.errors import RoomError
@@ -382,8 +382,7 @@ class ActivationStore:
         self._host, self._disk = host, disk
         self._newest: weakref.ref[SavedCall] | None = None
         self._leaving: list[_Span] = []
-        self._known: weakref.WeakValueDictionary[Any, _Span] = weakref.WeakValueDictionary()
-        self._alive: dict[Any, StorageWeakRef] = {}  # the storage of each key, whose number another one may get
+        self._spans: MadeOf[_Span] = MadeOf()
 
     def call(self) -> SavedCall:
         """The next call. The tensors of the call before it move out; those of earlier calls are out by now."""
@@ -399,16 +398,10 @@ class ActivationStore:
 
     def span_of(self, tensor: torch.Tensor, numel: int) -> _Span:
         """The bytes of the tensor, `numel` elements from first to last: one span for all calls that save them."""
-        storage = tensor.untyped_storage()
-        for key in [key for key in self._alive if key not in self._known]:
-            del self._alive[key]
-        first, nbytes = tensor.storage_offset() * tensor.itemsize, numel * tensor.itemsize
-        key = (storage._cdata, first, nbytes, tensor._version)
-        span = self._known.get(key)
-        if span is None or self._alive[key].expired():
-            span = _Span(tensor.as_strided((numel,), (1,)).view(torch.uint8), tensor)
-            self._known[key], self._alive[key] = span, StorageWeakRef(storage)
-        return span
+        place = tensor.storage_offset() * tensor.itemsize, numel * tensor.itemsize
+        return self._spans.get(
+            tensor, place, lambda: _Span(tensor.as_strided((numel,), (1,)).view(torch.uint8), tensor)
+        )
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more can move out."""

@@ -6,14 +6,14 @@ not (ZeRO-R's memory defragmentation, M_D; Rajbhandari et al. 2020, section 5.3)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from outsize.move.made_of import MadeOf
 
 LEAST_BYTES = 1 << 20
 """torch takes what is smaller from segments for small things."""
@@ -26,8 +26,7 @@ class Pool:
     def __init__(self, device: torch.device, inside: Callable[[], AbstractContextManager[None]]) -> None:
         """`inside`: a block in which what the thread allocates comes from the pool."""
         self._device, self._inside = device, inside
-        self._copies: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-        self._originals: dict[Any, StorageWeakRef] = {}  # of the copies: another storage may get the number of one
+        self._copies: MadeOf[torch.Tensor] = MadeOf()
 
     def of_call(self, inputs: Iterable[torch.Tensor]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """The saved-tensor hooks of a call of a layer. They copy those of its inputs that earlier layers have made.
@@ -49,16 +48,13 @@ class Pool:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """One for all calls that keep the tensor."""
-        for key in [key for key in self._originals if key not in self._copies]:
-            del self._originals[key]
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride(), tensor._version
-        copy = self._copies.get(key)
-        if copy is None or self._originals[key].expired():
+
+        def copy() -> torch.Tensor:
             with self._inside():
-                copy = tensor.clone()
-            self._copies[key], self._originals[key] = copy, StorageWeakRef(storage)
-        return copy
+                return tensor.clone()
+
+        place = tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride()
+        return self._copies.get(tensor, place, copy)
 
 
 def _unpack(packed: Any) -> Any:
