@@ -36,8 +36,8 @@ KINDS = ("params", "grads", "states")
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-OF_PROCESSES = tuple(f"tests/{each}" for each in ("test_examples", "cli", "ranks", "durability", "programs"))
-"""The slow tests, most of which wait for processes of theirs."""
+OF_PROCESSES = tuple(f"tests/{each}" for each in ("ranks", "programs", "durability", "cli", "test_examples"))
+"""The tests whose processes are forked from a server: to start one takes ten seconds of a processor."""
 
 EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integrations")
 """Where each case runs on each tier."""
@@ -85,14 +85,14 @@ def pytest_collection_finish() -> None:
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """Each worker of pytest-xdist begins with as many tests as any other: let its share of the slow ones come first."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if item.nodeid.startswith(OF_PROCESSES)]
-    rest = [item for item in items if not item.nodeid.startswith(OF_PROCESSES)]
-    items[:] = []
-    for worker in range(workers):  # in blocks: tests of one file share fixtures
-        for group in (slow, rest):
-            items += group[len(group) * worker // workers : len(group) * (worker + 1) // workers]
+    """Each worker of pytest-xdist begins with as many tests as any other, in this order: the first one has all tests
+    with processes, so one server and one set of their fixtures is enough. The others take the last of its tests over.
+    """
+    items.sort(
+        key=lambda item: next(
+            (place for place, each in enumerate(OF_PROCESSES) if item.nodeid.startswith(each)), len(OF_PROCESSES)
+        )
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,12 @@ def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: fl
     return [end.value for end in ends]
 
 
+def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
+    """For `run_on_ranks`: functions with their arguments, one after the other, as to start ranks takes longer than most
+    of them. What each returned."""
+    return [function(*args) for function, *args in calls]
+
+
 def ends_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Ended]:
     """How each rank ended. Raises `TimeoutError` if one did not end within `limit` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it: here

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from tests.ranks.launching import run_on_ranks
+from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.test_tensor_parallel import Way, llama, optimizer_of, prepared, sequence_parallel, tokens, train, whole
 
 TIED = Way(tier="disk", steps=2, tied=True)
@@ -102,17 +102,18 @@ def test_going_on_is_exact(saved: Any) -> None:
 
 def test_other_ranks_load_the_same_bits(saved: Any, tmp_path: Path) -> None:
     """2 x 2 ranks, then one, 1 x 4, 2 x 1, 1 x 2 with other modules split."""
-    disk, _ = saved
-    path = disk / "0" / "step-2"
-    model, optimizer = alone(TIED, path, tmp_path)
-    expected = values(model, optimizer)
-    for ranks, shape in ((4, (1, 4)), (2, (2, 1))):
-        for found in run_on_ranks(ranks, load, str(path), replace(TIED, shape=shape), str(tmp_path)):
-            assert_same(found, expected)
-    path, way = disk / "3" / "step-2", replace(WAYS[3], stage=3, tier="host", parallelize=sequence_parallel)
-    expected = values(*alone(WAYS[3], path, tmp_path))
-    for found in run_on_ranks(2, load, str(path), replace(way, shape=(1, 2)), str(tmp_path)):
-        assert_same(found, expected)
+    tied, split = (saved[0] / f"{index}" / "step-2" for index in (0, 3))
+    as_tied, as_split = values(*alone(TIED, tied, tmp_path)), values(*alone(WAYS[3], split, tmp_path))
+    for found in run_on_ranks(4, load, str(tied), replace(TIED, shape=(1, 4)), str(tmp_path)):
+        assert_same(found, as_tied)
+    otherwise = replace(WAYS[3], stage=3, tier="host", parallelize=sequence_parallel, shape=(1, 2))
+    calls = [
+        (load, str(tied), replace(TIED, shape=(2, 1)), str(tmp_path)),
+        (load, str(split), otherwise, str(tmp_path)),
+    ]
+    for of_tied, of_split in run_on_ranks(2, in_turn, *calls):
+        assert_same(of_tied, as_tied)
+        assert_same(of_split, as_split)
 
 
 def save_again(path: str, way: Way, disk: str) -> None:

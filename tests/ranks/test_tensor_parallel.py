@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import outsize
-from tests.ranks.launching import run_on_ranks
+from tests.ranks.launching import in_turn, run_on_ranks
 
 LENGTH, VOCABULARY = 16, 128
 NAMES = ("data", "tp")
@@ -198,7 +198,12 @@ WAYS = [
     Way(sequence_parallel, stage=0, tier="device"),
     Way(sequence_parallel, activations="recompute", tier="disk"),
     Way(sequence_parallel, accumulate=2, stage=2),
+    Way(shape=(2, 1, 2)),  # two copies of two tensor-parallel ranks
 ]
+OF_ONE_DTYPE = (
+    [Way(tier=tier) for tier in ("device", "disk")],
+    [Way(tier=tier, dtype=torch.bfloat16) for tier in ("device", "host", "disk")],
+)
 
 
 def assert_as_plain(found: tuple[Curve, dict[str, Tensor]], expected: tuple[Curve, dict[str, Tensor]]) -> None:
@@ -210,31 +215,51 @@ def assert_as_plain(found: tuple[Curve, dict[str, Tensor]], expected: tuple[Curv
 
 
 def test_a_llama_on_two_by_two_ranks_trains_as_plain_torch_does(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(4, train_parallel, WAYS, str(tmp_path))
-    for index, way in enumerate(WAYS):
+    of_ranks = run_on_ranks(4, train_parallel, WAYS, str(tmp_path), limit=120)
+    for way, *found in zip(WAYS, *of_ranks, strict=True):
         expected = plain(way, 2)
-        for each in of_ranks:
-            assert_as_plain(each[index], expected)
+        for each in found:
+            assert_as_plain(each, expected)
 
 
-def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
-    ways = [
-        *[Way(tier=tier) for tier in ("device", "disk")],
-        *[Way(tier=tier, dtype=torch.bfloat16) for tier in ("device", "host", "disk")],
-    ]
-    for found in run_on_ranks(4, train_parallel, ways, str(tmp_path)):
-        for first, other in ((0, 1), (2, 3), (2, 4)):
-            assert found[first][0] == found[other][0]
-            for name, value in found[first][1].items():
-                assert torch.equal(value, found[other][1][name])
+Found = dict[Any, list[Any]]
 
 
-def test_tensor_parallel_ranks_alone_and_copies_of_them(tmp_path: Path) -> None:
-    alone = run_on_ranks(2, train_parallel, [Way(shape=(1, 2))], str(tmp_path))
-    for each in alone:
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of four ranks found, by function; of `train_parallel`, by dtype."""
+    disk = str(tmp_path_factory.mktemp("four"))
+    calls = {
+        **{ways[0].dtype: (train_parallel, ways, disk) for ways in OF_ONE_DTYPE},
+        **{function: (function, disk) for function in (read_at_rest, told, build_in_bounded_memory)},
+    }
+    return dict(zip(calls, zip(*run_on_ranks(4, in_turn, *calls.values(), limit=120), strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two ranks found, by function; of `train_local`, by tier."""
+    disk = str(tmp_path_factory.mktemp("two"))
+    calls = {
+        train_parallel: (train_parallel, [Way(shape=(1, 2))], disk),
+        **{tier: (train_local, tier, disk) for tier in ("host", "disk")},
+        **{function: (function, disk) for function in (refused, empty_part)},
+    }
+    return dict(zip(calls, zip(*run_on_ranks(2, in_turn, *calls.values()), strict=True), strict=True))
+
+
+def test_every_tier_gives_the_same_bits(of_four: Found) -> None:
+    for ways in OF_ONE_DTYPE:
+        for (curve, weights), *others in of_four[ways[0].dtype]:
+            for other_curve, other_weights in others:
+                assert curve == other_curve
+                for name, value in weights.items():
+                    assert torch.equal(value, other_weights[name]), (name, ways[0].dtype)
+
+
+def test_tensor_parallel_ranks_alone(of_two: Found) -> None:
+    for each in of_two[train_parallel]:
         assert_as_plain(each[0], plain(Way(), 1))
-    for each in run_on_ranks(4, train_parallel, [Way(shape=(2, 1, 2))], str(tmp_path)):
-        assert_as_plain(each[0], plain(Way(), 2))
 
 
 def read_at_rest(disk: str) -> list[str]:
@@ -267,8 +292,8 @@ def read_at_rest(disk: str) -> list[str]:
     return found
 
 
-def test_what_is_at_rest_cannot_be_read_past_the_gate(tmp_path: Path) -> None:
-    for found in run_on_ranks(4, read_at_rest, str(tmp_path)):
+def test_what_is_at_rest_cannot_be_read_past_the_gate(of_four: Found) -> None:
+    for found in of_four[read_at_rest]:
         assert len(found) == 5
         assert all("q_proj.weight' is at rest (disk)" in message for message in found[:4]), found
         assert "is at rest (disk)" in found[4]
@@ -315,8 +340,8 @@ def train_local(tier: str, disk: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_model_may_use_the_local_part_of_its_parameters(tier: str, tmp_path: Path) -> None:
-    for own, plainly in run_on_ranks(2, train_local, tier, str(tmp_path)):
+def test_a_model_may_use_the_local_part_of_its_parameters(tier: str, of_two: Found) -> None:
+    for own, plainly in of_two[tier]:
         torch.testing.assert_close(own, plainly, rtol=1e-6, atol=1e-6)
 
 
@@ -355,8 +380,8 @@ REFUSALS = {
 }
 
 
-def test_a_mesh_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
-    for found in run_on_ranks(4, told, str(tmp_path)):
+def test_a_mesh_that_does_not_fit_is_refused_with_the_reason(of_four: Found) -> None:
+    for found in of_four[told]:
         for kind, words in REFUSALS.items():
             assert words in found[kind], found[kind]
 
@@ -383,9 +408,9 @@ def build_in_bounded_memory(disk: str) -> Curve:
     return curve
 
 
-def test_a_model_built_under_init_and_state_dicts(tmp_path: Path) -> None:
+def test_a_model_built_under_init_and_state_dicts(of_four: Found) -> None:
     expected = plain(Way(steps=2), 2)[0]
-    found = run_on_ranks(4, build_in_bounded_memory, str(tmp_path))
+    found = of_four[build_in_bounded_memory]
     for step, (loss, norm) in enumerate(expected):
         assert sum(each[step][0] for each in found) / 4 == pytest.approx(loss, rel=1e-6)
         assert found[0][step][1] == pytest.approx(norm, rel=1e-5)
@@ -409,8 +434,8 @@ def refused(disk: str) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_trained_in_parts_is_refused(tmp_path: Path) -> None:
-    for found in run_on_ranks(2, refused, str(tmp_path)):
+def test_what_cannot_be_trained_in_parts_is_refused(of_two: Found) -> None:
+    for found in of_two[refused]:
         assert "needs whole parameters, which tensor parallelism has split" in found["whole"]
         assert "cast the model before parallelize_module" in found["dtype"]
         assert "'model.norm.weight' is" in found["seed"] and "rank 1" in found["seed"]
@@ -463,6 +488,6 @@ def empty_part(disk: str) -> list[Tensor]:
     return found
 
 
-def test_a_rank_may_have_no_part_of_a_parameter(tmp_path: Path) -> None:
-    for first, second in run_on_ranks(2, empty_part, str(tmp_path)):
+def test_a_rank_may_have_no_part_of_a_parameter(of_two: Found) -> None:
+    for first, second in of_two[empty_part]:
         assert torch.equal(first, second)
