@@ -80,7 +80,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 accelerator: $(STAMP) $(SIMULATOR)  # in processes of its own: torch allows one device of ours a process
-	$(BIN)/python -m pytest -n 3 --dist worksteal --device sim tests/accelerator $(ON_SIMULATOR)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim tests/accelerator $(ON_SIMULATOR)
 
 train: $(STAMP)
 	$(BIN)/outsize train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -50,7 +51,11 @@ def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: fl
 def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
     """For `run_on_ranks`: functions with their arguments, one after the other, as to start ranks takes longer than most
     of them. What each returned."""
-    return [function(*args) for function, *args in calls]
+    found = []
+    for function, *args in calls:
+        found.append(function(*args))
+        gc.collect()  # with the models end their threads
+    return found
 
 
 def ends_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Ended]:

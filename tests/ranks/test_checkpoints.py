@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import outsize
 from outsize.checkpoint import writer
 from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
-from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
+from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
 
 BF16 = torch.bfloat16
+AT_ONCE_BYTES = writer.AT_ONCE_BYTES
 
 
 class Run:
@@ -36,8 +38,7 @@ class Run:
         mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
         outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk), **mesh)
         self.steps = 0
-        if large:
-            writer.AT_ONCE_BYTES = -1  # as if there was too much to write it at once
+        writer.AT_ONCE_BYTES = -1 if large else AT_ONCE_BYTES  # as if there was too much to write it at once
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -65,6 +66,10 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
+
+
+def go_on(settings: list[Setting], large: bool, folder: str, load: bool) -> list[dict[str, Tensor]]:
+    return (load_and_go_on if load else save_and_go_on)(settings, folder, large)
 
 
 def save_and_go_on(settings: list[Setting], folder: str, large: bool) -> list[dict[str, Tensor]]:
@@ -104,16 +109,6 @@ SETTINGS = [
 ]
 LARGE = [SETTINGS[index] for index in (0, 3, 4, 7)]
 """Every tier that can rest there, split and whole parameters, masters, and an update that is owed."""
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_going_on_from_a_checkpoint_is_exact(large: bool, tmp_path: Path) -> None:
-    settings = LARGE if large else SETTINGS
-    before = run_on_ranks(2, save_and_go_on, settings, str(tmp_path), large)
-    after = run_on_ranks(2, load_and_go_on, settings, str(tmp_path), large)
-    for one, other in zip(before, after, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            assert_equal(mine, theirs)
 
 
 class Runs(nn.Module):
@@ -158,53 +153,6 @@ def go_on_with_buffers(stage: int, mesh: tuple[int, ...], disk: str, load: bool)
     return losses[-2:], buffers
 
 
-def buffers_on_meshes(meshes: list[tuple[int, ...]], disk: str) -> list[list[Tensor]]:
-    return [go_on_with_buffers(3, mesh, disk, True)[1] for mesh in meshes]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_each_rank_gets_its_own_buffers_back(stage: int, tmp_path: Path) -> None:
-    before = run_on_ranks(2, go_on_with_buffers, stage, (), str(tmp_path), False)
-    assert not torch.equal(before[0][1][0], before[1][1][0])
-    after = run_on_ranks(2, go_on_with_buffers, stage, (), str(tmp_path), True)
-    for (losses, buffers), (again, restored) in zip(before, after, strict=True):
-        assert losses == again
-        assert same_bits(buffers, restored)
-    manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
-    assert sorted(manifest["ranks"][1]["buffers"]) == ["norm.running_mean", "norm.running_var", "seen"]
-    if stage == 3:  # another number of ranks
-        for _, restored in run_on_ranks(3, go_on_with_buffers, stage, (), str(tmp_path), True):
-            assert same_bits(before[0][1], restored)
-
-
-@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
-def test_each_rank_of_each_copy_gets_its_own_buffers_back(mesh: tuple[int, int], tmp_path: Path) -> None:
-    ranks = mesh[0] * mesh[1]
-    before = run_on_ranks(ranks, go_on_with_buffers, 3, mesh, str(tmp_path), False)
-    assert len({buffers[0].sum().item() for _, buffers in before}) == ranks
-    after = run_on_ranks(ranks, go_on_with_buffers, 3, mesh, str(tmp_path), True)
-    for (losses, buffers), (again, restored) in zip(before, after, strict=True):
-        assert losses == again
-        assert same_bits(buffers, restored)
-    if mesh == (2, 2):
-        alone = run_on_ranks(3, buffers_on_meshes, [()], str(tmp_path))
-        for each in (*alone, *run_on_ranks(2, buffers_on_meshes, [(1, 2), (2, 1)], str(tmp_path))):
-            for restored in each:  # a rank that has no place there takes what the first one of all had
-                assert any(torch.equal(restored[0], buffers[0]) for _, buffers in before[: mesh[1]])
-
-
-def test_buffers_of_another_rank_that_do_not_fit_are_damage(tmp_path: Path) -> None:
-    run_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), False)
-    file = tmp_path / "ckpt" / "manifest.json"
-    content = json.loads(file.read_text())
-    content["ranks"][1]["buffers"]["seen"]["shape"] = [8]
-    content.pop("crc32c")
-    file.write_text(sealed(json.dumps(content, indent=2)))
-    first, second = ends_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), True)
-    assert "outsize.load: rank 1 failed" in str(first.error), first.trace
-    assert "buffer 'seen' of rank 1 has another shape" in str(second.error), second.trace
-
-
 class Counting(nn.Linear):
     """It keeps how often it was used beside its parameters."""
 
@@ -218,25 +166,138 @@ class Counting(nn.Linear):
         assert state["twice"] == 2 * self.uses
 
 
-def load_extra_states(mesh: tuple[int, ...], disk: str, save: bool) -> float:
+def load_extra_states(mesh: tuple[int, ...], disk: str, load: bool) -> float:
     model = nn.Sequential(Counting(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     fields = fields_of(Setting(3, "host"), disk)
     outsize.prepare(model, optimizer, **fields, **({"mesh": init_device_mesh("cpu", mesh)} if mesh else {}))
-    if save:
+    if not load:
         model[0].uses = 1.0 + dist.get_rank()
         outsize.save(f"{disk}/ckpt", model, optimizer).wait()
     outsize.load(f"{disk}/ckpt", model, optimizer)
     return model[0].uses
 
 
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-def test_each_rank_gets_the_extra_states_of_its_own_modules_back(mesh: tuple[int, ...], tmp_path: Path) -> None:
-    ranks = mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]
-    assert run_on_ranks(ranks, load_extra_states, mesh, str(tmp_path), True) == [1.0 + rank for rank in range(ranks)]
-    assert run_on_ranks(ranks, load_extra_states, mesh, str(tmp_path), False) == [1.0 + rank for rank in range(ranks)]
-    if ranks == 4:  # another number of ranks
-        assert run_on_ranks(3, load_extra_states, (), str(tmp_path), False) == [1.0] * 3
+COPIES = [Setting(3, "host", mesh=(2, 2)), Setting(3, "disk", dtype=BF16, mesh=(2, 2))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many ranks call `function(*args, folder, load)`: first they save and go on, then others load and go on."""
+
+    ranks: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    of: str = ""
+    """Another case, whose checkpoint these ranks only load."""
+
+
+CASES = {
+    "ranks": Case(2, go_on, (SETTINGS, False)),
+    "ranks, large": Case(2, go_on, (LARGE, True)),
+    "copies": Case(4, go_on, (COPIES, False)),
+    "copies, large": Case(4, go_on, (COPIES[1:], True)),
+    "buffers, stage 0": Case(2, go_on_with_buffers, (0, ())),
+    "buffers, stage 3": Case(2, go_on_with_buffers, (3, ())),
+    "buffers, (2, 1)": Case(2, go_on_with_buffers, (3, (2, 1))),
+    "buffers, (2, 2)": Case(4, go_on_with_buffers, (3, (2, 2))),
+    "extra states, (2,)": Case(2, load_extra_states, ((2,),)),
+    "extra states, (2, 2)": Case(4, load_extra_states, ((2, 2),)),
+    "buffers on three": Case(3, go_on_with_buffers, (3, ()), of="buffers, stage 3"),
+    "buffers of four on three": Case(3, go_on_with_buffers, (3, ()), of="buffers, (2, 2)"),
+    "buffers of four on (1, 2)": Case(2, go_on_with_buffers, (3, (1, 2)), of="buffers, (2, 2)"),
+    "buffers of four on (2, 1)": Case(2, go_on_with_buffers, (3, (2, 1)), of="buffers, (2, 2)"),
+    "extra states of four on three": Case(3, load_extra_states, ((),), of="extra states, (2, 2)"),
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+    before: dict[str, tuple[Any, ...]]
+    """What each rank of a case found when it had saved."""
+    after: dict[str, tuple[Any, ...]]
+    """What each rank of a case found when it had loaded."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """All cases of as many ranks run in the same processes; those that load run in others than those that save."""
+    saved = Saved(tmp_path_factory.mktemp("saved"), {}, {})
+    for found, load, ranks in (
+        *((saved.before, False, ranks) for ranks in (2, 4)),
+        *((saved.after, True, ranks) for ranks in (2, 3, 4)),
+    ):
+        cases = {name: case for name, case in CASES.items() if case.ranks == ranks and (load or not case.of)}
+        calls = []
+        for name, case in cases.items():
+            folder = saved.folder / (case.of or name)
+            folder.mkdir(exist_ok=True)
+            calls.append((case.function, *case.args, str(folder), load))
+        found.update(zip(cases, zip(*run_on_ranks(ranks, in_turn, *calls, limit=120), strict=True), strict=True))
+    return saved
+
+
+@pytest.mark.parametrize("name", ["ranks", "ranks, large"])
+def test_going_on_from_a_checkpoint_is_exact(name: str, saved: Saved) -> None:
+    for one, other in zip(saved.before[name], saved.after[name], strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["copies", "copies, large"])
+def test_all_copies_of_a_mesh_go_on_exactly(name: str, saved: Saved) -> None:
+    """With random numbers and an `extra` (a tensor in it) of each rank's own."""
+    for one, other in zip(saved.before[name], saved.after[name], strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    manifest = json.loads((saved.folder / name / "ckpt-0" / "manifest.json").read_text())
+    assert (manifest["world_size"], len(manifest["ranks"])) == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["buffers, stage 0", "buffers, stage 3", "buffers, (2, 1)", "buffers, (2, 2)"])
+def test_each_rank_gets_its_own_buffers_back(name: str, saved: Saved) -> None:
+    before, after = saved.before[name], saved.after[name]
+    assert len({buffers[0].sum().item() for _, buffers in before}) == len(before)
+    for (losses, buffers), (again, restored) in zip(before, after, strict=True):
+        assert losses == again
+        assert same_bits(buffers, restored)
+    ranks = json.loads((saved.folder / name / "ckpt" / "manifest.json").read_text())["ranks"]
+    assert sorted(ranks[1]["buffers"]) == ["norm.running_mean", "norm.running_var", "seen"]
+
+
+def test_more_ranks_get_the_buffers_of_the_first(saved: Saved) -> None:
+    for _, restored in saved.after["buffers on three"]:
+        assert same_bits(saved.before["buffers, stage 3"][0][1], restored)
+
+
+@pytest.mark.parametrize("place", ["three", "(1, 2)", "(2, 1)"])
+def test_other_meshes_get_buffers_of_the_ranks_of_the_first_copy(place: str, saved: Saved) -> None:
+    first_copy = saved.before["buffers, (2, 2)"][:2]
+    for _, restored in saved.after[f"buffers of four on {place}"]:  # a rank that has no place there takes the first's
+        assert any(torch.equal(restored[0], buffers[0]) for _, buffers in first_copy)
+
+
+@pytest.mark.parametrize("name", ["extra states, (2,)", "extra states, (2, 2)"])
+def test_each_rank_gets_the_extra_states_of_its_own_modules_back(name: str, saved: Saved) -> None:
+    own = tuple(1.0 + rank for rank in range(CASES[name].ranks))
+    assert saved.before[name] == saved.after[name] == own
+
+
+def test_other_ranks_get_the_extra_states_of_the_first(saved: Saved) -> None:
+    assert saved.after["extra states of four on three"] == (1.0, 1.0, 1.0)
+
+
+def test_buffers_of_another_rank_that_do_not_fit_are_damage(tmp_path: Path) -> None:
+    run_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), False)
+    file = tmp_path / "ckpt" / "manifest.json"
+    content = json.loads(file.read_text())
+    content["ranks"][1]["buffers"]["seen"]["shape"] = [8]
+    content.pop("crc32c")
+    file.write_text(sealed(json.dumps(content, indent=2)))
+    first, second = ends_on_ranks(2, go_on_with_buffers, 3, (), str(tmp_path), True)
+    assert "outsize.load: rank 1 failed" in str(first.error), first.trace
+    assert "buffer 'seen' of rank 1 has another shape" in str(second.error), second.trace
 
 
 def pass_on(settings: list[Setting], folder: str, at: int, first: bool) -> list[dict[str, Tensor]]:
@@ -288,22 +349,6 @@ def test_one_copy_of_a_mesh_is_saved_and_exported(tmp_path: Path) -> None:
     alone.load(tmp_path / "ckpt")
     for weights in (*found, load_file(tmp_path / "model" / "model.safetensors")):
         assert_equal(alone.weights(), weights)
-
-
-COPIES = [Setting(3, "host", mesh=(2, 2)), Setting(3, "disk", dtype=BF16, mesh=(2, 2))]
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_all_copies_of_a_mesh_go_on_exactly(large: bool, tmp_path: Path) -> None:
-    """With random numbers and an `extra` (a tensor in it) of each rank's own."""
-    settings = COPIES[1:] if large else COPIES
-    before = run_on_ranks(4, save_and_go_on, settings, str(tmp_path), large)
-    after = run_on_ranks(4, load_and_go_on, settings, str(tmp_path), large)
-    for one, other in zip(before, after, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            assert_equal(mine, theirs)
-    manifest = json.loads((tmp_path / "ckpt-0" / "manifest.json").read_text())
-    assert (manifest["world_size"], len(manifest["ranks"])) == (2, 4)
 
 
 def fail_to_save(folder: str, who: int) -> str:
