@@ -36,8 +36,8 @@ KINDS = ("params", "grads", "states")
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-OF_PROCESSES = tuple(f"tests/{each}" for each in ("ranks", "programs", "durability", "cli", "test_examples"))
-"""The tests whose processes are forked from a server: to start one takes ten seconds of a processor."""
+STARTERS = {"Script", "run_script", "run_on_ranks", "ends_on_ranks", "first_failure"}
+"""What starts processes, forked from a server of which each start takes ten seconds of a processor."""
 
 EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integrations")
 """Where each case runs on each tier."""
@@ -85,14 +85,11 @@ def pytest_collection_finish() -> None:
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """Each worker of pytest-xdist begins with as many tests as any other, in this order: the first one has all tests
-    with processes, so one server and one set of their fixtures is enough. The others take the last of its tests over.
+    """Each worker of pytest-xdist begins with as many tests as any other, in this order. Files that start processes
+    come first: one worker has them all, so one server and one set of their fixtures is enough. Idle workers take over
+    the last of its tests.
     """
-    items.sort(
-        key=lambda item: next(
-            (place for place, each in enumerate(OF_PROCESSES) if item.nodeid.startswith(each)), len(OF_PROCESSES)
-        )
-    )
+    items.sort(key=lambda item: STARTERS.isdisjoint(vars(item.getparent(pytest.Module).obj)))
 
 
 @pytest.fixture(autouse=True)
