@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import multiprocessing
 import os
@@ -51,11 +50,7 @@ def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: fl
 def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
     """For `run_on_ranks`: functions with their arguments, one after the other, as to start ranks takes longer than most
     of them. What each returned."""
-    found = []
-    for function, *args in calls:
-        found.append(function(*args))
-        gc.collect()  # with the models end their threads
-    return found
+    return [function(*args) for function, *args in calls]
 
 
 def ends_on_ranks(ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Ended]:

@@ -374,7 +374,7 @@ def told(disk: str) -> dict[str, str]:
 REFUSALS = {
     "none": "pass mesh=",
     "other names": "split over the mesh dimension 'tp', which mesh does not name",
-    "pipeline": "outsize takes one that is data-parallel",
+    "pipeline": "split over the mesh dimension 'tp', which mesh does not name",
     "another part": "lies on the ranks",
     "fully_shard": "do not wrap",
 }
