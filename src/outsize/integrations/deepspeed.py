@@ -1,7 +1,9 @@
 """DeepSpeed's configuration as fields of outsize; DeepSpeed itself is not needed.
 
 ```python
-found = outsize.integrations.deepspeed.config_from("ds_config.json")
+from outsize.integrations.deepspeed import config_from
+
+found = config_from("ds_config.json")
 optimizer = found.optimizer(model.parameters())  # where the file names one
 model, optimizer = outsize.prepare(model, optimizer, host_memory="64GiB", **found.fields)
 ```
