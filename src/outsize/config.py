@@ -117,7 +117,7 @@ class Config:
     micro_batches: int = 1
     tiles: Literal["auto", False] = "auto"
     units: ModuleKind | Sequence[ModuleKind] | None = None
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         self._check_device()
