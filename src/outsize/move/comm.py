@@ -455,8 +455,8 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether no other rank has parts of this one's parameters, as in a pipeline without data parallelism."""
-        return self.size == 1 and self.copies is None and self.tensor is None
+        """Whether this rank has a stage of a pipeline, and no other one has parts of its parameters."""
+        return self.stages is not None and self.size == 1 and self.copies is None and self.tensor is None
 
     # -- all groups --------------------------------------------------------------------------------------------------
 
