@@ -17,7 +17,7 @@ import outsize
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import WIDTH, Block, assert_near, same_bits
 
-BLOCKS, MICRO_BATCHES, STEPS = 8, 4, 2
+BLOCKS, MICRO_BATCHES, STEPS, CLIP = 8, 4, 2, 0.05
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # the first rank has the first stage and the last
@@ -60,6 +60,7 @@ def plain() -> Trained:
         x, y = batch(step)
         loss = nn.functional.mse_loss(part(blocks, 0, 1)(x), y)
         loss.backward()
+        nn.utils.clip_grad_norm_(blocks.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -105,6 +106,7 @@ def train(name: str, place: Place, disk: str) -> Trained:
         of_parts: list[Tensor] = []
         last = {"target": y, "losses": of_parts} if count - 1 in numbers else {}
         schedule.step(*([x] if 0 in numbers else []), **last)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=place.tier == "device" or None)
         optimizer.step()
         optimizer.zero_grad()
         losses += [torch.stack(of_parts).mean().item()] if of_parts else []
@@ -190,6 +192,6 @@ def test_a_stage_reads_its_weights_as_often_as_the_memory_says(tmp_path: Path) -
     for passes, units, (read, _) in zip((16, 16, 4), held, last[:3], strict=True):
         formula = passes * (1 - units / UNITS)
         assert formula - 0.01 <= read <= formula + 2 / UNITS  # what is fetched ahead depends on what has arrived
-    assert first[1][0] <= 2.5
+    assert first[1][0] <= 3.0
     for (_, shallow), (_, deep) in (first[3:], last[3:]):
         assert max(shallow, deep) <= SMALL + LAYER and shallow == deep, "memory is independent of the stage's size"

@@ -99,11 +99,12 @@ class Run:
         return loss, float(norm)
 
 
-def run(shape: Shape, disk: str, name: str = "Schedule1F1B", **fields: Any) -> Run:
+def run(shape: Shape, disk: str, name: str = "Schedule1F1B", split: bool = False, **fields: Any) -> Run:
+    """`split`: by tensor parallelism, though of one rank."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
     stage, stages = mesh["pp"].get_local_rank(), shape[2]
     model = net(stage, stages)
-    if shape[1] > 1:
+    if split or shape[1] > 1:
         for layer in model.layers.values():
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = optimizer_of(model)
@@ -243,8 +244,8 @@ def test_going_on_is_exact(saved: Any) -> None:
 
 def norms(orders: list[float], disk: str) -> list[list[float]]:
     found = []
-    for tier in ("device", "disk"):
-        here = run((1, 1, 2), disk, params=tier, grads=tier, states=tier)
+    for tier, split in (("device", False), ("disk", False), ("device", True)):
+        here = run((1, 1, 2), disk, split=split, params=tier, grads=tier, states=tier)
         here.backward(0)
         grads = [param.grad for param in here.model.parameters()]
         found.append([float(torch.nn.utils.get_total_norm(grads, order)) for order in orders])
@@ -341,10 +342,12 @@ def test_a_rank_that_is_killed_ends_all_stages(tmp_path: Path) -> None:
         assert end.value == ["rank 3 of 4 is gone (killed, ended or unreachable)"], end
 
 
-def two_stages(first: Callable[[], nn.Module], second: Callable[[], nn.Module], disk: str, **fields: Any) -> nn.Module:
+def two_stages(
+    first: Callable[[], nn.Module], second: Callable[[], nn.Module], disk: str, lr: float = 0.1, **fields: Any
+) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     model = (second if dist.get_rank() else first)()
-    optimizer = torch.optim.SGD(list(model.parameters()) or [torch.zeros(1)], lr=0.1)
+    optimizer = torch.optim.SGD(list(model.parameters()) or [torch.zeros(1)], lr=lr)
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, mesh=mesh, **fields)
     return model
 
@@ -356,11 +359,68 @@ def with_head() -> Net:
     return made
 
 
+def frozen() -> nn.Module:
+    return net(0, 2).requires_grad_(requires_grad=False)
+
+
+def other_buffer(stage: int) -> nn.Module:
+    made = net(stage, 2)
+    made.register_buffer("mask", torch.ones(3 + stage))
+    return made
+
+
+def split_backward(disk: str) -> None:
+    """torch's zero-bubble schedules set the gradients of weights themselves."""
+    here = run((2, 1, 2), disk)
+    here.backward(0)
+    param = next(here.model.parameters())
+    param.grad = None
+    param.grad = torch.ones_like(param)
+    here.optimizer.step()
+
+
+def test_gradients_that_nobody_averages_are_refused(tmp_path: Path) -> None:
+    for end in ends_on_ranks(4, split_backward, str(tmp_path)):
+        assert end.kind in ("RuntimeError", "RanksError") and "zero-bubble" in str(end.error), end.trace
+
+
+def set_by_the_script(disk: str) -> list[float]:
+    found = []
+    for tier in ("device", "disk"):
+        here = run((1, 1, 2), disk, params=tier, grads=tier, states=tier)
+        for param in here.model.parameters():
+            param.grad = torch.ones(param.shape)
+        found.append(float(torch.nn.utils.clip_grad_norm_(here.model.parameters(), 1.0, foreach=tier == "device")))
+        here.optimizer.step()
+        here.optimizer.zero_grad()
+        here.backward(0)
+        with outsize.gathered(here.model, grads=True, modify=True):
+            found.append(float(torch.nn.utils.clip_grad_norm_(here.model.parameters(), 1e9)))
+        found.append(float(torch.nn.utils.clip_grad_norm_(here.model.parameters(), 1.0)))
+        outsize.release(here.model)
+    return found
+
+
+def test_gradients_that_a_script_sets_or_sees_have_one_norm(tmp_path: Path) -> None:
+    expected = sum(param.numel() for param in net().parameters()) ** 0.5
+    first, second = run_on_ranks(2, set_by_the_script, str(tmp_path))
+    for found in (first, second):
+        assert found[::3] == pytest.approx([expected] * 2)
+        assert found[1::3] == pytest.approx(found[2::3], rel=1e-5)
+        assert found[1::3] == pytest.approx(first[1::3])
+
+
 def bad_stages(kind: str, disk: str) -> None:
     if kind == "shared":
         two_stages(with_head, lambda: net(1, 2), disk)
     elif kind == "empty":
         two_stages(lambda: net(0, 2), nn.Tanh, disk)
+    elif kind == "frozen":
+        two_stages(frozen, lambda: net(1, 2), disk)
+    elif kind == "options":
+        two_stages(lambda: net(0, 2), lambda: net(1, 2), disk, lr=0.1 + dist.get_rank())
+    elif kind == "buffer":
+        outsize.save(Path(disk) / "saved", two_stages(lambda: other_buffer(0), lambda: other_buffer(1), disk))
     elif kind == "budget":
         two_stages(lambda: net(0, 2), lambda: nn.Linear(4096, 4096), disk, params="device")
     else:
@@ -373,6 +433,9 @@ def bad_stages(kind: str, disk: str) -> None:
     [
         ("shared", "ranks 0 and 1 both have the parameter 'head.weight'"),
         ("empty", "has no parameters"),
+        ("frozen", "stage of rank 0 has no trainable parameter"),
+        ("options", "lr of group 0 is 0.1 on rank 0 and 1.1 on rank 1"),
+        ("buffer", "another shape or dtype, 'mask'"),
         ("budget", "host_memory"),
         ("by place", "several have a parameter '0.norm.weight'"),
     ],

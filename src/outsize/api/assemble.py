@@ -22,8 +22,8 @@ from outsize.api.ranks import check_same, in_all_stages, open_ranks
 from outsize.api.refusing import (
     check_devices,
     check_existing,
+    check_stages,
     check_tables,
-    refuse_shared,
     refuse_unseen,
     refuse_wrapped,
     warn_of_what_is_not_saved,
@@ -124,28 +124,28 @@ def assemble(
     load: Callable[[nn.Parameter], torch.Tensor],
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
-    refuse_wrapped(model)
-    if optimizer is not None:
-        refuse_own_step(optimizer)
-    rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
-    if optimizer is not None and rule is not None:
-        warn_of_what_is_not_saved(optimizer, rule)
     with ExitStack() as undo:  # what an error ends
         ranks = open_ranks(config, list(model.parameters()))
         if ranks is not None:
             undo.push(partial(_end_ranks, ranks))
 
-        def place() -> PlacedModel:
+        def place() -> tuple[Rule | None, PlacedModel]:
+            refuse_wrapped(model)
+            if optimizer is not None:
+                refuse_own_step(optimizer)
+            rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
+            if optimizer is not None and rule is not None:
+                warn_of_what_is_not_saved(optimizer, rule)
             plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
             check_devices(plan, config)
             check_existing(plan, optimizer)
             if rule is not None and optimizer is not None:
                 check_tables(plan, rule, optimizer)
-            return plan
+            return rule, plan
 
-        plan = in_all_stages(ranks, place)
+        rule, plan = in_all_stages(ranks, place)
         if ranks is not None and ranks.stages is not None:
-            refuse_shared(ranks.stages, model, plan.parameters)
+            check_stages(ranks.stages, model, plan.parameters, optimizer)
         resources = _open_resources(plan, config)
         undo.callback(resources.close)
         prepared = _build(model, optimizer, config, plan, rule, resources, load, ranks)

@@ -17,7 +17,16 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.public import its_turn
 from outsize.api.ranks import in_all_copies
-from outsize.api.saving import buffers_of, cuts_of, refuse_same_names, settle, take_state, tied_names, whole
+from outsize.api.saving import (
+    buffers_of,
+    cuts_of,
+    refuse_same_names,
+    settle,
+    shapes_in_stage,
+    take_state,
+    tied_names,
+    whole,
+)
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.peers import Peers, together
@@ -201,7 +210,7 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
 
 
 def _of_all_stages(found: dict[str, Readable], prepared: Prepared, stages: Ranks) -> dict[str, Readable]:
-    refuse_same_names(stages.collect(list(prepared.placed.parameters), "export"), "export")
+    refuse_same_names(stages.collect(shapes_in_stage(prepared), "export"), "export")
     said = stages.collect({name: (each.shape, each.dtype, each.run) for name, each in found.items()}, "export")
     join, whole = partial(stages.combine, kind="export"), {}
     for stage, weights in enumerate(said):

@@ -100,7 +100,8 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
         _check_tensor_parallel(param, tensor)
     if grid.numel() == 1 and not split:
         return None
-    copies, tensor, stages = (ranks if len(ranks) > 1 else [] for ranks in (copies, tensor, stages))
+    copies, stages = (ranks if len(ranks) > 1 else [] for ranks in (copies, stages))
+    tensor = tensor if len(tensor) > 1 or (split and stages) else []
     return Ranks(sharing, backend, copies, tensor, stages, grid.flatten().tolist(), sync)
 
 

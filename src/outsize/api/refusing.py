@@ -46,9 +46,31 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def refuse_shared(stages: Ranks, model: nn.Module, parameters: Collection[str]) -> None:
-    """Refuse stages of a pipeline that have a parameter in common, by its name. The names in a list of layers are
-    places in this list, and no names: those stages train, and each must be saved as a model of its own."""
+def check_stages(
+    stages: Ranks, model: nn.Module, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse stages of a pipeline that have a parameter in common, by its name, or that train in other ways. The names
+    in a list of layers are places in this list, and no names: those stages train, and each must be saved as a model of
+    its own."""
+    said = {"optimizer": "none" if optimizer is None else type(optimizer).__name__}
+    for at, group in enumerate(() if optimizer is None else optimizer.param_groups):
+        said |= {f"{key} of group {at}": repr(value) for key, value in group.items() if key not in NOT_HYPER}
+    trains = optimizer is None or any(param.requires_grad for param in parameters.values())
+    every = stages.collect((said, trains), "prepare")
+    for rank, (other, trained) in zip(stages.members, every, strict=True):
+        if not trained:
+            raise ValueError(
+                f"the pipeline stage of rank {rank} has no trainable parameter: give it a layer that trains, or cut "
+                f"the model into other stages"
+            )
+        for key in (*every[0][0], *other):
+            first, own = every[0][0].get(key, "missing"), other.get(key, "missing")
+            if first != own:
+                raise ValueError(
+                    f"the optimizers of the pipeline stages differ: {key} is {first} on rank {stages.members[0]} and "
+                    f"{own} on rank {rank}. Give each stage the same optimizer with the same groups and options; a "
+                    f"group may be empty"
+                )
     owners: dict[str, int] = {}
     by_place = isinstance(model, (nn.Sequential, nn.ModuleList))
     for rank, (names, placed) in zip(

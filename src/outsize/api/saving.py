@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -244,18 +243,34 @@ def _of_all_stages(prepared: Prepared, record: OptimizerRecord | None, ranks: Ra
     """The optimizers of all stages of a pipeline in one record. Raises `ValueError` on every rank."""
     if ranks is None or ranks.stages is None:
         return record
-    stages = ranks.stages.collect((list(prepared.placed.parameters), record), "save")
-    refuse_same_names([names for names, _ in stages], "save")
+    stages = ranks.stages.collect((shapes_in_stage(prepared), record), "save")
+    refuse_same_names([shapes for shapes, _ in stages], "save")
     return of_all_stages([of for _, of in stages])
 
 
-def refuse_same_names(stages: Sequence[Sequence[str]], verb: str) -> None:
-    """Raise `ValueError` where a parameter of two stages of a pipeline has one name."""
-    counts = Counter(name for names in stages for name in names)
-    twice = next((name for name, count in counts.items() if count > 1), None)
-    if twice is not None:
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
+"""Of buffers by name; None of parameters."""
+
+
+def shapes_in_stage(prepared: Prepared) -> Shapes:
+    """What this stage of a pipeline has to say of the names in it."""
+    buffers = {name: (tuple(value.shape), value.dtype) for name, (value, _) in buffers_of(prepared.model).items()}
+    return {**buffers, **dict.fromkeys(prepared.placed.parameters)}
+
+
+def refuse_same_names(stages: Sequence[Shapes], verb: str) -> None:
+    """Raise `ValueError` where one name is that of two parameters of a pipeline, or of two buffers that are unlike."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype] | None] = {}
+    for shapes in stages:
+        twice = next(
+            (name for name, each in shapes.items() if name in found and (each is None or each != found[name])), None
+        )
+        found |= shapes
+        if twice is None:
+            continue
+        what = "a parameter" if shapes[twice] is None else "a buffer of another shape or dtype,"
         raise ValueError(
-            f"outsize.{verb} writes all stages of the pipeline into one folder, and several have a parameter "
+            f"outsize.{verb} writes all stages of the pipeline into one folder, and several have {what} "
             f"{twice!r}: give prepare a module whose layers have the names of the whole model, or the mesh without "
             f"its pipeline dimension, and each stage a folder"
         )

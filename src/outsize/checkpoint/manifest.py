@@ -195,8 +195,10 @@ def of_all_stages(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord 
     """One record over the optimizers of all stages of a pipeline. Raises `ValueError` where they differ in more than
     their parameters."""
     first = records[0]
-    if first is None:
+    if all(each is None for each in records):
         return None
+    if first is None or any(each is None for each in records):
+        raise ValueError("the optimizer was given in some stages of the pipeline and not in others; give it in all")
     groups = list(first.groups)
     for other in records[1:]:
         assert other is not None

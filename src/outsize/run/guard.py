@@ -260,15 +260,23 @@ def hear_no_more(param: torch.Tensor) -> None:
         (param._post_accumulate_grad_hooks or {}).pop(_LAST, None)
 
 
-def _unguarded_property(name: str) -> Any:
-    """A property that concerns no values. Loops over all parameters ask for it; the gate takes ten times as long."""
+def _unguarded_property(name: str, changed: Callable[[Any], None] | None = None) -> Any:
+    """A property that concerns no values. Loops over all parameters ask for it; the gate takes ten times as long.
+    `changed` is called with the parameter after it was set."""
     plain = getattr(torch.Tensor, name)
     get, change = plain.__get__, plain.__set__
-    return property(
-        lambda param: _unguarded_call(get, (), (param,)),
-        lambda param, value: _unguarded_call(change, (), (param, value)),
-        plain.__delete__,
-    )
+
+    def set_and_tell(param: Any, value: Any) -> None:
+        _unguarded_call(change, (), (param, value))
+        if changed is not None:
+            changed(param)
+
+    return property(lambda param: _unguarded_call(get, (), (param,)), set_and_tell, plain.__delete__)
+
+
+def _in_stage(param: Any) -> None:
+    """The script, or a zero-bubble schedule, has set the gradient of a parameter in a stage of a pipeline."""
+    param.gate.show_in_stage(param)
 
 
 class GuardedParameter(ManagedParameter, _Guarded):
@@ -314,7 +322,9 @@ class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
 
     def __init__(self, gate: Engine) -> None:
-        self._own = {"gate_ref": weakref.ref(gate)}
+        self._own: dict[str, object] = {"gate_ref": weakref.ref(gate)}
+        if gate.reduction is not None and gate.reduction.ranks.stages is not None:
+            self._own["grad"] = _unguarded_property("grad", _in_stage)
         self.prepared: Any = None
         self.guarded = self._made(GuardedParameter, nn.Parameter)
         self.resident = self._made(ResidentParameter, nn.Parameter)

@@ -213,7 +213,7 @@ class Reduction:
         return sum(each.present() for each in self.gradients)
 
     def show_in_stage(self, param: torch.Tensor) -> None:
-        """Autograd keeps the gradient in `param.grad`: its norm becomes a part of that of all stages."""
+        """A gradient that is kept in `param.grad`: its norm becomes a part of that of all stages."""
         grad = param.grad
         if self.ranks.stages is not None and type(grad) is torch.Tensor:
             shown = grad.as_subclass(StageGrad)
@@ -233,12 +233,24 @@ class Reduction:
         return total[0].to(norm.device, norm.dtype)
 
     def in_every_stage(self, good: bool) -> bool:
+        """Whether it is so in every stage of a pipeline."""
         stages = self.ranks.stages
-        return (
-            good
-            if stages is None
-            else bool(stages.combine(torch.tensor([int(good)], device="cpu"), "agreement on gradients", "min"))
-        )
+        if stages is None:
+            return good
+        return bool(stages.combine(torch.tensor([int(good)], device="cpu"), "agreement on gradients", "min"))
+
+    def refuse_unreduced(self) -> None:
+        """Raise for gradients that a zero-bubble schedule has set itself, where other ranks have others."""
+        if self.ranks.stages is None or self.ranks.alone:
+            return
+        for gradients in self.gradients:
+            name = gradients.plain()
+            if name is not None:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was set and not left by a backward, as zero-bubble schedules do. With "
+                    f"several ranks a stage it would not be averaged: use a schedule with whole backwards "
+                    f"(Schedule1F1B, ScheduleInterleaved1F1B, ScheduleDualPipeV). Nothing was updated"
+                )
 
     def check_stages(self, bad: Sequence[str]) -> tuple[str, int] | None:
         """Agree on the step with the other stages of a pipeline. The name and the rank of a gradient that is `bad`

@@ -63,7 +63,12 @@ class StageGrad(torch.Tensor):
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func is torch.linalg.vector_norm and isinstance(args[0], cls):
             return StageNorm.of(result, _order(*args, **(kwargs or {})), 1, args[0].reduction)
-        scales = func is torch._amp_foreach_non_finite_check_and_unscale_
-        if scales and all(isinstance(each, cls) for each in args[0]):  # gradients at rest have asked already
-            args[1].fill_(0.0 if args[0][0].reduction.in_every_stage(not args[1].item()) else 1.0)
+        if func is torch._foreach_norm:
+            order = _order(*args, **(kwargs or {}))
+            of = next(each for each in args[0] if isinstance(each, cls)).reduction
+            return [StageNorm.of(norm, order, 1, of) for norm in result]
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            ours = [each for each in args[0] if isinstance(each, cls)]
+            if not any(hasattr(each, "_home") for each in args[0]):  # gradients at rest have asked already
+                args[1].fill_(0.0 if ours[0].reduction.in_every_stage(not args[1].item()) else 1.0)
         return result
