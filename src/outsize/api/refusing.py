@@ -80,8 +80,8 @@ def check_stages(
             if owners.setdefault(name, rank) != rank:
                 raise ValueError(
                     f"the pipeline stages of ranks {owners[name]} and {rank} both have the parameter {name!r}. A "
-                    f"parameter that two stages share needs a rank that has both stages (ScheduleZBVZeroBubble, "
-                    f"ScheduleDualPipeV), and layers need the names that they have in the whole model"
+                    f"parameter that two stages share needs a rank that has both stages (ScheduleDualPipeV), "
+                    f"and layers need the names that they have in the whole model"
                 )
 
 

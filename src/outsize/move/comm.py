@@ -450,7 +450,7 @@ class Ranks:
         parts = _who_says_what(dict(zip(self.members, [each.get(name, "no gradient") for each in every], strict=True)))
         raise self.model.failed(
             f"the ranks take different steps in step {self.model.step}. For {name!r}: {parts}. Clip, scale, schedule "
-            f"and call zero_grad alike on every rank. Nothing was updated"
+            f"and call zero_grad alike on every rank, and set gradients to the same values. Nothing was updated"
         )
 
     @property

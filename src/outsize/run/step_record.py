@@ -10,18 +10,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from outsize.move.generations import crc32c
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.move.store import MASTER
 from outsize.optim.worker import differs
 from outsize.run.buffers import collecting_dtype
 from outsize.run.grads import RestingGrad
-from outsize.run.local import expect_dense, local_gradient
+from outsize.run.local import expect_dense, is_distributed, local_gradient
 from outsize.run.parameters import grad_of
 from outsize.run.reduction import Reduction
 from outsize.run.state_entry import snapshot
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
+
+
+def is_plain(grad: torch.Tensor) -> bool:
+    """Whether every rank has the whole of it: neither rows of a table nor a part along a dimension."""
+    return grad.layout is torch.strided and not is_distributed(grad)
 
 
 def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], home: UnitGradients) -> SlotUpdate:
@@ -65,6 +71,9 @@ def told(pendings: Mapping[Unit, Pending], factor: float, counted: bool) -> dict
         for name, owed in pending.items():
             grad = unit.parameters[name].grad
             sums = f", the sum of {grad.reductions}," if counted and isinstance(grad, RestingGrad) else ""
+            if isinstance(grad, torch.Tensor) and not isinstance(grad, RestingGrad) and is_plain(grad):
+                content = grad.detach().as_subclass(torch.Tensor).cpu().contiguous()
+                sums = f" that was set, not left by a backward, with checksum {crc32c(content):08x},"
             hyper = known.get(id(owed.hyper))
             if hyper is None:
                 values = {key: _plain(value) for key, value in owed.hyper.items()}
