@@ -97,3 +97,51 @@ def test_what_is_no_mesh_is_refused(mesh: Any, kind: type[Exception], words: str
         outsize.plan(Net(), mesh=mesh, **FIELDS)
     with pytest.raises(ValueError, match="not both"):
         outsize.plan(Net(), mesh={"dp": 2}, ranks=2, **FIELDS)
+
+
+def of_size(parameters: float) -> nn.Module:
+    """Layers of as many parameters on the meta device, computed in bf16, more of them where the model is larger."""
+    layers = 32 if parameters < 5e11 else 128 if parameters < 5e12 else 512
+    side = round((parameters / layers / 12) ** 0.5 / 16) * 16
+    with torch.device("meta"):
+        return nn.Sequential(
+            *[nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(12)]) for _ in range(layers)]
+        ).to(torch.bfloat16)
+
+
+GPU, MEMORY, DRIVES = "32GB", f"{1500 // 16 + 32}GB", f"{28000 // 16}GB"
+"""Of one of 16 GPUs; the second: with its part of the host."""
+ON_DEVICE = dict.fromkeys(("params", "grads", "states"), "device")
+
+
+@pytest.mark.parametrize(
+    ("published", "fields"),
+    [
+        pytest.param(1.4e9, {"ranks": 16, "stage": 0, "host_memory": GPU, **ON_DEVICE}, id="data parallel"),
+        pytest.param(20e9, {"ranks": 16, "host_memory": GPU, **ON_DEVICE}, id="ZeRO-3"),
+        pytest.param(20e9, {"mesh": {"pp": 2, "tp": 8}, "host_memory": GPU, **ON_DEVICE}, id="3D parallelism"),
+        pytest.param(70e9, {"ranks": 16, "host_memory": MEMORY}, id="Infinity, host"),
+        pytest.param(
+            1e12,
+            {"ranks": 16, "host_memory": MEMORY, "disk": ".", "disk_space": DRIVES},
+            id="Infinity, NVMe",
+        ),
+        pytest.param(650e9, {"mesh": {"pp": 32, "tp": 16}, "host_memory": GPU, **ON_DEVICE}, id="3D, 32 nodes"),
+        pytest.param(
+            32e12,
+            {"ranks": 512, "host_memory": MEMORY, "disk": ".", "disk_space": DRIVES},
+            id="Infinity, 32 nodes",
+        ),
+    ],
+)
+def test_the_largest_models_of_zero_infinity_fit_and_twice_as_large_ones_do_not(
+    published: float, fields: dict[str, Any]
+) -> None:
+    """On DGX-2 nodes of 16 V100 (Rajbhandari et al. 2021, table 1, figures 1 and 6), states alone, 14 bytes a
+    parameter. What is between the two is activations and the memory that a GPU's kernels take."""
+    plan = outsize.plan(of_size(published), device="cpu", **fields)
+    assert plan.parallel is not None
+    parts = plan.parallel.stages * plan.parallel.tensor
+    assert plan.parameters == pytest.approx(published / parts, rel=0.05)
+    with pytest.raises(outsize.BudgetError):
+        outsize.plan(of_size(2 * published), device="cpu", **fields)

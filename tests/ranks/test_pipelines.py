@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ def stages_of(name: str, rank: int, ranks: int) -> list[int]:
     return [rank, 2 * ranks - 1 - rank] if name in V_SHAPED else [rank, rank + ranks]
 
 
-def whole() -> nn.ModuleDict:
+def whole(tied: bool = False) -> nn.ModuleDict:
+    """`tied`: the first block and the last share a weight."""
     torch.manual_seed(0)
-    return nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+    blocks = nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+    if tied:
+        blocks[str(BLOCKS - 1)].up.weight = blocks["0"].up.weight
+    return blocks
 
 
 def part(blocks: nn.ModuleDict, stage: int, stages: int) -> nn.Module:
@@ -53,8 +58,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def plain() -> Trained:
-    blocks = whole()
+def plain(tied: bool = False) -> Trained:
+    blocks = whole(tied)
     optimizer, losses = optimizer_of(blocks), []
     for step in range(STEPS):
         x, y = batch(step)
@@ -79,11 +84,11 @@ DEVICE, HOST, DISK = Place("device"), Place("host"), Place("disk")
 RECOMPUTED, OFFLOADED = Place("disk", "recompute"), Place("disk", "offload")
 
 
-def train(name: str, place: Place, disk: str) -> Trained:
+def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
     """The losses, where this rank has the last stage, and the weights of this rank's stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-    numbers, blocks = stages_of(name, rank, ranks), whole()
+    numbers, blocks = stages_of(name, rank, ranks), whole(tied)
     count = ranks * len(numbers)
     parts = [part(blocks, number, count) for number in numbers]
     model = nn.ModuleList(parts)
@@ -97,8 +102,13 @@ def train(name: str, place: Place, disk: str) -> Trained:
         PipelineStage(each, number, count, torch.device("cpu"), group=group)
         for each, number in zip(parts, numbers, strict=True)
     ]
+    # torch would scale a gradient that two stages share twice
+    scaled: dict[str, Any] = {"scale_grads": False} if tied else {}
     schedule = getattr(schedules, name)(
-        stages[0] if name in SINGLE else stages, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss
+        stages[0] if name in SINGLE else stages,
+        n_microbatches=MICRO_BATCHES,
+        loss_fn=partial(loss_of, MICRO_BATCHES if tied else 1),
+        **scaled,
     )
     losses: list[float] = []
     for step in range(STEPS):
@@ -109,27 +119,45 @@ def train(name: str, place: Place, disk: str) -> Trained:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=place.tier == "device" or None)
         optimizer.step()
         optimizer.zero_grad()
-        losses += [torch.stack(of_parts).mean().item()] if of_parts else []
+        losses += [torch.stack(of_parts).mean().item() * (MICRO_BATCHES if tied else 1)] if of_parts else []
     names = {id(param): each for each, param in blocks.named_parameters()}
     with outsize.gathered(model):
         return losses, {names[id(param)]: param.detach().clone() for param in model.parameters()}
 
 
-def train_in(name: str, places: list[Place], disk: str) -> list[Trained]:
-    return [train(name, place, disk) for place in places]
+def loss_of(parts: int, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(x, y) / parts
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [*((name, 2) for name in SCHEDULES), (SINGLE[1], 4), (SEVERAL[0], 4), (SEVERAL[-1], 4)]
-)
+def train_in(name: str, places: list[Place], disk: str, tied: bool = False) -> list[Trained]:
+    return [train(name, place, disk, tied) for place in places]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SCHEDULES), *((name, 4) for name in SCHEDULES)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_stages_at_rest_train_as_torch_does_under_every_schedule(name: str, ranks: int, tmp_path: Path) -> None:
+def test_stages_at_rest_train_as_torch_does_under_every_schedule(
+    name: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Other ways of activations give the same bits, too."""
     places = [DEVICE, DISK]
-    if ranks == 2:
+    if request.config.getoption("--every-tier"):
+        places += [HOST, OFFLOADED, RECOMPUTED]
+    elif ranks == 2:
         places += [HOST, OFFLOADED] if name in SINGLE else [RECOMPUTED]
-    expected_losses, expected = plain()
-    first, *others = zip(*run_on_ranks(ranks, train_in, name, places, str(tmp_path)), strict=True)
+    elif name not in (SINGLE[1], SEVERAL[0], SEVERAL[-1]):
+        pytest.skip("with --every-tier")
+    assert_as_plain(run_on_ranks(ranks, train_in, name, places, str(tmp_path)))
+
+
+@pytest.mark.skipif(V_SHAPED[-1] not in SCHEDULES, reason="torch has no DualPipeV")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_rank_with_both_ends_has_tied_weights_once(tmp_path: Path) -> None:
+    assert_as_plain(run_on_ranks(2, train_in, V_SHAPED[-1], [DEVICE, DISK], str(tmp_path), True), tied=True)
+
+
+def assert_as_plain(every: list[list[Trained]], tied: bool = False) -> None:
+    expected_losses, expected = plain(tied)
+    first, *others = zip(*every, strict=True)
     for of_tier in (first, *others):
         losses = next(found for found, _ in of_tier if found)
         assert losses == pytest.approx(expected_losses, rel=1e-6)
