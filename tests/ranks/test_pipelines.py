@@ -102,12 +102,13 @@ def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
         PipelineStage(each, number, count, torch.device("cpu"), group=group)
         for each, number in zip(parts, numbers, strict=True)
     ]
+    parts_of_batch = max(MICRO_BATCHES, count if name in V_SHAPED else 0)  # these need one for each stage
     # torch would scale a gradient that two stages share twice
     scaled: dict[str, Any] = {"scale_grads": False} if tied else {}
     schedule = getattr(schedules, name)(
         stages[0] if name in SINGLE else stages,
-        n_microbatches=MICRO_BATCHES,
-        loss_fn=partial(loss_of, MICRO_BATCHES if tied else 1),
+        n_microbatches=parts_of_batch,
+        loss_fn=partial(loss_of, parts_of_batch if tied else 1),
         **scaled,
     )
     losses: list[float] = []
@@ -119,7 +120,7 @@ def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=place.tier == "device" or None)
         optimizer.step()
         optimizer.zero_grad()
-        losses += [torch.stack(of_parts).mean().item() * (MICRO_BATCHES if tied else 1)] if of_parts else []
+        losses += [torch.stack(of_parts).mean().item() * (parts_of_batch if tied else 1)] if of_parts else []
     names = {id(param): each for each, param in blocks.named_parameters()}
     with outsize.gathered(model):
         return losses, {names[id(param)]: param.detach().clone() for param in model.parameters()}
