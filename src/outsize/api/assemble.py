@@ -124,13 +124,13 @@ def assemble(
     load: Callable[[nn.Parameter], torch.Tensor],
 ) -> Prepared:
     """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
+    refuse_wrapped(model)
     with ExitStack() as undo:  # what an error ends
         ranks = open_ranks(config, list(model.parameters()))
         if ranks is not None:
             undo.push(partial(_end_ranks, ranks))
 
         def place() -> tuple[Rule | None, PlacedModel]:
-            refuse_wrapped(model)
             if optimizer is not None:
                 refuse_own_step(optimizer)
             rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
