@@ -78,6 +78,7 @@ class Place:
 
     tier: str
     activations: str = "keep"
+    data: int = 1
 
 
 DEVICE, HOST, DISK = Place("device"), Place("host"), Place("disk")
@@ -87,7 +88,8 @@ RECOMPUTED, OFFLOADED = Place("disk", "recompute"), Place("disk", "offload")
 def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
     """The losses, where this rank has the last stage, and the weights of this rank's stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh("cpu", (ranks // place.data, place.data), mesh_dim_names=("pp", "dp"))
+    rank, ranks = mesh["pp"].get_local_rank(), ranks // place.data
     numbers, blocks = stages_of(name, rank, ranks), whole(tied)
     count = ranks * len(numbers)
     parts = [part(blocks, number, count) for number in numbers]
@@ -113,7 +115,7 @@ def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
     )
     losses: list[float] = []
     for step in range(STEPS):
-        x, y = batch(step)
+        x, y = (each.chunk(place.data)[mesh["dp"].get_local_rank()] for each in batch(step))
         of_parts: list[Tensor] = []
         last = {"target": y, "losses": of_parts} if count - 1 in numbers else {}
         schedule.step(*([x] if 0 in numbers else []), **last)
@@ -148,6 +150,19 @@ def test_stages_at_rest_train_as_torch_does_under_every_schedule(
     elif name not in (SINGLE[1], SEVERAL[0], SEVERAL[-1]):
         pytest.skip("with --every-tier")
     assert_as_plain(run_on_ranks(ranks, train_in, name, places, str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", [SEVERAL[-1], V_SHAPED[0]])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gradients_that_a_schedule_sets_are_averaged(name: str, tmp_path: Path) -> None:
+    """Zero-bubble schedules do, with two ranks a stage. What is set is reduced with what the next backward of its unit
+    leaves, so where units are cut otherwise sums are rounded otherwise."""
+    places = [Place("device", data=2), Place("disk", data=2)]
+    _, expected = plain()
+    for of_rank in run_on_ranks(4, train_in, name, places, str(tmp_path)):
+        (_, first), (_, other) = of_rank
+        for found in (first, other):
+            assert_near(found.values(), [expected[each] for each in found])
 
 
 @pytest.mark.skipif(V_SHAPED[-1] not in SCHEDULES, reason="torch has no DualPipeV")

@@ -369,21 +369,6 @@ def other_buffer(stage: int) -> nn.Module:
     return made
 
 
-def split_backward(disk: str) -> None:
-    """torch's zero-bubble schedules set the gradients of weights themselves."""
-    here = run((2, 1, 2), disk)
-    here.backward(0)
-    param = next(here.model.parameters())
-    param.grad = None
-    param.grad = torch.ones_like(param)
-    here.optimizer.step()
-
-
-def test_gradients_that_nobody_averages_are_refused(tmp_path: Path) -> None:
-    for end in ends_on_ranks(4, split_backward, str(tmp_path)):
-        assert end.kind in ("RuntimeError", "RanksError") and "zero-bubble" in str(end.error), end.trace
-
-
 def set_by_the_script(disk: str) -> list[float]:
     found = []
     for tier in ("device", "disk"):
@@ -419,6 +404,8 @@ def bad_stages(kind: str, disk: str) -> None:
         two_stages(frozen, lambda: net(1, 2), disk)
     elif kind == "options":
         two_stages(lambda: net(0, 2), lambda: net(1, 2), disk, lr=0.1 + dist.get_rank())
+    elif kind == "update":
+        two_stages(lambda: net(0, 2), lambda: net(1, 2), disk, update="backward")
     elif kind == "buffer":
         outsize.save(Path(disk) / "saved", two_stages(lambda: other_buffer(0), lambda: other_buffer(1), disk))
     elif kind == "budget":
@@ -435,6 +422,7 @@ def bad_stages(kind: str, disk: str) -> None:
         ("empty", "has no parameters"),
         ("frozen", "stage of rank 0 has no trainable parameter"),
         ("options", "lr of group 0 is 0.1 on rank 0 and 1.1 on rank 1"),
+        ("update", "a step of a pipeline has several"),
         ("buffer", "another shape or dtype, 'mask'"),
         ("budget", "host_memory"),
         ("by place", "several have a parameter '0.norm.weight'"),

@@ -138,6 +138,11 @@ def assemble(
                 warn_of_what_is_not_saved(optimizer, rule)
             plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
             check_devices(plan, config)
+            if config.update == "backward" and ranks is not None and ranks.stages is not None:
+                raise ValueError(
+                    "update='backward' applies the gradients of each backward, and a step of a pipeline has several: "
+                    "use update='fetch' (the default)"
+                )
             check_existing(plan, optimizer)
             if rule is not None and optimizer is not None:
                 check_tables(plan, rule, optimizer)

@@ -14,7 +14,7 @@ from outsize.move.generations import crc32c
 from outsize.move.shard import UnitShard
 from outsize.move.store import MASTER
 from outsize.run.grads import RestingGrad
-from outsize.run.parameters import grad_of
+from outsize.run.parameters import grad_of, set_grad
 from outsize.run.unit import Unit
 from outsize.run.wrappers import known
 
@@ -161,8 +161,9 @@ def _show_gradients(
             value = resting.home.resting.value(resting)
             unit, slot = prepared.engine.parameters.unit_of(param)
             prepared.engine.gradients[unit.index].shown[slot.name] = resting
-            param.grad = value
-            seen = grad_of(param)  # in a stage of a pipeline it says so
+            set_grad(param, value)
+            prepared.engine.show_in_stage(param)
+            seen = grad_of(param)
             assert seen is not None
             shown[param] = (resting, seen, seen._version)
     return shown

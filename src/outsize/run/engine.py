@@ -15,12 +15,14 @@ from outsize.run.activations import in_backward
 from outsize.run.backward import Backward
 from outsize.run.beside_the_gate import in_transform, on_copies, see_script_functions
 from outsize.run.embedding import Table
+from outsize.run.grads import RestingGrad
 from outsize.run.guard import Classes, hear_no_more, hear_of_gradients
 from outsize.run.local import is_distributed, local_gradient
 from outsize.run.owner import FORWARD, GATHERED, Owner
-from outsize.run.parameters import Parameters, Reference
+from outsize.run.parameters import Parameters, Reference, grad_of, set_grad
 from outsize.run.reduction import Reduction
 from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
+from outsize.run.stage_norms import StageGrad
 from outsize.run.streamer import Streamer
 from outsize.run.tiles import Tiles
 from outsize.run.unit import Unit
@@ -301,7 +303,7 @@ class Engine:
         grad = local_gradient(param, grad)
         grad = grad.to(device=param.device, dtype=param.dtype)
         if unit.shard.on_device and param.dtype in (torch.float32, torch.float64):
-            param.grad = grad
+            set_grad(param, grad)
             self.show_in_stage(param)
         elif (collector := self.gradients[unit.index].collector) is not None:  # each rank has that of its own batch
             param.grad = collector.collect(name, grad, None)
@@ -326,6 +328,12 @@ class Engine:
         """Autograd keeps the parameter's gradient, which may be one of a stage of a pipeline."""
         if self.reduction is not None:
             self.reduction.show_in_stage(param)
+
+    def gradient_set(self, param: torch.Tensor) -> None:
+        """The script, or a zero-bubble schedule, has set the gradient of a parameter in a stage of a pipeline."""
+        grad = grad_of(param)
+        if grad is not None and not isinstance(grad, (RestingGrad, StageGrad)) and grad.layout is torch.strided:
+            self.adopt_gradient(self.parameters.name_of(param), grad)
 
     def forget(self) -> None:
         """The parameters are plain ones from now on."""

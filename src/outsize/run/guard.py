@@ -275,8 +275,7 @@ def _unguarded_property(name: str, changed: Callable[[Any], None] | None = None)
 
 
 def _in_stage(param: Any) -> None:
-    """The script, or a zero-bubble schedule, has set the gradient of a parameter in a stage of a pipeline."""
-    param.gate.show_in_stage(param)
+    param.gate.gradient_set(param)
 
 
 class GuardedParameter(ManagedParameter, _Guarded):

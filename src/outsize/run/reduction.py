@@ -239,19 +239,6 @@ class Reduction:
             return good
         return bool(stages.combine(torch.tensor([int(good)], device="cpu"), "agreement on gradients", "min"))
 
-    def refuse_unreduced(self) -> None:
-        """Raise for gradients that a zero-bubble schedule has set itself, where other ranks have others."""
-        if self.ranks.stages is None or self.ranks.alone:
-            return
-        for gradients in self.gradients:
-            name = gradients.plain()
-            if name is not None:
-                raise RuntimeError(
-                    f"the gradient of {name!r} was set and not left by a backward, as zero-bubble schedules do. With "
-                    f"several ranks a stage it would not be averaged: use a schedule with whole backwards "
-                    f"(Schedule1F1B, ScheduleInterleaved1F1B, ScheduleDualPipeV). Nothing was updated"
-                )
-
     def check_stages(self, bad: Sequence[str]) -> tuple[str, int] | None:
         """Agree on the step with the other stages of a pipeline. The name and the rank of a gradient that is `bad`
         where there is one in another stage."""

@@ -130,7 +130,6 @@ class Stepper:
         self.state.take()
         if self._reduction is not None:
             self._reduction.complete()
-            self._reduction.refuse_unreduced()
         check_promises(self._applied, self._groups() if self._applied else {})
         if self._reduction is None:
             self._check_options(self._is_stepped)  # before gradients are unscaled

@@ -158,14 +158,6 @@ class UnitGradients:
             else sum(grad_of(param) is not None for param in self._unit.parameters.values())
         )
 
-    def plain(self) -> str | None:
-        """A parameter whose gradient is not at rest, where gradients are reduced."""
-        for name, param in self._unit.parameters.items() if self.collector is not None else ():
-            grad = grad_of(param)
-            if self._unit.shard.rows is None and grad is not None and not isinstance(grad, RestingGrad):
-                return name
-        return None
-
     def given_to_update(self) -> None:
         """The update has started, in the backward. It takes the gradients out of memory."""
         if all(grad.spent for grad in map(grad_of, self._unit.parameters.values()) if isinstance(grad, RestingGrad)):
