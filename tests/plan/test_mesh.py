@@ -88,7 +88,7 @@ def test_a_pipeline_waits_as_its_paper_says() -> None:
     [
         ({"pp": 7}, ValueError, "has 6: a stage needs a layer"),
         ({"pp": 0}, ValueError, "at least 1"),
-        ({"a": 2, "b": 2, "c": 2}, ValueError, "may have one or two data-parallel"),
+        ({"a": 2, "b": 2, "c": 2}, ValueError, "outsize takes one that is data-parallel"),
         ("pp", TypeError, "must be a DeviceMesh or sizes by name"),
     ],
 )

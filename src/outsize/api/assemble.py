@@ -278,11 +278,11 @@ def _build(
     streamer = Streamer(units, room, live, conveyor, updater, rounds)
     in_backward = optimizer is not None and config.update == "backward"
     gradients = [
-        UnitGradients(unit, place, owner, streamer, reduction, shared, in_backward)
+        UnitGradients(unit, place, owner, streamer, reduction, in_backward)
         for unit, place in zip(units, places, strict=True)
     ]
     if reduction is not None:
-        reduction.gradients += gradients
+        reduction.units = units
         reduction.collectors += [each.collector for each in gradients if each.collector is not None]
     existing = {name: param.grad for name, param in plan.parameters.items() if param.grad is not None}
     states = dict(optimizer.state) if optimizer is not None else {}

@@ -105,26 +105,36 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
     return Ranks(sharing, backend, copies, tensor, stages, grid.flatten().tolist(), sync)
 
 
+def dimensions(names: Sequence[str], used: Collection[str] = ()) -> tuple[list[int], list[int], list[int]]:
+    """Which dimensions of a mesh are stages of a pipeline, which data-parallel, which tensor-parallel.
+
+    `used`: those over which parameters are split already.
+    """
+    tensor = [at for at, name in enumerate(names) if name in TENSOR_NAMES or name in used]
+    stages = [at for at, name in enumerate(names) if name in STAGE_NAMES]
+    shared = [at for at in range(len(names)) if at not in (*tensor, *stages)]
+    if any(name in OTHER_NAMES for name in names) or len(tensor) > 1 or len(stages) > 1 or len(shared) > 2:
+        raise ValueError(
+            f"mesh has the dimensions {tuple(names) if any(names) else len(names)}; outsize takes one that is "
+            f"data-parallel (split), or two (copies, split), one that is tensor-parallel, called one of "
+            f"{TENSOR_NAMES}, and one of pipeline stages, called one of {STAGE_NAMES}"
+        )
+    return stages, shared, tensor
+
+
 def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The ranks of the mesh, [stages, copies, ranks that share one, tensor-parallel ranks], and where in it this one
     is.
 
     `used`: the dimensions over which parameters are split already.
     """
-    names = tuple(mesh.mesh_dim_names or ())
-    tensor = [at for at, name in enumerate(names) if name in TENSOR_NAMES or name in used]
-    stages = [at for at, name in enumerate(names) if name in STAGE_NAMES]
-    shared = [at for at in range(mesh.ndim) if at not in (*tensor, *stages)]
-    if any(name in OTHER_NAMES for name in names) or len(tensor) > 1 or len(stages) > 1 or len(shared) > 2:
-        raise ValueError(
-            f"mesh has the dimensions {names or mesh.ndim}; outsize takes one that is data-parallel (split), or two "
-            f"(copies, split), one that is tensor-parallel, called one of {TENSOR_NAMES}, and one of pipeline stages, "
-            f"called one of {STAGE_NAMES}"
-        )
+    names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
+    stages, shared, tensor = dimensions(names, used)
     if used and not tensor:
         raise ValueError(
             f"parameters are split over the mesh dimension {', '.join(sorted(used))!r}, which mesh does not name: it "
-            f"has {names or 'no names'}; pass the whole mesh, with the dimension that parallelize_module was given"
+            f"has {mesh.mesh_dim_names or 'no names'}; pass the whole mesh, with the dimension that parallelize_module "
+            f"was given"
         )
     grid = mesh.mesh.cpu().permute(*stages, *shared, *tensor)
     grid = grid if tensor else grid.unsqueeze(-1)

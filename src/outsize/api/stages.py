@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.ranks import STAGE_NAMES, TENSOR_NAMES
+from outsize.api.ranks import dimensions
 from outsize.plan.parallel import Parallel
 from outsize.run.local import is_distributed
 
@@ -29,14 +29,8 @@ def shape_of(mesh: Any) -> Parallel:
     bad = {name: size for name, size in mesh.items() if type(size) is not int or size < 1}
     if bad:
         raise ValueError(f"mesh has {bad}; each dimension has an integer size of at least 1")
-    tensor = [size for name, size in mesh.items() if name in TENSOR_NAMES]
-    stages = [size for name, size in mesh.items() if name in STAGE_NAMES]
-    data = [size for name, size in mesh.items() if name not in (*TENSOR_NAMES, *STAGE_NAMES)]
-    if len(tensor) > 1 or len(stages) > 1 or len(data) > 2:
-        raise ValueError(
-            f"mesh has the dimensions {tuple(mesh)}; it may have one or two data-parallel ones (copies, split), one "
-            f"that is tensor-parallel, called one of {TENSOR_NAMES}, and one of stages, called one of {STAGE_NAMES}"
-        )
+    sizes = list(mesh.values())
+    stages, data, tensor = ([sizes[at] for at in found] for found in dimensions(list(mesh)))
     *copies, split = data or [1]
     return Parallel(split, *(copies or [1]), *(tensor or [1]), *(stages or [1]))
 

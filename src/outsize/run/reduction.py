@@ -16,11 +16,12 @@ from outsize.move.shard import UnitShard
 from outsize.run.activations import in_backward
 from outsize.run.buffers import Buffers
 from outsize.run.choice import Choice
+from outsize.run.parameters import grad_of
 from outsize.run.stage_norms import StageGrad
 
 if TYPE_CHECKING:
     from outsize.run.collecting import Collector, WholeGradients
-    from outsize.run.unit_gradients import UnitGradients
+    from outsize.run.unit import Unit
 
 
 @final
@@ -55,7 +56,7 @@ class Reduction:
         self.dtype = dtype
         self.reducing = True
         self._adds_up = adds_up and not self.sync
-        self.gradients: list[UnitGradients] = []
+        self.units: Sequence[Unit] = ()
         self.collectors: list[Collector] = []
         self._due = False  # whether something may have been collected since all was reduced
         self._stale = False
@@ -209,8 +210,9 @@ class Reduction:
         return bool(self._over_parts(torch.isfinite(own).all().long(), "min"))
 
     def present(self) -> int:
-        """How many parameters of this rank have a gradient."""
-        return sum(each.present() for each in self.gradients)
+        """How many parameters of this rank have a gradient that can be clipped."""
+        dense = [unit for unit in self.units if unit.shard.rows is None]
+        return sum(grad_of(param) is not None for unit in dense for param in unit.parameters.values())
 
     def show_in_stage(self, param: torch.Tensor) -> None:
         """A gradient that is kept in `param.grad`: its norm becomes a part of that of all stages."""

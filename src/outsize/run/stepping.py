@@ -140,7 +140,8 @@ class Stepper:
                 "zero_grad() after it)"
             )
         if self._reduction is not None:
-            self._reduction.check_step(told(pendings, factor, counted=not self._reduction.sync))
+            alone = self._reduction.ranks.alone  # then nobody has what it could be compared with
+            self._reduction.check_step({} if alone else told(pendings, factor, counted=not self._reduction.sync))
             self._check_options(self._is_stepped)  # behind what tells a rank apart that alone has such an option
             with self._streamer.live.waiting():
                 average_rows(pendings, self._reduction)

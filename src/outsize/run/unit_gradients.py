@@ -44,15 +44,13 @@ class UnitGradients:
         owner: Owner,
         streamer: Streamer,
         reduction: Reduction | None,
-        shared: bool,
         updates: bool,
     ) -> None:
-        """`shared`: other ranks have the parameters too; `updates`: the update takes the gradients out of memory in the
-        backward."""
-        self.owner = owner
-        self.place = place
+        """`updates`: the update takes the gradients out of memory in the backward."""
+        self.owner, self.place = owner, place
         self._reduction = reduction  # None with one rank
-        self.collector = None if reduction is None or not shared else Collector(unit, reduction, self, streamer.room)
+        several = None if reduction is None or reduction.ranks.alone else reduction
+        self.collector = several and Collector(unit, several, self, streamer.room)
         self._unit = unit
         self._streamer = streamer
         self._updates = updates
@@ -149,14 +147,6 @@ class UnitGradients:
                 self._reduction.flush()
         self.place.dispatch()
         return True
-
-    def present(self) -> int:
-        """How many parameters have a gradient that can be clipped."""
-        return (
-            0
-            if self._unit.shard.rows is not None
-            else sum(grad_of(param) is not None for param in self._unit.parameters.values())
-        )
 
     def given_to_update(self) -> None:
         """The update has started, in the backward. It takes the gradients out of memory."""
