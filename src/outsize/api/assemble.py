@@ -113,7 +113,7 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
         rule.arrays,
         frozenset(rule.codes) if config.state_format == "compact" else frozenset(),
         rule.whole,
-        not rule.row_values,
+        rule.row_values,
     )
 
 

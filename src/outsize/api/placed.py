@@ -23,8 +23,8 @@ class Kept:
     arrays: tuple[str, ...] = ()
     compact: frozenset[str] = frozenset()
     whole: bool = False
-    tables: bool = True
-    """Whether tables have arrays too; else one value a row, in host memory."""
+    row_values: tuple[str, ...] = ()
+    """What tables have in place of arrays: one value a row, in host memory."""
 
     def nbytes(self, dtype: str, numel: int) -> int:
         """Bytes at rest of a parameter's state, the rest of its master included."""

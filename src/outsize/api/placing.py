@@ -102,7 +102,7 @@ def place_model(
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     tables = tables_of(model)
-    refuse_tables(tables, infos, config, kept, ranks, shared)
+    refuse_tables(tables, infos, config, ranks, shared)
     # Alike, whatever part is here.
     cuts = cut_units(tree, largest, budgets.unit_bytes, _chosen_units(model, config), tables)
     cuts, beside = part_adapters(cuts, largest)
@@ -125,8 +125,8 @@ def place_model(
         _bytes_of_table(layouts[at], infos, kept, tables_split[1]) if at in by_rows else each
         for at, each in enumerate(sizes)
     )
-    if not kept.tables:
-        budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows))
+    if kept.row_values:
+        budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows, tables_split[1]))
     rows: dict[int, int] = {}
     elsewhere = budgets.disk is not None or budgets.device is not None
     apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
@@ -216,15 +216,15 @@ def _bytes_of_table(whole: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kep
     """What rests on one rank, the first, which no other has more rows than."""
     layout = slice_of(whole, 0, ranks)
     (slot,) = layout.slots
-    kept = kept if kept.tables else replace(kept, arrays=(), compact=frozenset())
+    kept = replace(kept, arrays=(), compact=frozenset()) if kept.row_values else kept
     states = kept.nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
     return UnitBytes(layout.name or "model", layout.param_bytes, 0, states, tiles=ROWS_AT_WORK)
 
 
-def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int]) -> int:
-    """Bytes of one value for each row of the tables."""
-    slots = [layouts[index].slots[0] for index in by_rows]
-    return sum(slot.shape[0] * STATE_BYTES[slot.dtype] for slot in slots)
+def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int], ranks: int) -> int:
+    """Bytes of one value for each row of the tables that rests on the first rank."""
+    slots = [(layouts[index].slots[0], slice_of(layouts[index], 0, ranks).slots[0]) for index in by_rows]
+    return sum(own.numel * whole.shape[0] // whole.numel * STATE_BYTES[own.dtype] for whole, own in slots)
 
 
 def _bear_tiles(model: nn.Module) -> set[str]:

@@ -213,7 +213,6 @@ def refuse_tables(
     tables: Collection[str],
     infos: Mapping[str, ParamInfo],
     config: Config,
-    kept: Kept,
     ranks: Ranks | None,
     shared: bool,
 ) -> None:
@@ -235,10 +234,6 @@ def refuse_tables(
         "float16 on several ranks, each of which may find another overflow": (
             shared and any(infos[name].dtype == "float16" for name in tables),
             "use bfloat16 or float32, or sparse=False",
-        ),
-        "an optimizer that keeps one value a row in memory (RowwiseAdagrad) on several ranks": (
-            shared and not kept.tables,
-            "use torch.optim.Adagrad or outsize.optim.LazyAdamW, or sparse=False",
         ),
     }
     found = next(((words, remedy) for words, (is_so, remedy) in what.items() if is_so), None)

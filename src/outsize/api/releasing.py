@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 from typing import Any
 
 import torch
@@ -115,12 +116,14 @@ def _states(prepared: Prepared) -> dict[torch.Tensor, dict[str, Any]]:
                 continue
             entry = optimizer.state[param].plain()
             for key, value in entry.items():
-                array = unit.shard.arrays.get(key)
-                if array is None or not isinstance(value, torch.Tensor):
+                by_row = key in unit.shard.row_values
+                if not (by_row or key in unit.shard.arrays) or not isinstance(value, torch.Tensor):
                     continue
                 if unit.shard.ranks > 1 and reduction is not None:
-                    whole = reduction.whole(unit.shard, name, value.reshape(-1))
-                    value = whole.view(unit.shard.whole_slots[name].shape)
+                    shape = unit.shard.whole_slots[name].shape
+                    width = prod(shape[1:]) if by_row else 1
+                    whole = reduction.whole(unit.shard, name, value.reshape(-1), width)
+                    value = whole.view(shape[:1] if by_row else shape)
                 dtype = value.dtype if param.dtype is torch.float64 else torch.float32
                 entry[key] = value.to(prepared.config.compute_device, dtype)
             found[param] = entry

@@ -95,6 +95,7 @@ class Shards:
         shard.arrays = self._arrays(shard, layouts, file)
         if by_rows:
             shard.rows = self._rows(shard)
+            shard.row_values = self._plan.kept.row_values
         self._preallocate(shard)
         return shard
 
@@ -150,7 +151,7 @@ class Shards:
         """With values for these segments."""
         found: Layouts = {}
         kept = self._plan.kept
-        for name in kept.arrays if kept.tables or layout.index not in self._plan.tables else ():
+        for name in () if kept.row_values and layout.index in self._plan.tables else kept.arrays:
             scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codes else None
             bytes_of = STATE_BYTES if scales is None else CODE_BYTES
             found[name] = array_layout(layout, bytes_of, 1, segments), scales if scales and scales.nbytes else None

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, final
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from outsize.move.memory import HostBuffer, copy, zero
 from outsize.move.shard import SlotState, StateArray, UnitShard
@@ -190,7 +191,7 @@ def place(
         weights: parameters get these values, others keep theirs. A 16-bit parameter with an fp32 master takes them as
             its master, exactly.
         resting: "weight" and "master" themselves, of the parameters for which they are stored so.
-        arrays, scalars: the optimizer's arrays, for which there is room, and its other values.
+        arrays, scalars: the optimizer's arrays, for which there is room, and its other values, `Readable` or not.
         stated: the parameters that get the state that there is; where there is none they have none from now on.
     """
     known = [name for name in shard.slots if name in weights]
@@ -239,4 +240,13 @@ def place(
     for name in changed:
         shard.slot_states.pop(name, None)
     for name in filled:
-        shard.slot_states[name] = SlotState(dict(scalars[name]), initialised=True)
+        values = {key: _own_value(shard, name, key, value) for key, value in scalars[name].items()}
+        shard.slot_states[name] = SlotState(values, initialised=True)
+
+
+def _own_value(shard: UnitShard, name: str, key: str, value: Any) -> Any:
+    """What rests here of an optimizer's value that is no array. Blocks."""
+    rows = shard.own_rows(name, key)
+    if rows is not None and isinstance(value, Readable):
+        return value.read(rows.start, rows.stop).clone()
+    return shard.own_value(name, key, tree_map_only(Readable, Readable.whole, value))

@@ -69,6 +69,8 @@ class ParameterRecord:
     scalars: Any = None
     """The optimizer's other values of this parameter, encoded; None where it has no state yet."""
     grads: Mapping[str, GradNote] = field(default_factory=dict)
+    rows: Mapping[str, Region] = field(default_factory=dict)
+    """Values that belong to `scalars`, one a row: those of one rank, until the parts of all ranks are merged."""
 
     @property
     def weight(self) -> AnyRegion:

@@ -27,7 +27,8 @@ class Opened:
     arrays: Mapping[str, Mapping[str, Readable]] = field(default_factory=dict)
     """By parameter: the optimizer's arrays."""
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By parameter: the optimizer's other values. A parameter that has any state is among them."""
+    """By parameter: the optimizer's other values, `Readable` where they lie in files. A parameter that has any state is
+    among them."""
     absent: Collection[str] = ()
     """The live parameters of which the folder has nothing: they keep what they have."""
     hyper: Sequence[Mapping[str, Any]] = ()

@@ -158,9 +158,12 @@ def _of_one_place(parts: Sequence[RankPart]) -> dict[str, ParameterRecord]:
         records = [part.parameters[name] for part in parts if name in part.parameters]
         shape = parts[0].shapes[name]
         keys = dict.fromkeys(key for record in records for key in record.arrays)
+        values = {
+            key: {"$tensor": _joined([each.rows[key] for each in records], shape[:1]).to_json()} for key in first.rows
+        }
         found[name] = ParameterRecord(
             {key: _joined([each.arrays[key] for each in records if key in each.arrays], shape) for key in keys},
-            first.scalars,
+            {**first.scalars, **values} if values else first.scalars,
             {key: note for record in reversed(records) for key, note in record.grads.items()},
         )
     return found

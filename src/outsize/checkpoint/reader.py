@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.differences import Differences, Live, check_match
 from outsize.checkpoint.directory import checkpoints_in, lookalikes_in, was_removed
 from outsize.checkpoint.files import open_manifest
@@ -132,7 +133,11 @@ class Checkpoint:
         }
 
     def _tensor(self, value: Any) -> torch.Tensor:
-        """A tensor among the values of a rank.
+        """A tensor among the values of a rank."""
+        return self.data.read(self._region(value))
+
+    def _region(self, value: Any) -> Region:
+        """Where a tensor among the values of the ranks and parameters lies.
 
         All that are read are together no larger than the files that they lie in, so a damaged manifest in which many
         values share one array takes no more memory than that.
@@ -142,14 +147,14 @@ class Checkpoint:
         self._unread -= region.nbytes
         if self._unread < 0:
             raise ValueError("the values of the ranks and parameters are more bytes than the files that hold them")
-        return self.data.read(region)
+        return region
 
-    def _scalar(self, value: Any) -> torch.Tensor:
+    def _scalar(self, value: Any) -> torch.Tensor | Readable:
         """A tensor among the optimizer's values of a parameter, from the manifest itself or from a file."""
         if "values" in value:
             return from_inline(value)
-        self._scalar_regions.append(Region.from_json(value))
-        return self._tensor(value)
+        self._scalar_regions.append(self._region(value))
+        return self.data.readable(self._scalar_regions[-1])
 
     def close(self) -> None:
         self.data.close()

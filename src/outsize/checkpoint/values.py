@@ -32,7 +32,7 @@ NOT_HYPER = ("params", "param_names")
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 TensorToJson = Callable[[str, torch.Tensor], Any]
-TensorFromJson = Callable[[Any], torch.Tensor]
+TensorFromJson = Callable[[Any], Any]
 
 
 def encode(value: Any, path: str, tensor: TensorToJson) -> Any:

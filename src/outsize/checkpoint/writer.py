@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -19,6 +19,7 @@ from outsize.checkpoint.folder import NewFolder, sync, write_text
 from outsize.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, OptimizerRecord, ParameterRecord
 from outsize.checkpoint.peers import Cut, Peers, RankPart, merged_parts, name_of_rank, together
 from outsize.checkpoint.rank_state import RankState
+from outsize.checkpoint.regions import Region
 from outsize.checkpoint.unit_files import FrozenFile, HeldMemory, UnitFiles, record_of, sync_all
 from outsize.checkpoint.values import encode
 from outsize.move.generations import Generation, Generations, link
@@ -99,11 +100,13 @@ class UnfinishedCheckpoint:
     def _plan(self, shard: UnitShard) -> UnitFiles:
         """Where each array of a unit goes; their records are noted."""
         snapshot, file = self._snapshot, self._snapshot.states[0].file
-        scalars = {
-            name: encode(state.scalars, f"the optimizer state of {name!r}", file.small_or_kept)
-            for name, state in shard.slot_states.items()
-            if state.initialised and snapshot.optimizer is not None
-        }
+        scalars: dict[str, Any] = {}
+        rows: dict[str, dict[str, Region]] = {}
+        for name, state in shard.slot_states.items() if snapshot.optimizer is not None else ():
+            if state.initialised:
+                others: dict[str, Any] = dict(state.scalars)
+                rows[name] = {key: file.keep(others.pop(key)) for key in shard.row_values if key in others}
+                scalars[name] = encode(others, f"the optimizer state of {name!r}", file.small_or_kept)
         unit = UnitFiles(shard, scalars, self._rank)
         for slot in shard.layout.slots:
             arrays = dict(unit.arrays_of(slot))
@@ -111,7 +114,7 @@ class UnfinishedCheckpoint:
             for key, grad in grads.items():
                 arrays[key] = self._grads.keep_later(grad.dtype, slot.shape, grad.value)
             notes = {key: (grad.ops, grad.norms) for key, grad in grads.items()}
-            self._records[slot.name] = ParameterRecord(arrays, scalars.get(slot.name), notes)
+            self._records[slot.name] = ParameterRecord(arrays, scalars.get(slot.name), notes, rows.get(slot.name, {}))
         return unit
 
     @property

@@ -5,7 +5,7 @@ Here the rooms `run`, `optim` and `checkpoint` meet: they know units by their sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -182,6 +182,7 @@ class UnitShard:
     hold: Callable[[], None] | None = None  # blocks until nobody needs the bytes in memory as they are
     known: dict[Hashable, Any] = field(default_factory=dict)  # to the update, of these stores
     rows: Rows | None = None  # of a table, of which only the rows that a batch touches move
+    row_values: Collection[str] = ()  # of the optimizer: a table has one for each row that rests here, and no arrays
 
     def __post_init__(self) -> None:
         self.param_layout = array_layout(self.layout, OWN_BYTES)
@@ -288,6 +289,21 @@ class UnitShard:
         """The elements of a whole parameter, or of what has its shape, that rest here, 1-D."""
         slot = self.slots[name]
         return value.reshape(-1)[slot.first : slot.first + slot.numel]
+
+    def own_rows(self, name: str, key: str) -> slice | None:
+        """Which of the optimizer's values `key` rest here, where it has one for each row; None of any other value."""
+        if key not in self.row_values:
+            return None
+        slot, whole = self.slots[name], self.whole_slots[name]
+        width = whole.numel // whole.shape[0]
+        return slice(slot.first // width, (slot.first + slot.numel) // width)
+
+    def own_value(self, name: str, key: str, value: Any) -> Any:
+        """What rests here of an optimizer's value that is no array: given are all of it, or this."""
+        rows = self.own_rows(name, key)
+        if rows is None or not isinstance(value, torch.Tensor) or value.numel() != self.whole_slots[name].shape[0]:
+            return value
+        return value.detach().reshape(-1)[rows].cpu()
 
     def part_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """A gradient in the shape of the parameter; where the parameter is split, what of it rests here, 1-D."""

@@ -255,12 +255,12 @@ class Reduction:
         flags = torch.tensor(good, dtype=torch.int32, device="cpu")
         return [bool(each) for each in self.ranks.combine(flags, "agreement on gradients", "min").tolist()]
 
-    def whole(self, shard: UnitShard, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole gradient, 1-D, of which this rank has the elements `own`."""
+    def whole(self, shard: UnitShard, name: str, own: torch.Tensor, per: int = 1) -> torch.Tensor:
+        """The whole gradient, 1-D, of which this rank has the elements `own`, or else one value for `per` of them."""
         if shard.ranks == 1:
             return own
         slot = shard.whole_slots[name]
-        value = torch.zeros(slot.numel, dtype=torch.float64, device="cpu")
-        mine = shard.slots[name]
-        value[mine.first : mine.first + mine.numel] = own.double().cpu()
+        value = torch.zeros(slot.numel // per, dtype=torch.float64, device="cpu")
+        first = shard.slots[name].first // per
+        value[first : first + own.numel()] = own.double().cpu()
         return self.ranks.combine(value, "gradients").to(own.dtype)

@@ -160,7 +160,7 @@ def check_entry(
 
     `hyper`: the options of the parameter's group; None where it is in none.
     """
-    whole, rows = shard.whole_slots[slot.name], () if shard.rows is None else rule.row_values
+    whole, rows = shard.whole_slots[slot.name], {key: shard.own_rows(slot.name, key) for key in shard.row_values}
     names = set() if rows else set(rule.arrays)
     arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     wrong: set[str] = set()
@@ -170,7 +170,10 @@ def check_entry(
         wrong |= entry.keys() - names - set(rule.scalars)
         values = names & entry.keys() - arrays.keys()
         wrong |= {key for key in values if key not in rule.scalars or entry[key] is not None}
-    wrong |= {key for key in rows if key not in arrays or arrays[key].numel() != whole.shape[0]}
+    for key, own in rows.items():
+        assert own is not None
+        if key not in arrays or arrays[key].numel() not in (whole.shape[0], own.stop - own.start):
+            wrong.add(key)
     missing = {key for key in names if key not in entry or (entry[key] is None and key in rule.optional)}
     missing.discard("max_exp_avg_sq")
     if missing and hyper is not None and not rule.whole:  # torch's state has what the parameter's own group needs
@@ -218,7 +221,7 @@ def store_entry(shard: UnitShard, name: str, entry: Mapping[str, Any]) -> None:
         else:
             continue
         shard.write_array(array, slot.offset, slot.end, values)
-    scalars = {key: snapshot(value) for key, value in entry.items() if key not in given}
+    scalars = {key: snapshot(shard.own_value(name, key, value)) for key, value in entry.items() if key not in given}
     shard.slot_states[name] = SlotState(scalars, initialised=bool(entry))
 
 
