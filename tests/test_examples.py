@@ -107,6 +107,15 @@ def test_adapters_learn_on_a_base_that_is_read_where_it_lies(
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
 
 
+def test_accelerates_loop_that_is_started_again_is_the_same_run(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    loop = example("with_accelerate")
+    expected = loop.main(tmp_path / "one", 25)
+    for steps in (13, 25):  # from the tenth
+        loss = loop.main(tmp_path / "two", steps)
+    assert loss == expected
+
+
 def test_the_recommender_trains_a_table_above_its_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loss = example("recommender").main(tmp_path, 50_000, "4MiB", 12, batch=64)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

@@ -19,7 +19,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 tokenizers = pytest.importorskip("tokenizers")
 
-from outsize.integrations.transformers import STATE, Trainer, last_checkpoint  # noqa: E402
+from outsize.integrations.accelerate import STATE  # noqa: E402
+from outsize.integrations.transformers import Trainer, last_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 

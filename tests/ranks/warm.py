@@ -20,6 +20,8 @@ with suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import outsize.cli.train
+with suppress(ImportError):
+    import datasets  # noqa: F401  # Accelerate imports it where it is there
 torch.set_num_threads(1)
 _param = torch.nn.Parameter(torch.zeros(1))
 _optimizer = torch.optim.AdamW([_param])  # torch imports its compiler with the first one

@@ -1,1 +1,1 @@
-"""Other libraries' training loops on a prepared model. Each module stands on the public API alone."""
+"""Other libraries' training loops on a prepared model. They stand on the room `api`; the cache of `generate()` on `move`."""

@@ -23,15 +23,13 @@ import torch
 import transformers
 
 import outsize
+from outsize.integrations.accelerate import STATE, prepare
 from outsize.integrations.key_values import KeyValueCache as KeyValueCache
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
         f"outsize needs transformers 5 or newer, this is {transformers.__version__}: pip install -U transformers"
     )
-
-STATE = "outsize"
-"""The folder in each `checkpoint-N` of the Trainer that `outsize.save` writes."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
@@ -57,28 +55,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         super().__init__(*args, **kwargs)
         self._saving: Any = None
         self._refuse_what_cannot_train()
-        if budgets or not _is_prepared(self.model):
-            outsize.prepare(self.model, self.create_optimizer(), **{"device": self.args.device, **budgets})
-        elif self.optimizer is None:
-            raise ValueError(
-                "the model is prepared: pass the optimizer that was prepared with it, optimizers=(optimizer, None)"
-            )
-        # Accelerate casts as the arguments say. What it has prepared so it neither moves nor wraps later.
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
-        self.optimizer._is_accelerate_prepared = True
+        _, self.optimizer = prepare(self.accelerator, self.model, self.create_optimizer(), **budgets)
         self._monitor = outsize.Monitor(self.model)
         self.add_callback(_Begins(self._monitor))
 
     def _refuse_what_cannot_train(self) -> None:
-        wrapped = self.accelerator.unwrap_model(self.model) is not self.model
         for refused, what, remedy in (
-            (self.is_fsdp_enabled, "fsdp is on", "outsize shards by itself: leave fsdp out"),
-            (self.is_deepspeed_enabled, "deepspeed is on", "outsize takes its place: leave deepspeed out"),
             (self.args.torch_compile, "torch_compile is on", "call .compile() of the model's layers"),
             (self.args.n_gpu > 1, f"one process sees {self.args.n_gpu} accelerators", "start one each, with torchrun"),
             (self.model_init is not None, "model_init is given", "pass the model"),
-            (wrapped, f"the model is wrapped in {type(self.model).__name__}", "pass the model itself"),
             (hasattr(self.model, "peft_config"), "the model has adapters of PEFT", "their saving is not supported yet"),
         ):  # fmt: skip
             if refused:
@@ -156,11 +141,3 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return (checkpoint / STATE).is_dir()
-
-
-def _is_prepared(model: Any) -> bool:
-    try:
-        outsize.memory(model)
-    except ValueError:
-        return False
-    return True
