@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -18,6 +19,10 @@ namespace {
 bool is_direct(int fd) {
     const int flags = ::fcntl(fd, F_GETFL);
     return flags != -1 && (flags & O_DIRECT) != 0;
+}
+
+bool in_blocks(const Piece& piece) {
+    return (piece.offset | reinterpret_cast<std::uintptr_t>(piece.address) | piece.nbytes) % kBlockBytes == 0;
 }
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -39,6 +44,14 @@ bool Piece::fail(int code) {
     return true;
 }
 
+void Piece::bounce_in(Bounce& bounce) {
+    if (target == nullptr) return;
+    if (!bounce) bounce.reset(static_cast<char*>(std::aligned_alloc(kBlockBytes, kBounceBytes)));
+    if (!bounce) injected_error = ENOMEM;
+    address = bounce.get();
+    resume = 0;
+}
+
 bool Piece::advance(std::int64_t result) {
     if (injected_error != 0) return fail(std::exchange(injected_error, 0));
     if (injected_short >= 0) result = std::min(result, std::exchange(injected_short, -1));
@@ -49,7 +62,10 @@ bool Piece::advance(std::int64_t result) {
     const std::size_t now = resume + static_cast<std::size_t>(result);
     futile = now > reached ? 0 : futile + 1;
     reached = std::max(reached, now);
-    if (reached == nbytes) return true;
+    if (reached >= needed) {
+        if (target != nullptr) std::memcpy(target, address + skip, needed - skip);
+        return true;
+    }
     if (futile == kFutileAttempts) return fail(EIO);
     // Whole blocks only keep the alignment of the piece's start, whatever that is; redoing a part of one is harmless.
     resume = is_direct(fd) ? reached / kBlockBytes * kBlockBytes : reached;
@@ -92,7 +108,20 @@ void DiskEngine::cut(std::vector<Piece>& pieces, Piece whole) const {
         Piece piece = whole;
         piece.offset += at;
         piece.address += at;
-        piece.nbytes = std::min(options_.request_bytes, nbytes - at);
+        piece.nbytes = piece.needed = std::min(options_.request_bytes, nbytes - at);
+        pieces.push_back(piece);
+    }
+}
+
+void DiskEngine::cut_into_bounces(std::vector<Piece>& pieces, const Piece& whole) const {
+    const std::uint64_t end = whole.offset + whole.nbytes;
+    for (std::uint64_t at = whole.offset / kBlockBytes * kBlockBytes; at < end; at += kBounceBytes) {
+        Piece piece = whole;
+        piece.offset = at;
+        piece.skip = at < whole.offset ? whole.offset - at : 0;
+        piece.needed = std::min<std::uint64_t>(kBounceBytes, end - at);
+        piece.nbytes = round_up(piece.needed, kBlockBytes);
+        piece.target = whole.address + (at + piece.skip - whole.offset);
         pieces.push_back(piece);
     }
 }
@@ -106,7 +135,10 @@ std::uint64_t DiskEngine::start(Operation operation, int fd, std::uint64_t offse
     whole.offset = offset;
     whole.address = address;
     whole.nbytes = nbytes;
-    cut(pieces, whole);
+    if (operation == Operation::kRead && !in_blocks(whole) && is_direct(fd))
+        cut_into_bounces(pieces, whole);
+    else
+        cut(pieces, whole);
     return submit(std::move(pieces));
 }
 
@@ -150,7 +182,7 @@ std::uint64_t DiskEngine::submit(std::vector<Piece> pieces) {
 
 void DiskEngine::on_finished(const Piece& piece) {
     (piece.operation == Operation::kRead ? bytes_read_ : bytes_written_)
-        .fetch_add(piece.reached, std::memory_order_relaxed);
+        .fetch_add(piece.moved(), std::memory_order_relaxed);
     const std::lock_guard lock(mutex_);
     const auto entry = tickets_.find(piece.ticket);
     Ticket& ticket = entry->second;

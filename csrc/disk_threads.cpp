@@ -47,6 +47,7 @@ class ThreadsQueue final : public PieceQueue {
     }
 
     void serve() {
+        Bounce bounce;
         std::unique_lock lock(mutex_);
         while (true) {
             changed_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
@@ -54,8 +55,10 @@ class ThreadsQueue final : public PieceQueue {
             Piece piece = waiting_.front();
             waiting_.pop_front();
             lock.unlock();
-            do listener_.on_attempt();
-            while (!piece.advance(attempt(piece)));
+            do {
+                listener_.on_attempt();
+                piece.bounce_in(bounce);
+            } while (!piece.advance(attempt(piece)));
             listener_.on_finished(piece);
             lock.lock();
         }

@@ -144,7 +144,7 @@ constexpr std::uint64_t kDoorbell = ~std::uint64_t{0};
 class UringQueue final : public PieceQueue {
   public:
     UringQueue(PieceListener& listener, unsigned depth)
-        : listener_(listener), ring_(depth + 1), doorbell_(::eventfd(0, EFD_CLOEXEC)), slots_(depth) {
+        : listener_(listener), ring_(depth + 1), doorbell_(::eventfd(0, EFD_CLOEXEC)), slots_(depth), bounces_(depth) {
         if (doorbell_.get() < 0) throw last_error("eventfd");
         for (unsigned slot = 0; slot < depth; ++slot) free_slots_.push_back(slot);
         thread_ = std::thread([this] { serve(); });
@@ -220,6 +220,7 @@ class UringQueue final : public PieceQueue {
         }
         const unsigned slot = free_slots_.back();
         free_slots_.pop_back();
+        piece.bounce_in(bounces_[slot]);
         slots_[slot] = piece;
         io_uring_sqe& entry = ring_.prepare();
         entry.opcode = piece.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
@@ -268,7 +269,8 @@ class UringQueue final : public PieceQueue {
     FileDescriptor doorbell_;
     std::uint64_t rings_ = 0;  // where the kernel puts the doorbell's count
     bool doorbell_pending_ = false;
-    std::vector<Piece> slots_;  // in flight, by user_data
+    std::vector<Piece> slots_;     // in flight, by user_data
+    std::vector<Bounce> bounces_;  // of the slots that have needed one
     std::vector<unsigned> free_slots_;
     std::deque<Piece> waiting_;
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.move import comm
 from outsize.move.buffer import Buffer
 from outsize.move.comm import Ranks
 from outsize.move.device import Lanes
+from outsize.move.lanes import LANES, Lane, Model
 from outsize.move.memory import Ledger
 from outsize.move.shard import Gathering
 
@@ -78,8 +78,8 @@ def ranks_on(accelerator: Accelerator) -> Any:
     """The first of two ranks, without a job."""
     ranks: Any = Ranks.__new__(Ranks)
     ranks.rank, ranks.size = 0, 2
-    ranks.model = comm.Model(0, False, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
-    ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model) for name in comm.LANES}
+    ranks.model = Model(0, False, SimpleNamespace(closed=False, apart={}, said=None))  # type: ignore[arg-type]
+    ranks._lanes = {name: Lane(f"0/{name}", [0, 1], ranks.model) for name in LANES}
     for lane in ranks._lanes.values():
         lane.moving, lane.on_device = accelerator, True
         lane.exchange = lambda turn: None

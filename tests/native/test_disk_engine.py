@@ -270,10 +270,55 @@ def test_a_closed_descriptor_is_an_error(engine: DiskEngine, tmp_path: Path) -> 
     assert error_of(engine, engine.write(fd, 0, memory.address, 3 * REQUEST)) == errno.EBADF
 
 
-def test_a_misaligned_direct_transfer_is_an_error(engine: DiskEngine, direct: int) -> None:
-    fill(direct, noise(2 * REQUEST))
+def test_a_misaligned_direct_write_is_an_error(engine: DiskEngine, direct: int) -> None:
     memory = Memory(2 * REQUEST)
-    assert error_of(engine, engine.read(direct, 3, memory.address + 1, BLOCK)) == errno.EINVAL
+    assert error_of(engine, engine.write(direct, 3, memory.address + 1, BLOCK)) == errno.EINVAL
+
+
+BOUNCE = 64 * BLOCK
+
+
+@pytest.mark.parametrize("offset", [0, 3, BLOCK - 1, BLOCK, BOUNCE - 5])
+@pytest.mark.parametrize("nbytes", [1, BLOCK, BLOCK + 1, BOUNCE, 3 * BOUNCE + 777])
+def test_a_direct_read_may_begin_and_end_anywhere(engine: DiskEngine, direct: int, offset: int, nbytes: int) -> None:
+    """Also in the last block of the file, which is not whole; no byte beside those asked for is touched."""
+    content = noise(offset + nbytes)
+    fill(direct, content)
+    around = b"?" * 9
+    memory = Memory(around + bytes(nbytes) + around)
+    engine.wait(engine.read(direct, offset, memory.address + len(around), nbytes))
+    assert memory.content() == around + content[offset:] + around
+    assert engine.bytes_read == nbytes
+
+
+@pytest.mark.parametrize("short", [1, BLOCK, 20 * BLOCK])
+def test_a_short_direct_read_of_any_bytes_is_made_again(engine: DiskEngine, direct: int, short: int) -> None:
+    content = noise(2 * BOUNCE)
+    fill(direct, content)
+    memory = Memory(2 * BOUNCE - 7)
+    engine.inject("read", 1, short_bytes=short)
+    engine.wait(engine.read(direct, 7, memory.address, 2 * BOUNCE - 7))
+    assert memory.content() == content[7:]
+
+
+def test_a_direct_read_past_the_end_is_an_error(engine: DiskEngine, direct: int) -> None:
+    fill(direct, noise(BOUNCE + 100))
+    memory = Memory(2 * BOUNCE)
+    assert error_of(engine, engine.read(direct, 1, memory.address, BOUNCE + 100)) == errno.EIO
+    engine.inject("read", 2, error=errno.ENODEV)
+    assert error_of(engine, engine.read(direct, 1, memory.address, BOUNCE)) == errno.ENODEV
+
+
+def test_many_direct_reads_of_any_bytes_share_the_memory_that_they_pass_through(
+    engine: DiskEngine, direct: int
+) -> None:
+    content = noise(100 * 1000)
+    fill(direct, content)
+    memories = [Memory(977) for _ in range(100)]
+    tickets = [engine.read(direct, at * 1000 + 1, memory.address, 977) for at, memory in enumerate(memories)]
+    for at, (ticket, memory) in enumerate(zip(tickets, memories, strict=True)):
+        engine.wait(ticket)
+        assert memory.content() == content[at * 1000 + 1 : at * 1000 + 978]
 
 
 def test_an_error_is_the_specific_subclass_of_oserror(engine: DiskEngine, buffered: int) -> None:

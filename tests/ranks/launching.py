@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outsize.move import comm, watch
+from outsize.move import meeting, watch
 
 LIMIT_SECONDS = 60.0
 QUICK = True
@@ -95,7 +95,7 @@ def _run(
     torch.set_num_threads(1)
     port, rank, ranks, quick = place
     if quick:
-        watch.BEAT_SECONDS, watch.SILENT_SECONDS, comm.STUCK_SECONDS = 0.1, 2.0, 0.5  # tests have no slow networks
+        watch.BEAT_SECONDS, watch.SILENT_SECONDS, meeting.STUCK_SECONDS = 0.1, 2.0, 0.5  # tests have no slow networks
         watch.STILL_SECONDS = 2.0
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.move import comm
+from outsize.move import meeting
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits, weights_of
 
@@ -344,7 +344,7 @@ def test_one_rank_that_prepares_another_model_ends_with_an_error_on_all(stage: i
 
 def comes_late(disk: str) -> list[str]:
     """The first rank waits for the other in `prepare`, and says so."""
-    comm.MEETING_WORD_SECONDS = 0.2
+    meeting.MEETING_WORD_SECONDS = 0.2
     said: list[str] = []
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -364,7 +364,7 @@ def test_who_waits_in_prepare_says_for_whom(tmp_path: Path) -> None:
 
 
 def never_comes(disk: str) -> None:
-    comm.MEETING = timedelta(seconds=0.5)
+    meeting.MEETING = timedelta(seconds=0.5)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank():
         store.wait(["over"])

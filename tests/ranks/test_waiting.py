@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.checkpoint import background, writer
-from outsize.move import comm
-from outsize.move.comm import RanksError
+from outsize.move import meeting
+from outsize.move.comm import Ranks
+from outsize.move.lanes import LANES, Going, Lane, Model, RanksError
 from tests.ranks.launching import Ended, ends_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits
 
@@ -64,11 +65,11 @@ def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The first of two ranks that share a model, without a job."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(comm, "STUCK_SECONDS", -1.0)
-    ranks: Any = comm.Ranks.__new__(comm.Ranks)
-    ranks.model = comm.Model(0, False, NobodyGone(), ["a layer"])  # type: ignore[arg-type]
-    ranks._lanes = {name: comm.Lane(f"0/{name}", [0, 1], ranks.model) for name in comm.LANES}
-    monkeypatch.setattr(comm, "_models", {ranks.model})
+    monkeypatch.setattr(meeting, "STUCK_SECONDS", -1.0)
+    ranks: Any = Ranks.__new__(Ranks)
+    ranks.model = Model(0, False, NobodyGone(), ["a layer"])  # type: ignore[arg-type]
+    ranks._lanes = {name: Lane(f"0/{name}", [0, 1], ranks.model) for name in LANES}
+    monkeypatch.setattr(meeting, "_models", {ranks.model})
     return ranks
 
 
@@ -83,12 +84,12 @@ def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(first_of_two: An
 def test_what_went_wrong_on_an_accelerator_is_said(first_of_two: Any) -> None:
     turn = first_of_two.turn_to_gather(0, 8)
     with pytest.raises(RanksError, match=r"rank 1 of 2 is gone .* while rank 0 was in gather of unit 'a layer'"):
-        comm.Going(first_of_two, OnAccelerator(asked=3, fails=True), turn, on_stream=True).wait()
+        Going(OnAccelerator(asked=3, fails=True), turn, on_stream=True, wanted=first_of_two.wanted).wait()
     assert "rank 1 of 2 is gone" in first_of_two.model.watch.told[0]
 
 
 def stuck_of(ranks: Any) -> Any:
-    return comm._stuck(ranks.model.watch.members)
+    return meeting._stuck(ranks.model.watch.members)
 
 
 def test_the_loops_wait_counts_before_that_of_the_conveyor_which_counts_as_come_to(first_of_two: Any) -> None:

@@ -260,7 +260,7 @@ class StripedFile:
         file_bytes = self.nbytes if len(directories) == 1 else rows * STRIPE_BYTES
         try:
             for path in self._paths:
-                self._files.append(_create(path))
+                self._files.append(open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
                 with naming(path, f"a file of {format_bytes(file_bytes)}"):
                     os.ftruncate(self._files[-1], file_bytes)
             for directory in directories:
@@ -389,8 +389,8 @@ def _runs_of(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return found
 
 
-def _create(path: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+def open_direct(path: str, flags: int) -> int:
+    """A file descriptor that passes by the page cache, where the file system has that."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
 
 import torch
 
-from outsize.move.disk import DiskEngine, DiskTransfer
-from outsize.move.memory import PAGE_BYTES
+from outsize.move.disk import DiskEngine, DiskTransfer, open_direct
 from outsize.move.store import Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import round_up
 
 # Note [Read in place]
 # The tensors of a safetensors file begin at any byte, and operations need them at a fixed distance from a page
-# boundary (Note [Alignment] in plan/layout.py). So they are copied, by the kernel: a read that is not direct puts any
-# bytes of a file anywhere in memory. What it leaves in the page cache is given back at once: the budget says how much
-# memory the model takes.
+# boundary (Note [Alignment] in plan/layout.py). So they are copied, by the disk engine: it reads whole blocks past the
+# page cache, and puts any bytes of them anywhere in memory (Note [Direct reads of any bytes] in csrc/native.hpp).
 
 
 @final
@@ -30,8 +27,7 @@ class SourceFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)  # whole requests, and nothing beside them
+        self.number = open_direct(path, os.O_RDONLY | os.O_CLOEXEC)
         self._state = self._now()
 
     def _now(self) -> tuple[int, int]:
@@ -43,11 +39,6 @@ class SourceFile:
         if self._now() != self._state:
             message = "the file was changed, and the model's weights are read from it in place; put it back and restart"
             raise OSError(errno.ESTALE, message, self.path)
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Give these bytes' pages of the page cache back."""
-        first = offset // PAGE_BYTES * PAGE_BYTES
-        os.posix_fadvise(self.number, first, round_up(offset + nbytes, PAGE_BYTES) - first, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self.number)
@@ -86,14 +77,14 @@ class FileStore(Store):
             for part in self._parts
             if part.start < end and start < part.start + part.nbytes
         ]
-        met = [(part.file, part.offset + low - part.start, high - low) for low, high, part in ranges]
-        for file in {file for file, _, _ in met}:
-            file.check()
-        transfer = DiskTransfer(self._engine, then=partial(_after, met))
+        files = {part.file for _, _, part in ranges}
+        _check(files)
+        transfer = DiskTransfer(self._engine, then=partial(_check, files))
         position = start
-        for (low, high, _), (file, offset, nbytes) in zip(ranges, met, strict=True):
+        for low, high, part in ranges:
             out[position - start : low - start].zero_()
-            transfer.add(self._engine.read(file.number, offset, out.data_ptr() + low - start, nbytes), file.path)
+            offset, address = part.offset + low - part.start, out.data_ptr() + low - start
+            transfer.add(self._engine.read(part.file.number, offset, address, high - low), part.file.path)
             position = high
         out[position - start :].zero_()
         return transfer
@@ -105,7 +96,6 @@ class FileStore(Store):
         return
 
 
-def _after(met: Sequence[tuple[SourceFile, int, int]]) -> None:
-    for file, offset, nbytes in met:
+def _check(files: Iterable[SourceFile]) -> None:
+    for file in files:
         file.check()
-        file.forget(offset, nbytes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from outsize.move.comm import Going
+from outsize.move.lanes import Going
 from outsize.move.shard import UnitShard
 from outsize.move.store import DTYPES
 from outsize.run.buffers import collecting_dtype, collecting_sizes, unused
