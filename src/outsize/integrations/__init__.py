@@ -1,1 +1,1 @@
-"""Other libraries' training loops on a prepared model. They stand on the room `api`; the cache of `generate()` on `move`."""
+"""Other libraries' training loops on a prepared model. They stand on `api`, the cache of `generate()` on `move`."""
