@@ -107,114 +107,25 @@ class Job(Transfer):
 
 
 @final
-class Conveyor:
-    """Runs jobs in order on its own thread. Nothing calls back up: whoever submitted a job waits on it.
+class Belt:
+    """The steps of all queued jobs, in order, on whatever thread calls `serve`. `free`: the slabs that no step has."""
 
-    Its staging arena is `slabs` slabs of exactly `slab_bytes` bytes, reserved once and pinned where an accelerator
-    reads them; bytes pass through it between tiers.
-    """
-
-    def __init__(self, slab_bytes: int, slabs: int, ledger: Ledger, lanes: Lanes | None = None) -> None:
-        self.slab_bytes = slab_bytes
-        self.slabs = slabs
-        self._arena: HostBuffer | None = HostBuffer(slab_bytes * slabs, pinned=lanes is not None)
-        self._free = [self._arena.bytes[at * slab_bytes : (at + 1) * slab_bytes] for at in range(slabs)]
-        self._lanes = lanes
-        self._ledger = ledger
-        ledger.add("host/staging", slab_bytes * slabs)
-        self._pid = os.getpid()
-        self._queue: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._idle = False  # the thread waits for a job
-        self._error: BaseException | None = None  # a fault of ours, which has ended the thread
-        self._unwritten: weakref.WeakSet[Job] = weakref.WeakSet()  # all that were submitted, and some that are over
+    def __init__(self, free: list[torch.Tensor]) -> None:
+        self.slabs = len(free)
+        self.free = free
+        self.queue: deque[Job] = deque()  # others add to it under the lock
+        self.lock = threading.Condition()
         self._job: Job | None = None
         self._held: Step | None = None  # the next one, until there is room for it
         self._started: deque[Step] = deque()
         self._writing: deque[Step] = deque()
-        self._thread = threading.Thread(target=self._run, name="outsize-conveyor", daemon=True)
-        self._thread.start()
-
-    # Note [Ctrl-C while the thread is woken]
-    # An exception inside `Condition.notify` leaves the entry of a thread that was woken already, and the next `notify`
-    # wakes that in place of who waits: a close would wait for the thread for ever. `notify_all` passes over it.
-
-    def submit(self, job: Job, light: bool = False) -> Job:
-        """Run the job behind all that were submitted before. A `light` one copies little and waits for nothing: if
-        nothing else goes on, the calling thread runs it at once."""
-        self.check_process()
-        with self._changed:
-            if self._error is not None:
-                raise RuntimeError(
-                    f"outsize has stopped after a fault of its own ({type(self._error).__name__}: {self._error}); "
-                    f"restart and load the last checkpoint"
-                ) from self._error
-            if self._closing:
-                raise RuntimeError("outsize has been closed; the model cannot be used any more")
-            if light and self._idle:
-                job.run()
-                return job
-            self._idle = False
-            self._queue.append(job)
-            self._unwritten.add(job)
-            self._changed.notify_all()
-        return job
 
     @property
-    def is_here(self) -> bool:
-        """Whether the calling thread is the conveyor's own."""
-        return threading.current_thread() is self._thread
+    def has_work(self) -> bool:
+        return bool(self.queue or self._job or self._held or self._started or self._writing)
 
-    def check_process(self) -> None:
-        """Raise `RuntimeError` in a forked child."""
-        if os.getpid() != self._pid:
-            raise in_a_fork()
-
-    def close(self) -> None:
-        """Finish what has begun, break what has not, end the thread, give the arena back; safe to repeat."""
-        with self._changed:
-            self._closing = True
-            queued, self._queue = list(self._queue), deque()
-            self._changed.notify_all()
-        for job in queued:
-            job.fail(RuntimeError("outsize was closed before this transfer began"))
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._lanes is not None:
-            self._lanes.synchronize()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena, self._free = None, []
-            self._ledger.add("host/staging", -self.slab_bytes * self.slabs)
-
-    def _run(self) -> None:
-        torch.set_grad_enabled(False)  # grad mode belongs to the thread
-        try:
-            while self._await_work():
-                self._serve()
-        except BaseException as error:  # nobody waits for a thread that is gone: all hear of the error
-            with self._changed:
-                self._error = error
-                self._queue.clear()
-                jobs = list(self._unwritten)
-            for job in jobs:
-                job.fail(error)
-            raise
-
-    def _await_work(self) -> bool:
-        with self._changed:
-            while not (self._has_work or self._closing):
-                self._idle = True
-                self._changed.wait()
-            self._idle = False
-            return self._has_work
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._queue or self._job or self._held or self._started or self._writing)
-
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Go on by a step; there is one."""
         while self._writing and all(transfer.done() for transfer in self._writing[0].moving):
             self._reap_oldest()
         self._start_what_fits()
@@ -232,7 +143,7 @@ class Conveyor:
             if self._held is None:
                 return
             assert self._held.slabs <= self.slabs, "a step never needs more than the whole staging arena"
-            if self._held.slabs <= len(self._free):
+            if self._held.slabs <= len(self.free):
                 step, self._held = self._held, None
                 self._begin(step)
             elif self._started:
@@ -244,10 +155,10 @@ class Conveyor:
         """The next step in order, None when there is none or when it must wait for a step that has begun."""
         while True:
             if self._job is None:
-                with self._changed:
-                    if not self._queue:
+                with self.lock:
+                    if not self.queue:
                         return None
-                    self._job = self._queue.popleft()
+                    self._job = self.queue.popleft()
             job = self._job
             for earlier in job.after:
                 while not earlier.written.done():
@@ -268,7 +179,7 @@ class Conveyor:
             self._job = None
 
     def _begin(self, step: Step) -> None:
-        step.taken = [self._free.pop() for _ in range(step.slabs)]
+        step.taken = [self.free.pop() for _ in range(step.slabs)]
         try:
             step.moving = step.begin(step.taken)
             self._started.append(step)
@@ -301,7 +212,107 @@ class Conveyor:
         if error is not None:
             step.job.fail(error)
         step.job.settle(steps, writes)
-        self._free += step.taken
+        self.free += step.taken
+
+
+@final
+class Conveyor:
+    """Runs jobs in order on its own thread. Nothing calls back up: whoever submitted a job waits on it.
+
+    Its staging arena is `slabs` slabs of exactly `slab_bytes` bytes, reserved once and pinned where an accelerator
+    reads them; bytes pass through it between tiers.
+    """
+
+    def __init__(self, slab_bytes: int, slabs: int, ledger: Ledger, lanes: Lanes | None = None) -> None:
+        self.slab_bytes = slab_bytes
+        self.slabs = slabs
+        self._arena: HostBuffer | None = HostBuffer(slab_bytes * slabs, pinned=lanes is not None)
+        self._belt = Belt([self._arena.bytes[at * slab_bytes : (at + 1) * slab_bytes] for at in range(slabs)])
+        self._lanes = lanes
+        self._ledger = ledger
+        ledger.add("host/staging", slab_bytes * slabs)
+        self._pid = os.getpid()
+        self._changed = self._belt.lock
+        self._closing = False
+        self._idle = False  # the thread waits for a job
+        self._error: BaseException | None = None  # a fault of ours, which has ended the thread
+        self._unwritten: weakref.WeakSet[Job] = weakref.WeakSet()  # all that were submitted, and some that are over
+        self._thread = threading.Thread(target=self._run, name="outsize-conveyor", daemon=True)
+        self._thread.start()
+
+    # Note [Ctrl-C while the thread is woken]
+    # An exception inside `Condition.notify` leaves the entry of a thread that was woken already, and the next `notify`
+    # wakes that in place of who waits: a close would wait for the thread for ever. `notify_all` passes over it.
+
+    def submit(self, job: Job, light: bool = False) -> Job:
+        """Run the job behind all that were submitted before. A `light` one copies little and waits for nothing: if
+        nothing else goes on, the calling thread runs it at once."""
+        self.check_process()
+        with self._changed:
+            if self._error is not None:
+                raise RuntimeError(
+                    f"outsize has stopped after a fault of its own ({type(self._error).__name__}: {self._error}); "
+                    f"restart and load the last checkpoint"
+                ) from self._error
+            if self._closing:
+                raise RuntimeError("outsize has been closed; the model cannot be used any more")
+            if light and self._idle:
+                job.run()
+                return job
+            self._idle = False
+            self._belt.queue.append(job)
+            self._unwritten.add(job)
+            self._changed.notify_all()
+        return job
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the conveyor's own."""
+        return threading.current_thread() is self._thread
+
+    def check_process(self) -> None:
+        """Raise `RuntimeError` in a forked child."""
+        if os.getpid() != self._pid:
+            raise in_a_fork()
+
+    def close(self) -> None:
+        """Finish what has begun, break what has not, end the thread, give the arena back; safe to repeat."""
+        with self._changed:
+            self._closing = True
+            queued, self._belt.queue = list(self._belt.queue), deque()
+            self._changed.notify_all()
+        for job in queued:
+            job.fail(RuntimeError("outsize was closed before this transfer began"))
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._lanes is not None:
+            self._lanes.synchronize()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena, self._belt.free = None, []
+            self._ledger.add("host/staging", -self.slab_bytes * self.slabs)
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # grad mode belongs to the thread
+        try:
+            while self._await_work():
+                self._belt.serve()
+        except BaseException as error:  # nobody waits for a thread that is gone: all hear of the error
+            with self._changed:
+                self._error = error
+                self._belt.queue.clear()
+                jobs = list(self._unwritten)
+            for job in jobs:
+                job.fail(error)
+            raise
+
+    def _await_work(self) -> bool:
+        with self._changed:
+            while not (self._belt.has_work or self._closing):
+                self._idle = True
+                self._changed.wait()
+            self._idle = False
+            return self._belt.has_work
 
 
 def _wait_all(transfers: Sequence[Transfer]) -> BaseException | None:
