@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import outsize
+from outsize.api import probing
 from outsize.cli import build_parser, main, options, probe
 from outsize.cli.options import config_fields, find_run
 
@@ -141,10 +142,16 @@ def test_importing_outsize_and_asking_for_help_leave_the_extras_out() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_probe_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", "--disk", str(tmp_path), "--megabytes", "16"]) == 0
-    assert capsys.readouterr().out.count("GB/s") == 3
-    assert not any(tmp_path.iterdir())
+def test_probe_prints_what_it_measures_and_leaves_nothing_on_the_drive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probing, "WIDTHS", probing.WIDTHS[:1])
+    (tmp_path / "drive").mkdir()
+    assert main(["probe", "--disk", str(tmp_path / "drive"), "--device", "cpu", "--megabytes", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "disk read" in printed and "GFLOP/s" in printed and "typical" not in printed
+    assert not any((tmp_path / "drive").iterdir())
     assert probe.STEP_READ_BYTES == 20
 
 

@@ -1,0 +1,75 @@
+"""What one operation of torch is, in FLOPs and bytes: on memory or without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_ATTENTION = "_scaled_dot_product"
+
+
+class Operation(NamedTuple):
+    """Its name and dtype, the FLOPs of a product (0: none), the bytes that it reads and writes, its results that have
+    memory of their own."""
+
+    name: str
+    dtype: str
+    flops: int
+    nbytes: int
+    made: tuple[torch.Tensor, ...]
+    read: frozenset[int]
+    """The storages of its inputs."""
+
+
+class EachOperation(TorchDispatchMode):
+    """Gives each operation that does work to `around`, which runs it: `around(run, describe)`."""
+
+    def __init__(self, around: Callable[[Callable[[], Any], Callable[[Any], Operation | None]], Any]) -> None:
+        super().__init__()
+        self._around = around
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # fake tensors are asked all the time
+            return func(*args, **kwargs)
+        return self._around(lambda: func(*args, **kwargs), lambda out: describe(func, args, kwargs, out))
+
+
+def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Operation | None:
+    """None for a view, which moves nothing."""
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+    packet = getattr(func, "_overloadpacket", None)
+    there = frozenset(map(_home, inputs))
+    made = tuple(each for each in outputs if _home(each) not in there)
+    if not outputs or packet is None or not (made or func._schema.is_mutable):
+        return None
+    name, flops, tensors = packet.__name__, 0, [*inputs, *outputs]
+    dtype = next((each.dtype for each in (*outputs, *inputs) if each.is_floating_point()), outputs[0].dtype)
+    if name.startswith(_ATTENTION):
+        name = f"attention{'_backward' * ('backward' in name)}"
+        packet = getattr(torch.ops.aten, name.replace("attention", _FLASH))
+    if packet in flop_registry:
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if name in _OF_NO_WORK:
+        tensors = []
+    elif name in _LOOK_UPS:
+        tensors = outputs * 2
+    nbytes = sum(each.numel() * each.element_size() for each in tensors)
+    name = "mm" if name in ("addmm", "bmm", "baddbmm") else name
+    return Operation(name, str(dtype).removeprefix("torch."), flops, nbytes, made, there)
+
+
+_FLASH = "_scaled_dot_product_flash_attention"
+_OF_NO_WORK = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
+_LOOK_UPS = frozenset(("embedding", "index", "gather", "index_select"))
+"""They read what they look up, not all that there is."""
+
+
+def _home(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

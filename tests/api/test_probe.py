@@ -1,0 +1,68 @@
+"""The figures of a machine: measured once, remembered by machine and drive, usual values else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import outsize
+from outsize.api import probing
+from outsize.api.probing import recall
+from outsize.plan.machine import Machine, seconds_on, typical_machine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one. What takes seconds is not measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        probing, "_compute", lambda device: {"memory": 1e9, "operations": {"mm/float32": ((1e6, 1e-3),)}}
+    )
+    return tmp_path / "outsize"
+
+
+def test_a_machine_is_measured_once_and_its_drive_when_it_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = outsize.probe(device="cpu")
+    assert first.memory == 1e9 and "memory" not in first.typical and "disk_read" in first.typical
+    monkeypatch.setattr(probing, "_compute", lambda device: pytest.fail("measured again"))
+    whole = outsize.probe(disk=tmp_path, device="cpu", megabytes=16)
+    assert whole.memory == 1e9 and whole.disk_read > 0 and "disk_read" not in whole.typical
+    assert outsize.probe(disk=tmp_path, device="cpu") == whole
+    assert len(list(cache.iterdir())) == 2 and "GFLOP/s" in repr(whole)
+
+
+def test_a_file_that_is_damaged_is_measured_again(cache: Path) -> None:
+    outsize.probe(device="cpu")
+    for content in ("{", '{"memory": 0.0}', "[]"):
+        (file,) = cache.iterdir()
+        file.write_text(content)
+        assert recall(CPU, None).memory != 1e9
+        assert outsize.probe(device="cpu").memory == 1e9
+
+
+def test_what_was_not_measured_is_marked_as_typical(cache: Path) -> None:
+    assert not recall(CPU, None).measured
+    assert recall(CPU, None).typical >= {"operations", "memory"} and "typical" in repr(recall(CPU, None))
+
+
+def test_rates_are_above_zero() -> None:
+    for name in ("disk_read", "memory", "to_device"):
+        with pytest.raises(ValueError, match=f"{name} of the machine is 0"):
+            replace(typical_machine("cpu", 2), **{name: 0})
+    with pytest.raises(ValueError, match="collectives of the machine is nan"):
+        Machine(collectives=((1.0, float("nan")),))
+
+
+def test_seconds_lie_between_those_that_were_measured() -> None:
+    curve = ((1e3, 1e-3), (1e6, 1e-1))
+    assert seconds_on(curve, 1e6) == pytest.approx(1e-1)
+    assert seconds_on(curve, 1e9) == pytest.approx(1e2)
+    assert 1e-3 < seconds_on(curve, 1e5) < 1e-1
+    assert seconds_on(curve, 1.0) == pytest.approx(2e-4)
