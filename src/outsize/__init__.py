@@ -8,11 +8,13 @@ from outsize.api.exporting import export
 from outsize.api.gather import gathered, no_sync
 from outsize.api.loading import load
 from outsize.api.monitor import Monitor
+from outsize.api.probing import probe
 from outsize.api.public import plan, prepare
 from outsize.api.releasing import release
 from outsize.api.report import memory
 from outsize.api.saving import save
 from outsize.config import Config, presets
+from outsize.move.tracing import trace
 from outsize.plan.errors import BudgetError
 from outsize.run.activations import tiled
 
@@ -33,7 +35,9 @@ __all__ = [
     "plan",
     "prepare",
     "presets",
+    "probe",
     "release",
     "save",
     "tiled",
+    "trace",
 ]

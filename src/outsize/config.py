@@ -179,6 +179,11 @@ class Config:
             device = torch.device((accelerator or "cpu") if self.device is None else self.device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device is {self.device!r}, which torch does not know; use {here}") from error
+        if device.type == "meta":
+            if self.device_memory is None:
+                raise ValueError("device='meta' plans for an accelerator that is not here: give its device_memory")
+            object.__setattr__(self, "device", device)
+            return
         if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
             raise ValueError(f"device is {self.device!r}, and torch has no such accelerator here; use {here}")
         count = torch.accelerator.device_count()
@@ -203,7 +208,7 @@ class Config:
     def compute_device(self) -> torch.device:
         """The device that runs forward and backward: where the field names no accelerator, this process's own."""
         assert isinstance(self.device, torch.device)
-        if self.device.type == "cpu" or self.device.index is not None:
+        if self.device.type in ("cpu", "meta") or self.device.index is not None:
             return self.device
         return torch.device(self.device.type, _own_accelerator())
 

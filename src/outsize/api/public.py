@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
+from outsize.api.predicting import predict
 from outsize.api.ranks import know_place, take_accelerator
 from outsize.api.stages import part_of_a_rank, shape_of, width_of
 from outsize.config import Config, Fields, make_config, shows_fields
 from outsize.move.store import OWN_BYTES
 from outsize.optim.choice import rule_for
+from outsize.plan.machine import Machine
 from outsize.plan.parallel import Parallel, sent_for_a_token, sent_in_a_step
 from outsize.plan.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
@@ -104,6 +106,8 @@ def plan(
     config: Config | None = None,
     *,
     ranks: int = 1,
+    example: Any = None,
+    machine: Machine | None = None,
     **fields: Unpack[Fields],
 ) -> Plan:
     """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
@@ -114,6 +118,11 @@ def plan(
     or the size of each dimension by name, it is that of a rank of the largest pipeline stage: the model's list of
     layers is cut into equal parts, and matrices are cut as tensor parallelism cuts them, vectors are whole on each
     rank. `plan.parallel` has the bytes that a rank sends, and the pipeline's bubble.
+
+    With an `example` batch, a dict or a tuple for the model, a step is simulated: `plan.step_seconds`,
+    `plan.peak_bytes` by tier, and `plan.prediction`, which says what bounds the step. The model's operations are
+    counted on tensors without memory; the figures are those of `machine`, by default what `outsize.probe` has measured
+    here, else usual values. Raises `ValueError` where the example does not fit the model.
 
     >>> plan = outsize.plan(model, optimizer, host_memory="4GiB", disk="disk")  # prints as a table
     >>> plan.bytes_on("disk")
@@ -142,7 +151,10 @@ def plan(
         model, parallel = part_of_a_rank(model, parallel)
         optimizer = None  # it has the parameters of the whole model
     placed = place_model(model, optimizer, made, kept, dry=True, size=parallel.data)
-    return replace(_plan_of(placed, made), parallel=_sending(placed, made, parallel, width))
+    found = replace(_plan_of(placed, made), parallel=_sending(placed, made, parallel, width))
+    if example is None:
+        return found
+    return replace(found, prediction=predict(model, optimizer, example, placed, made, parallel.data, machine))
 
 
 def _sending(placed: PlacedModel, config: Config, parallel: Parallel, width: int) -> Parallel | None:

@@ -43,6 +43,10 @@ def know_place() -> None:
 
 def take_accelerator(device: torch.device) -> None:
     """Make the accelerator of this process torch's current one, unless the script has chosen: `.cuda()` means it."""
+    if device.type == "meta":
+        raise ValueError(
+            "device is 'meta', which has no memory: outsize.plan takes it, for an accelerator that is not here"
+        )
     if device.type != "cpu" and "LOCAL_RANK" in os.environ and not has_chosen_accelerator():
         torch.accelerator.set_device_index(device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -12,6 +12,7 @@ from outsize.plan.parallel import Parallel
 from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole, most_at_once
 from outsize.plan.sizes import format_bytes
 from outsize.plan.text import Rows, html_lines, html_table, text_table
+from outsize.plan.time import Prediction
 
 COMPACT_MOMENT_BYTES = 1 + 4 / 64
 """An 8-bit code, and its share of the fp32 scale of 64 of them."""
@@ -133,6 +134,19 @@ class Plan:
     dense_tables: tuple[tuple[str, int, int], ...] = ()
     """(name, bytes of weights and states that each step moves, rows) of embeddings that are updated as a whole."""
 
+    prediction: Prediction | None = None
+    """Of a step with an example batch."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step with the example batch; None without one."""
+        return None if self.prediction is None else self.prediction.step_seconds
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int] | None:
+        """The most bytes of each tier ("device", "host", "disk") in such a step; None without an example."""
+        return None if self.prediction is None else self.prediction.peak_bytes
+
     @property
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer state at rest, all tiers together."""
@@ -237,7 +251,8 @@ class Plan:
             f"{tier:<8}{format_bytes(used)} of {format_bytes(budget)}{self._of_memory() if tier == 'memory' else ''}"
             for tier, (used, budget) in self.by_tier.items()
         ]
-        return "\n".join([*text_table(rows, ALIGN), "", self._size, *tiers, *self._remarks(), *self._movement()])
+        head = [] if self.prediction is None else self.prediction.remark()
+        return "\n".join([*head, *text_table(rows, ALIGN), "", self._size, *tiers, *self._remarks(), *self._movement()])
 
     @property
     def _size(self) -> str:
@@ -282,7 +297,12 @@ class Plan:
 
     def _movement(self) -> list[str]:
         lines = ["nothing moves in a step; the computation bounds it"]
-        if self.bound != "computation":
+        if self.prediction is not None:
+            lines = [
+                f"a step reads {format_bytes(self.read_bytes)} and writes {format_bytes(self.written_bytes)} on disk",
+                *self.prediction.lines(),
+            ]
+        elif self.bound != "computation":
             lines = [
                 f"a step reads {format_bytes(self.read_bytes)} and writes {format_bytes(self.written_bytes)} on disk, "
                 f"and updates {format_bytes(self.update_bytes)} in memory",

@@ -1,0 +1,66 @@
+"""Predicts a step of a plan: counts the model's operations, and simulates the step on a machine's figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.api.counting import count_step
+from outsize.api.placed import PlacedModel
+from outsize.api.placing import element_bytes, place_model
+from outsize.api.probing import recall
+from outsize.api.simulating import Simulation
+from outsize.config import Config
+from outsize.move.tracing import Trace
+from outsize.plan.machine import Machine
+from outsize.plan.time import Prediction
+
+GIB = 1 << 30
+FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memory", "disk": "disk_space"}
+
+
+def predict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    example: Any,
+    placed: PlacedModel,
+    config: Config,
+    ranks: int,
+    machine: Machine | None = None,
+    trace: Trace | None = None,
+) -> Prediction:
+    """A step with this example, and what one more GiB of each tier would save of it.
+
+    Raises `TypeError` or `ValueError` for an example that does not fit the model.
+    """
+    on_disk = any("disk" in (each.params, each.grads, each.states) for each in placed.tiers)
+    if machine is None:
+        machine = recall(
+            config.compute_device, Path(config.directories[0]) if on_disk and config.directories else None, ranks
+        )
+    counted = count_step(model, example, machine, config.compute_dtype, fresh=on_disk)
+
+    def simulated(placed: PlacedModel, trace: Trace | None = None) -> Prediction:
+        element = element_bytes(placed.infos, placed.kept)
+        return Simulation(model, placed, config, counted, machine, element, trace).run()
+
+    found, gains = simulated(placed, trace), {}
+    for tier, budget in placed.budgets.by_tier.items():
+        wider: dict[str, Any] = {FIELDS[tier]: budget + GIB}
+        more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, size=ranks)
+        saved = (
+            0.0
+            if more.tiers == placed.tiers and _all_stay(placed)
+            else found.step_seconds - simulated(more).step_seconds
+        )
+        gains[tier] = max(saved, 0.0)
+    return replace(found, gains=gains)
+
+
+def _all_stay(placed: PlacedModel) -> bool:
+    """Whether nothing moves in a step."""
+    return all(each.params == each.grads == each.states == "device" for each in placed.tiers)

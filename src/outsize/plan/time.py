@@ -1,0 +1,97 @@
+"""Time, simulated: lanes that do one thing after the other, a drive, and what a step was found to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from outsize.plan.machine import Machine
+from outsize.plan.sizes import format_bytes
+
+COMPUTE, IN, OUT, READS, WRITES = "compute", "in", "out", "disk reads", "disk writes"
+UPDATES, COLLECTIVES = "updates", "collectives"
+LANES = (COMPUTE, IN, OUT, READS, WRITES, UPDATES, COLLECTIVES)
+"""The rows of a trace."""
+
+
+@final
+@dataclass
+class Lane:
+    """Does one thing after the other; `free` from then on, `busy` for so long in all."""
+
+    free: float = 0.0
+    busy: float = 0.0
+
+    def take(self, when: float, seconds: float) -> tuple[float, float]:
+        """(begin, end) of what is given to the lane at `when`."""
+        began = max(when, self.free)
+        self.free = began + seconds
+        self.busy += seconds
+        return began, self.free
+
+
+@final
+class Drive:
+    """Reads and writes at once share what the drive does of both."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.reads, self.writes = Lane(), Lane()
+        self._alone = {READS: machine.disk_read, WRITES: machine.disk_write}
+        self._shared = {kind: min(machine.disk_mixed / 2, rate) for kind, rate in self._alone.items()}
+        self._latency = machine.disk_seconds
+
+    def move(self, kind: str, when: float, nbytes: float) -> tuple[float, float]:
+        """(begin, end) of a transfer that is asked for at `when`."""
+        mine, other = (self.reads, self.writes) if kind == READS else (self.writes, self.reads)
+        began = max(when, mine.free)
+        beside = max(other.free - began, 0.0)  # the other lane is at work so long
+        first = min(beside * self._shared[kind], nbytes)
+        seconds = first / self._shared[kind] + (nbytes - first) / self._alone[kind]
+        latency = self._latency if mine.free < when else 0.0  # else it hides behind the transfer before
+        return mine.take(when, seconds + latency)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of training, simulated."""
+
+    step_seconds: float
+    peak_bytes: Mapping[str, int]
+    """By tier: "device", "host" and "disk". Where the device is the CPU, those of the first two at the moment when
+    they are the most together."""
+    busy: Mapping[str, float]
+    """Seconds of a step in which each lane works."""
+    wait_seconds: float
+    """In which the computation waits for bytes or updates."""
+    items: int = 0
+    unit: str = "tokens"
+    measured: bool = True
+    gains: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step that one more GiB of a tier would save."""
+
+    @property
+    def bound(self) -> str:
+        """The lane that bounds the step: the one that works most of it."""
+        return max(self.busy, key=lambda lane: self.busy[lane])
+
+    @property
+    def items_per_second(self) -> float:
+        return self.items / self.step_seconds if self.step_seconds else 0.0
+
+    def remark(self) -> list[str]:
+        """What comes first, where no figures were measured."""
+        return [] if self.measured else ["predicted from typical figures, not measured ones: run `outsize probe` first"]
+
+    def lines(self) -> list[str]:
+        busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.busy.items() if seconds > 0)
+        peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in self.peak_bytes.items() if nbytes)
+        lines = [
+            f"a step takes {self.step_seconds:.3g} s ({self.items_per_second:,.4g} {self.unit} a second), bound by "
+            f"{self.bound}; busy: {busy}; the computation waits {self.wait_seconds:.3g} s",
+            f"peak of a step: {peaks}",
+        ]
+        if self.gains:
+            gains = ", ".join(f"{tier} {seconds:.3g} s" for tier, seconds in self.gains.items())
+            lines.append(f"one more GiB would save of a step: {gains}")
+        return lines

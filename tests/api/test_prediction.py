@@ -1,0 +1,200 @@
+"""A step that is simulated: held against arithmetic, on machines that are fast in all but one thing."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from benchmarks.common import PeakRss, rss_bytes
+from outsize.plan.machine import Machine
+
+FAST = 1e18
+RATE = 1e9
+IDEAL = Machine(
+    cores=2,
+    operations={
+        "mm/float32": ((1.0, 1 / RATE), (1e15, 1e15 / RATE)),
+        "add/float32": ((1.0, 1 / FAST), (1e15, 1e15 / FAST)),
+    },
+    memory=FAST,
+    host_memory=FAST,
+    fresh_memory=FAST,
+    operation_seconds=1e-12,
+    updates={"": (FAST, FAST)},
+    disk_read=FAST,
+    disk_write=FAST,
+    disk_mixed=2 * FAST,
+    disk_seconds=1e-12,
+)
+"""It does products at `RATE` FLOP/s, and all else at once."""
+QUICK = replace(IDEAL, operations={})
+"""It does products at once, too."""
+WIDTH, BATCH, LAYERS = 256, 512, 6
+PYTHON = 0.03
+"""Of a step, for what the simulation gives each unit on the side."""
+BATCHES = (torch.zeros(BATCH, WIDTH),)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def stack(layers: int = LAYERS, width: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def predicted(model: nn.Module, machine: Machine = IDEAL, example: Any = BATCHES, **fields: Any) -> Any:
+    return outsize.plan(model, example=example, machine=machine, device="cpu", **fields)
+
+
+def test_with_all_in_memory_a_step_takes_as_long_as_its_products_and_its_update() -> None:
+    flops = 2 * BATCH * WIDTH**2 * (3 * LAYERS - 1)  # the first layer's input has no gradient
+    plan = predicted(stack(), host_memory="1GiB")
+    assert plan.step_seconds == pytest.approx(flops / RATE, rel=1e-6)
+    elements = LAYERS * (WIDTH**2 + WIDTH)
+    slow = replace(IDEAL, updates={"": (1e5, 1e6)})
+    assert predicted(stack(), slow, host_memory="1GiB").step_seconds == pytest.approx(
+        flops / RATE + elements / 1e6, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_drive_that_is_slow_bounds_a_step_by_its_bytes(kind: str, tmp_path: Path) -> None:
+    rate = 1e6
+    machine = replace(QUICK, **{f"disk_{kind}": rate})
+    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+    plan = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, **tiers)
+    stays = 2 * sum(unit.size.params for unit in plan.units)  # all weights stay gathered
+    moved = plan.read_bytes - stays if kind == "read" else plan.written_bytes
+    assert plan.step_seconds == pytest.approx(moved / rate, rel=PYTHON)
+    assert plan.prediction.bound == f"disk {kind}s"
+
+
+def test_a_slow_update_on_the_host_bounds_a_step(tmp_path: Path) -> None:
+    machine = replace(QUICK, updates={"": (1e5, 1e5)})
+    plan = predicted(stack(), machine, host_memory="1GiB", params="host", grads="host", states="host")
+    assert plan.step_seconds == pytest.approx(LAYERS * (WIDTH**2 + WIDTH) / 1e5, rel=0.1)
+
+
+def test_more_memory_never_makes_a_step_longer(tmp_path: Path) -> None:
+    machine = replace(QUICK, disk_read=1e7, disk_write=1e7, disk_mixed=1.2e7)
+    seconds = [
+        predicted(stack(), machine, host_memory=f"{mebibytes}MiB", disk=tmp_path).step_seconds
+        for mebibytes in (3, 4, 5, 6, 8, 12)
+    ]
+    assert all(later <= before * 1.001 for before, later in itertools.pairwise(seconds)), seconds
+    assert seconds[-1] < seconds[0] / 2
+
+
+def test_peaks_are_those_of_what_rests_and_what_is_at_work(tmp_path: Path) -> None:
+    model = stack()
+    state = sum(param.numel() for param in model.parameters()) * 4
+    inputs = BATCH * WIDTH * 4
+    peaks = predicted(model, host_memory="1GiB").peak_bytes
+    least = 4 * state + inputs * (LAYERS - 1)
+    assert least <= peaks["device"] + peaks["host"] <= least + 4 * inputs + (4 << 20) and peaks["disk"] == 0
+    on_disk = predicted(
+        model, host_memory="64MiB", disk=tmp_path, params="disk", grads="disk", states="disk"
+    ).peak_bytes
+    assert on_disk["disk"] == pytest.approx(4 * state, rel=0.1)  # units are whole pages
+
+
+def test_an_example_is_a_dict_or_a_tuple_for_the_model() -> None:
+    model = stack()
+    named = predicted(model, example={"input": BATCHES[0]}, host_memory="1GiB")
+    assert named.step_seconds == predicted(model, host_memory="1GiB").step_seconds
+    assert named.prediction.items == BATCH and named.prediction.unit == "samples"
+    assert all(param.grad is None for param in model.parameters())
+    assert model[0](BATCHES[0]).shape == (BATCH, WIDTH)  # it runs as before
+
+
+@pytest.mark.parametrize(
+    ("example", "kind", "message"),
+    [
+        ({"pixels": BATCHES[0]}, ValueError, "Sequential.forward has no argument 'pixels'; it has input"),
+        ((torch.zeros(3, 5),), ValueError, "does not fit the model: Sequential raised RuntimeError in '0'"),
+        (7, TypeError, "example is a int; it must be a dict, a tuple or a tensor"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_an_error(example: Any, kind: type[Exception], message: str) -> None:
+    model = stack()
+    with pytest.raises(kind, match=message):
+        predicted(model, example=example, host_memory="1GiB")
+    assert "forward" not in vars(model[0]) and not model[0]._forward_hooks
+
+
+def test_a_prediction_without_measurements_says_so_in_its_first_line() -> None:
+    plan = outsize.plan(stack(), example=BATCHES, host_memory="1GiB", device="cpu")
+    assert str(plan).splitlines()[0].startswith("predicted from typical figures")
+    assert not str(predicted(stack(), host_memory="1GiB")).startswith("predicted")
+
+
+class Block(nn.Module):
+    """A layer that may say of which kind it is."""
+
+    def __init__(self, width: int, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, kinds: list[str], vocabulary: int = 64) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, kind) for kind in kinds)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def test_layers_that_are_alike_count_as_if_each_was_counted() -> None:
+    machine = replace(IDEAL, operations={**IDEAL.operations, "add/float32": ((1.0, 1e-8), (1e9, 10.0))})
+    tokens = (torch.zeros(2, 32, dtype=torch.long),)
+    for fields in ({"host_memory": "1GiB"}, {"host_memory": "4MiB", "params": "host", "grads": "host"}):
+        alike, apart = (predicted(Model(64, kinds), machine, tokens, **fields) for kinds in ([""] * 5, list("abcde")))
+        assert alike.step_seconds == pytest.approx(apart.step_seconds, rel=1e-9)
+        assert alike.peak_bytes["device"] == pytest.approx(apart.peak_bytes["device"], rel=0.02)
+        assert alike.prediction.unit == "tokens" and alike.prediction.items == 64
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_on_8_accelerators_is_simulated_in_seconds_and_without_memory() -> None:
+    with torch.device("meta"):
+        model = Model(8192, [""] * 128, 32_000).to(torch.bfloat16)
+    assert sum(param.numel() for param in model.parameters()) > 69e9
+    base = rss_bytes()
+    with PeakRss() as memory:
+        began = time.process_time()
+        plan = outsize.plan(
+            model,
+            example=(torch.zeros(1, 2048, dtype=torch.long),),
+            machine=Machine("cuda", cores=64, memory=1.5e12),
+            ranks=8,
+            device="meta",
+            device_memory="24GiB",
+            host_memory="64GiB",
+            disk="drive",
+            disk_space="2TB",
+        )
+        seconds = time.process_time() - began
+    assert {tier for unit in plan.units for tier in (unit.tiers.params, unit.tiers.states)} >= {"host", "disk"}
+    assert memory.peak - base < 200 << 20
+    assert seconds < 5
+    assert plan.step_seconds > plan.prediction.busy["compute"] > 0
