@@ -1,0 +1,180 @@
+"""The plan's step against a real one: seconds and peak memory, of eight models on four placements.
+
+    python -m benchmarks.planning --disk DIR [row ...]
+
+Each row is a model. It is trained in a process of its own, once on each placement (all in memory, host, disk, a
+mixture), in fp32 or bf16, without clipping. The second half of its steps counts. `outsize.probe` measures first.
+Figures are predicted / measured. Peak: resident memory beyond what the process had before the model was made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import outsize
+from benchmarks.common import PeakRss, Row, rss_bytes, run_child, run_rows
+from benchmarks.models import llama
+
+PLACEMENTS = ("memory", "host", "disk", "mixed")
+STEPS = 6
+MOST_ERROR, MOST_MEDIAN, MOST_ABOVE = 0.25, 0.10, 0.10
+
+
+def _mlp(width: int, layers: int) -> nn.Module:
+    parts = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(*parts, nn.Linear(width, 10))
+
+
+def _encoder(width: int, layers: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, activation="gelu", dropout=0.0)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def _convolutions(channels: int, blocks: int) -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+
+    first, last = nn.Conv2d(3, channels, 3, padding=1), nn.Linear(channels, 100)
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(first, nn.Sequential(*(block() for _ in range(blocks))), pool, last)
+
+
+def _batch(length: int, vocabulary: int, sequences: int = 1) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, vocabulary, (sequences, length))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _small_llama(layers: int, width: int, length: int, vocabulary: int = 8000) -> tuple[nn.Module, Any]:
+    return llama(layers, width, 4 * width, vocabulary), _batch(length, vocabulary)
+
+
+Made = tuple[nn.Module, Any]
+MODELS: dict[str, tuple[Callable[[], Made], torch.dtype]] = {
+    "mlp": (lambda: (_mlp(1024, 10), (torch.randn(128, 1024),)), torch.float32),
+    "wide-mlp": (lambda: (_mlp(2048, 3), (torch.randn(32, 2048),)), torch.float32),
+    "encoder": (lambda: (_encoder(512, 4), (torch.randn(2, 64, 512),)), torch.float32),
+    "convolutions": (lambda: (_convolutions(256, 8), (torch.randn(1, 3, 32, 32),)), torch.float32),
+    "llama": (partial(_small_llama, 3, 512, 64, 4000), torch.float32),
+    "deep-llama": (partial(_small_llama, 12, 256, 128, 4000), torch.float32),
+    "llama-bf16": (partial(_small_llama, 3, 512, 32, 4000), torch.bfloat16),
+    "mlp-bf16": (lambda: (_mlp(1024, 8), (torch.randn(32, 1024, dtype=torch.bfloat16),)), torch.bfloat16),
+}
+
+
+def fields(model: nn.Module, placement: str, directory: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Of `prepare` and `plan`. The mixture has room for a third of the state in memory."""
+    wide = {"host_memory": "6GiB", "device": "cpu", "disk": directory, "compute_dtype": dtype}
+    if placement == "mixed":
+        state = sum(param.numel() for param in model.parameters()) * (16 if dtype is torch.float32 else 14)
+        largest = max(
+            sum(p.numel() for p in child.parameters()) for child in model.modules() if not list(child.children())
+        )
+        return {**wide, "host_memory": max(state // 3, 24 * largest) + (64 << 20)}
+    if placement == "memory":
+        return wide
+    return {**wide, **dict.fromkeys(("params", "grads", "states"), placement)}
+
+
+def _loss(out: Any) -> torch.Tensor:
+    loss: torch.Tensor = out.loss if hasattr(out, "loss") else out.float().sum()
+    return loss
+
+
+def _train(model: nn.Module, example: Any, options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Median and least seconds of the second half of the steps, and the bytes that outsize says it has used."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = outsize.prepare(model, optimizer, **options)
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        out = model(**example) if isinstance(example, dict) else model(*example)
+        _loss(out).backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    late = seconds[steps // 2 :]
+    return {"measured": statistics.median(late), "least": min(late), "ledger": dict(outsize.memory(model).peak)}
+
+
+def _trim() -> int:
+    """Resident bytes when all that is free was given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return rss_bytes()
+
+
+def measure(name: str, directory: str) -> dict[str, Any]:
+    """One training on each placement, in this process."""
+    make, dtype = MODELS[name]
+    found: dict[str, Any] = {}
+    for placement in ("warm-up", *PLACEMENTS):
+        with tempfile.TemporaryDirectory(dir=directory) as own:
+            torch.manual_seed(0)
+            base = _trim()
+            model, example = make()
+            options = fields(model, "disk" if placement == "warm-up" else placement, own, dtype)
+            plan = outsize.plan(model, torch.optim.AdamW(model.parameters()), example=example, **options)
+            with PeakRss() as memory:
+                trained = _train(model, example, options, 2 if placement == "warm-up" else STEPS)
+            assert plan.prediction is not None
+            found[placement] = {
+                "predicted": plan.step_seconds,
+                **trained,
+                "peak_predicted": sum(plan.prediction.peak_bytes[tier] for tier in ("device", "host")),
+                "peak": memory.peak - base,
+                "busy": dict(plan.prediction.busy),
+                "waits": plan.prediction.wait_seconds,
+            }
+            del model, plan
+    del found["warm-up"]
+    return found
+
+
+def _rows(name: str, directory: str) -> list[Row]:
+    outsize.probe(disk=directory, device="cpu")
+    rows = []
+    for placement, each in run_child("benchmarks.planning", "--child", name, directory).items():
+        found: dict[str, Any] = each  # type: ignore[assignment]
+        ratio, above = found["predicted"] / found["measured"], found["peak_predicted"] / found["peak"] - 1
+        ERRORS.append(abs(ratio - 1))
+        print(json.dumps({"model": name, "placement": placement, **found}), file=sys.stderr)
+        seconds = f"{found['predicted']:.3f} / {found['measured']:.3f} ({ratio - 1:+.0%})"
+        peaks = f"{found['peak_predicted'] / 2**20:.0f} / {found['peak'] / 2**20:.0f} ({above:+.0%})"
+        what = f"{name}, {placement}"
+        rows += [
+            Row(f"{what}: seconds of a step", seconds, f"<= {MOST_ERROR:.0%}", ERRORS[-1] <= MOST_ERROR),
+            Row(f"{what}: peak MiB", peaks, f"0 to {MOST_ABOVE:.0%} above", 0 <= above <= MOST_ABOVE),
+        ]
+    return rows
+
+
+ERRORS: list[float] = []
+
+
+def _median(_: str) -> list[Row]:
+    found = statistics.median(ERRORS or [1.0])
+    return [
+        Row("median error of seconds", f"{found:.1%} of {len(ERRORS)}", f"<= {MOST_MEDIAN:.0%}", found <= MOST_MEDIAN)
+    ]
+
+
+def main() -> int:
+    rows = {name: partial(_rows, name) for name in MODELS} | {"median": _median}
+    return run_rows(__doc__, rows, {name: partial(measure, name) for name in MODELS})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
