@@ -1,6 +1,7 @@
 """transformers' Trainer on a model at rest on disk. The plain Trainer beside it is the oracle."""
 
 import copy
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,16 +14,20 @@ import torch
 import outsize
 from outsize.api.public import require
 from tests.conftest import assert_same_weights, weights
-from tests.ranks.launching import run_on_ranks
+from tests.ranks.launching import in_turn, run_on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 tokenizers = pytest.importorskip("tokenizers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from outsize.integrations.accelerate import STATE  # noqa: E402
 from outsize.integrations.transformers import Trainer, last_checkpoint  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # which PEFT asks for
+]
 
 ROWS, LENGTH, VOCABULARY = 32, 10, 64
 ON_DISK = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "8MiB", "activations": "keep"}
@@ -39,6 +44,16 @@ def language_model(seed: int = 0, dropout: float = 0.1) -> Any:
         attention_dropout=dropout,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def adapted(seed: int = 0, dora: bool = False, dropout: float = 0.1) -> Any:
+    peft = pytest.importorskip("peft")
+    model = language_model(0, dropout)
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj"], use_dora=dora, lora_dropout=dropout, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
 
 
 def rows(seed: int = 0, count: int = ROWS) -> list[dict[str, torch.Tensor]]:
@@ -194,8 +209,14 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"save_only_model": True}], ids=["state", "model"])
-def test_best_model_is_loaded_and_old_checkpoints_go(changes: Any, disk: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [(language_model, {}), (language_model, {"save_only_model": True}), (adapted, {"save_only_model": True})],
+    ids=["state", "model", "adapters"],
+)
+def test_best_model_is_loaded_and_old_checkpoints_go(
+    build: Any, changes: Any, disk: dict[str, Any], tmp_path: Path
+) -> None:
     fields = {
         "learning_rate": 0.3,  # so that later is not better
         "eval_strategy": "steps",
@@ -206,7 +227,7 @@ def test_best_model_is_loaded_and_old_checkpoints_go(changes: Any, disk: dict[st
         "load_best_model_at_end": True,
         **changes,
     }
-    model = language_model(dropout=0.0)
+    model = build(dropout=0.0)
     data = {"train_dataset": rows(), "eval_dataset": rows(1, 8)}
     plain = transformers.Trainer(copy.deepcopy(model), arguments(tmp_path / "plain", **fields), **data)
     plain.train()
@@ -216,6 +237,33 @@ def test_best_model_is_loaded_and_old_checkpoints_go(changes: Any, disk: dict[st
     assert best == plain.state.best_global_step < 6
     assert [path.name for path in (tmp_path / "ours").glob("checkpoint-*")] == [f"checkpoint-{best}"]
     assert_same_weights(model, plain.model)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_train_and_are_saved_as_with_the_plain_trainer(dora: bool, tmp_path: Path) -> None:
+    def trainer(kind: Any, folder: str, seed: int = 0, **budgets: Any) -> Any:
+        args = arguments(tmp_path / folder, save_strategy="steps", save_steps=3)
+        return kind(adapted(seed, dora), args, train_dataset=rows(), **budgets)
+
+    budgets = {**ON_DISK, "disk": tmp_path / "disk"}
+    plain = trainer(transformers.Trainer, "plain")
+    plain.train()
+    whole = trainer(Trainer, "run", **budgets)
+    whole.train()
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-5)
+    files = [tmp_path / name / "checkpoint-6" / "adapter_model.safetensors" for name in ("run", "plain")]
+    ours, theirs = map(safetensors.load_file, files)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    again = trainer(Trainer, "run", 1, **budgets)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole)
+    again = safetensors.load_file(files[0])
+    assert all(torch.equal(again[name], value) for name, value in ours.items())
+    left_out = json.loads((tmp_path / "run" / "checkpoint-3" / STATE / "manifest.json").read_text())["left_out"]
+    assert "base_model.model.lm_head.weight" in left_out
 
 
 def test_saved_model_opens_in_transformers(disk: dict[str, Any], tmp_path: Path) -> None:
@@ -234,11 +282,6 @@ def test_saved_model_opens_in_transformers(disk: dict[str, Any], tmp_path: Path)
     assert torch.equal(model.generate(prompt, max_new_tokens=4), opened.generate(prompt, max_new_tokens=4))
 
 
-def adapted(model: Any) -> Any:
-    model.peft_config = {}
-    return model
-
-
 def prepared(model: Any) -> Any:
     outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", host_memory="8MiB")
     return model
@@ -248,7 +291,6 @@ def prepared(model: Any) -> Any:
     ("spoil", "message"),
     [
         (lambda model: {"model": torch.nn.DataParallel(model)}, "wrapped in DataParallel.*pass the model itself"),
-        (lambda model: {"model": adapted(model)}, "adapters of PEFT"),
         (lambda model: {"model": prepared(model)}, "pass the optimizer that was prepared"),
         (lambda model: {"model_init": lambda: model}, "model_init is given.*pass the model"),
         (lambda model: {"model": model, "torch_compile": True}, "torch_compile is on.*layers"),
@@ -265,7 +307,7 @@ def test_what_cannot_train_is_refused_with_the_remedy(spoil: Any, message: str, 
         Trainer(args=args, train_dataset=rows(), **given)
 
 
-def rank_of_two(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def rank_of_two(build: Any, folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """What a whole run shows, and what one shows that goes on from its third step."""
     rank = torch.distributed.get_rank()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
@@ -273,7 +315,7 @@ def rank_of_two(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]
     budgets = {**ON_DISK, "disk": folder / "disk"}
     shown = []
     for resume in (None, str(folder / "run" / "checkpoint-3")):
-        model = language_model(seed=0 if resume is None else 1, dropout=0.0)
+        model = build(seed=0 if resume is None else 1, dropout=0.0)
         trainer = Trainer(model, arguments(folder / "run", **fields), train_dataset=rows(), **budgets)
         trainer.train(resume)
         assert trainer.model_wrapped is model
@@ -284,15 +326,23 @@ def rank_of_two(folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor]
 
 
 def test_two_ranks_train_and_resume_like_one_plain_trainer(disk: dict[str, Any], tmp_path: Path) -> None:
-    plain = transformers.Trainer(
-        language_model(dropout=0.0), arguments(tmp_path / "plain", max_grad_norm=0.05), train_dataset=rows()
-    )
-    plain.train()
-    ((whole, values), (resumed, again)), ((same, _), _) = run_on_ranks(2, rank_of_two, tmp_path)
-    assert whole == same == pytest.approx(losses(plain), rel=1e-5)
-    for name, value in plain.model.named_parameters():
-        torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=1e-5)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(torch.equal(opened.get_parameter(name), value) for name, value in values.items())
-    assert resumed == whole
-    assert all(torch.equal(again[name], value) for name, value in values.items())
+    builds = {"whole": language_model, "adapters": adapted}
+    calls = [(rank_of_two, build, tmp_path / name) for name, build in builds.items()]
+    for each in builds:
+        (tmp_path / each).mkdir()
+    first, second = run_on_ranks(2, in_turn, *calls)
+    for (name, build), ours, theirs in zip(builds.items(), first, second, strict=True):
+        args = arguments(tmp_path / "plain", max_grad_norm=0.05)
+        plain = transformers.Trainer(build(dropout=0.0), args, train_dataset=rows())
+        plain.train()
+        (whole, values), (resumed, again) = ours
+        assert whole == theirs[0][0] == pytest.approx(losses(plain), rel=1e-5)
+        for key, value in plain.model.named_parameters():
+            torch.testing.assert_close(values[key], value.detach(), rtol=0, atol=1e-5)
+        assert resumed == whole
+        assert all(torch.equal(again[key], value) for key, value in values.items())
+        if name == "whole":
+            opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        else:
+            opened = pytest.importorskip("peft").PeftModel.from_pretrained(language_model(), tmp_path / name / "model")
+        assert all(torch.equal(opened.get_parameter(key), value) for key, value in values.items())

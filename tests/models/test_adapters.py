@@ -134,6 +134,30 @@ def test_adapters_are_saved_and_loaded_as_peft_does_it(workshop: Workshop, folde
         assert torch.equal(again.eval()(batch()).logits, model.eval()(batch()).logits)
 
 
+def test_a_checkpoint_of_what_is_trained_leaves_the_base_where_it_is(
+    workshop: Workshop, folder: Path, tmp_path: Path
+) -> None:
+    model, optimizer = adapted(folder)
+    prepare(workshop, model, optimizer)
+    losses(model, optimizer, 2)
+    outsize.save(tmp_path / "ckpt", model, optimizer, frozen=False).wait()
+    expected = losses(model, optimizer)
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "ckpt").iterdir() if file.suffix == ".bin")
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert 3 * 4 * trained <= nbytes < 3 * 4 * trained + base_bytes(model) / 4, "weights, two moments, and padding"
+    again, its_optimizer = adapted(folder)
+    prepare(workshop, again, its_optimizer)
+    losses(again, its_optimizer, 1)
+    outsize.load(tmp_path / "ckpt", again, its_optimizer)
+    assert losses(again, its_optimizer) == expected
+    for each in (model, again):
+        assert any(unit.shard.in_place for unit in prepared(each).engine.parameters.units)
+    other = torch.nn.Linear(2, 2)
+    workshop.prepare(other, tier="host")
+    with pytest.raises(ValueError, match="unexpected parameters: .*base_layer.weight"):
+        outsize.load(tmp_path / "ckpt", other)
+
+
 def test_what_a_state_dict_has_of_a_unit_at_rest_is_no_garbage(workshop: Workshop, folder: Path) -> None:
     model, optimizer = adapted(folder)
     prepare(workshop, model, optimizer)

@@ -102,7 +102,10 @@ def _load(
             logger.warning("%s: %d %s, passed over: %s", path, len(names), what, ", ".join(names))
         settle(prepared)
         if model is not None:
-            give_own_params(prepared, ranks, "load")
+            filled = (
+                unit for unit in prepared.engine.parameters.units if unit.parameters.keys() & opened.weights.keys()
+            )
+            give_own_params([*filled], ranks, "load")
         with prepared.engine.streamer.live.changing("outsize.load"), _gathered_anew(prepared):
             everywhere(ranks, partial(_fill, prepared, opened, model, optimizer), "load")
         return opened.extra

@@ -35,6 +35,7 @@ from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_repeated, local, local_gradient, part_of
+from outsize.run.unit import Unit
 from outsize.run.wrappers import is_wrapper, known_parameters
 
 logger = logging.getLogger("outsize")
@@ -47,6 +48,7 @@ def save(
     extra: Any = None,
     *,
     keep: int | None = None,
+    frozen: bool = True,
 ) -> Saving:
     """Write a checkpoint: the folder `path`, which appears complete or not at all; see `docs/checkpoint-format.md`.
 
@@ -60,6 +62,8 @@ def save(
         keep: how many checkpoints of the series stay (the folders beside `path` whose names differ in their last digits
             only); the oldest beyond it are removed once this one is complete, and what it shares with the run was read
             and found whole (`verify`). Default: all.
+        frozen: False leaves out the units in which nothing is trained, as the base of adapters. `load` leaves them as
+            they are then, so the program that loads has them from where this one had them.
 
     An update that is still owed runs first. State on disk becomes the checkpoint by hard links where `path` is on the
     same file system, whatever its size; the next update writes new files, for which there must be room now. State in
@@ -74,7 +78,7 @@ def save(
     >>> saving.wait()
     """
     with its_turn(model, "save"):
-        return _save(path, model, optimizer, extra, keep)
+        return _save(path, model, optimizer, extra, keep, frozen)
 
 
 def _save(
@@ -83,6 +87,7 @@ def _save(
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
     keep: int | None,
+    frozen: bool,
 ) -> Saving:
     prepared = whole(model, optimizer, "save")
     resources, reduction = prepared.resources, prepared.engine.reduction
@@ -124,7 +129,10 @@ def _save(
         record = _of_all_stages(prepared, record, ranks)
         reduction.complete()
     settle(prepared)
-    give_own_params(prepared, ranks, "save")
+    every_unit = prepared.engine.parameters.units
+    units = [unit for unit in every_unit if frozen or any(param.requires_grad for param in unit.parameters.values())]
+    left_out = _in_all_stages({name for unit in every_unit if unit not in units for name in unit.parameters}, ranks)
+    give_own_params(units, ranks, "save")
     state.add(buffers, first, capture_rng(prepared.config.compute_device))
     states = [state]
     if copies is not None:
@@ -133,9 +141,9 @@ def _save(
         states += copies.collect(state if copies.rank else None, "save")[1:]
     # What is whole on every data-parallel rank is saved by the first.
     leads = peers is None or peers.leads
-    shards = [unit.shard for unit in prepared.engine.parameters.units if leads or unit.shard.ranks > 1]
+    shards = [unit.shard for unit in units if leads or unit.shard.ranks > 1]
     grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
-    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared))
+    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared), left_out)
     return _write(prepared, target, snapshot, ranks, outdated)
 
 
@@ -246,6 +254,12 @@ def _of_all_stages(prepared: Prepared, record: OptimizerRecord | None, ranks: Ra
     stages = ranks.stages.collect((shapes_in_stage(prepared), record), "save")
     refuse_same_names([shapes for shapes, _ in stages], "save")
     return of_all_stages([of for _, of in stages])
+
+
+def _in_all_stages(names: set[str], ranks: Ranks | None) -> frozenset[str]:
+    """Those of all stages of a pipeline."""
+    stages = None if ranks is None else ranks.stages
+    return frozenset(names if stages is None else set().union(*stages.collect(names, "save")))
 
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
@@ -373,12 +387,12 @@ def settle(prepared: Prepared) -> None:
         lanes.synchronize()
 
 
-def give_own_params(prepared: Prepared, ranks: Ranks | None, verb: str) -> None:
+def give_own_params(units: Sequence[Unit], ranks: Ranks | None, verb: str) -> None:
     """Weights that are read in place get files of their own, which may change, and which checkpoints may link. Nothing
     may be on its way."""
 
     def give() -> None:
-        for unit in prepared.engine.parameters.units:
+        for unit in units:
             unit.shard.own_params()
 
     everywhere(ranks, give, verb)

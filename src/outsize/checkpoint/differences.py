@@ -56,7 +56,8 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
 
     With `strict` False, what is missing and unexpected is returned, and the rest must fit.
     """
-    stored = {name: (record.shape, record.dtype) for name, record in manifest.parameters.items()}
+    left_out = {name: live.parameters.get(name, ((), torch.float32)) for name in manifest.left_out}
+    stored = left_out | {name: (record.shape, record.dtype) for name, record in manifest.parameters.items()}
     found = _differences("parameter", stored, live.parameters)
     if live.buffers is not None:
         kept = {name: region for name, region in manifest.buffers.items() if name in manifest.persistent}

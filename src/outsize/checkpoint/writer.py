@@ -56,6 +56,8 @@ class Snapshot:
     peers: Peers | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """Which part along a dimension this rank has, of the parameters that tensor parallelism has split."""
+    left_out: frozenset[str] = frozenset()
+    """The parameters that it does not hold, though the model has them."""
 
 
 @final
@@ -244,6 +246,7 @@ class UnfinishedCheckpoint:
             world_size=len(parts),
             tensor_ranks=tensor,
             stages=stages,
+            left_out=snapshot.left_out,
         )
 
     def give_up(self) -> None:

@@ -59,12 +59,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         self._monitor = outsize.Monitor(self.model)
         self.add_callback(_Begins(self._monitor))
 
+    @property
+    def _adapters(self) -> list[torch.Tensor]:
+        """Of PEFT, which saves them alone."""
+        names = getattr(self.model, "peft_config", {})
+        return [param for name, param in self.model.named_parameters() if not names.keys().isdisjoint(name.split("."))]
+
     def _refuse_what_cannot_train(self) -> None:
         for refused, what, remedy in (
             (self.args.torch_compile, "torch_compile is on", "call .compile() of the model's layers"),
             (self.args.n_gpu > 1, f"one process sees {self.args.n_gpu} accelerators", "start one each, with torchrun"),
             (self.model_init is not None, "model_init is given", "pass the model"),
-            (hasattr(self.model, "peft_config"), "the model has adapters of PEFT", "their saving is not supported yet"),
         ):  # fmt: skip
             if refused:
                 raise ValueError(f"{what}, and outsize cannot train so; {remedy}")
@@ -91,6 +96,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         return found
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._adapters:
+            with outsize.gathered(self._adapters):  # by every rank
+                super()._save(output_dir, state_dict)
+            return
         folder = Path(output_dir or self.args.output_dir)
         outsize.export(folder, self.model)  # every rank takes part
         if self.args.should_save:
@@ -101,7 +110,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        self._saving = outsize.save(Path(output_dir, STATE), self.model, self.optimizer.optimizer, extra)
+        place, base_too = Path(output_dir, STATE), not self._adapters
+        self._saving = outsize.save(place, self.model, self.optimizer.optimizer, extra, frozen=base_too)
         if self.args.save_total_limit == 1:
             self._saving.wait()  # the checkpoint before it is removed next
 
@@ -115,7 +125,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
-        outsize.load(best / STATE if (best / STATE).is_dir() else best, self.model)
+        if self._adapters and not (best / STATE).is_dir():
+            with outsize.gathered(self._adapters, modify=True):
+                super()._load_best_model()
+        else:
+            outsize.load(best / STATE if (best / STATE).is_dir() else best, self.model)
 
 
 class _Begins(transformers.TrainerCallback):  # type: ignore[misc]
