@@ -1,0 +1,59 @@
+"""TRL's trainers on models at rest on disk, as in the example. TRL without outsize is the oracle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_examples import example
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+
+STEPS = 4
+ON_DISK = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "16MiB", "activations": "keep"}
+
+pytestmark = [  # of TRL's own code
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logged(checkpoint: Path) -> list[float]:
+    """The losses of the run that left it."""
+    log = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def test_the_example_trains_as_trl_does_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    script = example("with_trl")
+    assert script.main(tmp_path, STEPS).startswith("3 + 4 =")
+    sft = script.supervised(tmp_path / "base", tmp_path / "plain", STEPS, trl.SFTTrainer)
+    assert logged(tmp_path / "sft" / f"checkpoint-{STEPS}") == pytest.approx(losses(sft), rel=1e-5)
+    tuned, whole = tmp_path / "tuned", logged(tmp_path / "dpo" / f"checkpoint-{STEPS // 2}")
+    dpo = script.preferred(tuned, tmp_path / "plain", STEPS // 2, trl.DPOTrainer)
+    assert whole == pytest.approx(losses(dpo), rel=1e-5)
+    budgets, first = {**ON_DISK, "disk": tmp_path / "state"}, tmp_path / "dpo" / "checkpoint-1"
+    assert losses(script.preferred(tuned, tmp_path / "again", STEPS // 2, resume=first, **budgets)) == whole
+
+
+def test_adapters_train_as_with_trl(tmp_path: Path) -> None:
+    script = example("with_trl")
+    script.make_base(tmp_path)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    budgets = {**ON_DISK, "disk": tmp_path / "state"}
+    for train, kind in ((script.supervised, trl.SFTTrainer), (script.preferred, trl.DPOTrainer)):
+        plain = train(tmp_path, tmp_path / "plain", STEPS, kind, config)
+        ours = train(tmp_path, tmp_path / "ours", STEPS, peft=config, **budgets)
+        assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
