@@ -15,7 +15,6 @@ from outsize.api.placing import element_bytes, place_model
 from outsize.api.probing import recall
 from outsize.api.simulating import Simulation
 from outsize.config import Config
-from outsize.move.tracing import Trace
 from outsize.plan.machine import Machine
 from outsize.plan.time import Prediction
 
@@ -31,7 +30,6 @@ def predict(
     config: Config,
     ranks: int,
     machine: Machine | None = None,
-    trace: Trace | None = None,
 ) -> Prediction:
     """A step with this example, and what one more GiB of each tier would save of it.
 
@@ -44,11 +42,11 @@ def predict(
         )
     counted = count_step(model, example, machine, config.compute_dtype, fresh=on_disk)
 
-    def simulated(placed: PlacedModel, trace: Trace | None = None) -> Prediction:
+    def simulated(placed: PlacedModel) -> Prediction:
         element = element_bytes(placed.infos, placed.kept)
-        return Simulation(model, placed, config, counted, machine, element, trace).run()
+        return Simulation(model, placed, config, counted, machine, element).run()
 
-    found, gains = simulated(placed, trace), {}
+    found, gains = simulated(placed), {}
     for tier, budget in placed.budgets.by_tier.items():
         wider: dict[str, Any] = {FIELDS[tier]: budget + GIB}
         more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, size=ranks)

@@ -19,14 +19,14 @@ from outsize.move.conveyor import Belt, Conveyor, Job, Step
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.memory import Ledger
 from outsize.move.shard import READ_NUMEL, SlotUpdate
-from outsize.move.tracing import Trace
 from outsize.move.transfer import Transfer
 from outsize.optim.update import LIGHT_NUMEL
 from outsize.plan.choice import cheapest
 from outsize.plan.layout import PAGE_ELEMENTS, UnitLayout
 from outsize.plan.machine import Machine, seconds_on
 from outsize.plan.placement import UnitBytes, UnitTiers, pipeline_depth, slab_bytes
-from outsize.plan.time import COLLECTIVES, COMPUTE, IN, OUT, READS, UPDATES, WRITES, Drive, Lane, Prediction
+from outsize.plan.time import Drive, Lane, Prediction
+from outsize.plan.trace import COLLECTIVES, COMPUTE, IN, OUT, READS, UPDATES, WRITES, Trace
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.live_state import LiveState
 from outsize.run.room import Room
@@ -67,8 +67,9 @@ class _At(Transfer):
 class _World:
     """The clocks, the lanes and the belt. See Note [Two clocks]."""
 
-    def __init__(self, machine: Machine, slabs: int, trace: Trace | None) -> None:
-        self.machine, self.trace = machine, trace
+    def __init__(self, machine: Machine, slabs: int) -> None:
+        self.machine = machine
+        self.trace: Trace | None = None  # of the last step
         self.ledger = Ledger()
         self.now = self.belt_now = self.waited = 0.0
         self.belt = Belt([cast(Any, None)] * slabs)
@@ -136,7 +137,8 @@ class _World:
             rate = self.machine.to_device if lane == IN else self.machine.from_device
             rate = min(rate, self.machine.both_ways / 2) if other.free > when else rate
             began, end = self.lanes[lane].take(when, nbytes / rate)
-        self.span(lane, name, began, end)
+        if lane not in (IN, OUT):  # which show whole units
+            self.span(lane, name, began, end)
         return end
 
     def span(self, lane: str, name: str, began: float, ended: float) -> None:
@@ -186,7 +188,7 @@ class _Unit:
         self.keeps_grads = False  # in memory, for the update that follows
         self._has_grads = False
         self._job: Job | None = None
-        self._ready = self._written = 0.0
+        self._ready = self._written = self._began = self.left = 0.0
         memory = {tier: tier != "disk" for tier in ("device", "host", "disk")}
         self._in_memory = memory[tiers.params] and memory[tiers.states] and memory[tiers.grads]
         per_element = (size.states + size.params + size.grads) / max(self._numel, 1) if not self._in_memory else 0
@@ -217,7 +219,7 @@ class _Unit:
 
     def fetch(self, conveyor: Any, updater: Any, slab: int) -> None:
         world, fetch = self._world, self.state is Residency.AT_REST
-        updates, self.pending = bool(self.pending), {}
+        updates, self.pending, began = bool(self.pending), {}, world.now
         if fetch and not self.shard.tile_rows:
             world.ledger.add("device/resident", self.nbytes)
             world.note()
@@ -230,7 +232,7 @@ class _Unit:
         else:
             after = () if self.written else (cast(Job, self._job),)
             self._job = world.submit(self._steps(updates, fetch, self.chunks(slab)), after)
-        self.state = Residency.FETCHING
+        self.state, self._began = Residency.FETCHING, began
 
     def _seconds(self, updates: bool, fetch: bool, part: float) -> tuple[float, float]:
         """Of the conveyor's thread for a part of the unit: on half of the cores, and on all."""
@@ -286,6 +288,7 @@ class _Unit:
         if self._job is not None:
             self._world.await_transfer(self._job)
         self._world.wait_until(self._ready, self.name)
+        self._world.span(IN, self.name, self._began, self._world.now)
         gone = self.shard.tile_rows and self.tiers.params != "device"
         self.state = Residency.AT_REST if gone else Residency.RESIDENT
 
@@ -324,6 +327,7 @@ class _Unit:
     def write_grads(self) -> None:
         """To disk."""
         world, nbytes = self._world, self.size.grads
+        self.left = world.now
 
         def finish() -> Sequence[Transfer]:
             self._written = world.move(WRITES, world.belt_now, nbytes, f"{self.name} gradients")
@@ -345,6 +349,7 @@ class _Place:
     def drop_if_written(self) -> None:
         if self.held and self._unit.written and not self._unit.keeps_grads:
             self._world.ledger.remove("host/grads in flight", self.passing_bytes)
+            self._world.span(OUT, self._unit.name, self._unit.left, self._world.now)
             self.held = False
 
     def flush_and_drop(self) -> bool:
@@ -373,7 +378,6 @@ class Simulation:
 
     def __init__(
         self, model: nn.Module, placed: PlacedModel, config: Config, counted: Counted, machine: Machine, element: int,
-        trace: Trace | None = None,
     ) -> None:  # fmt: skip
         """`element`: bytes of one in staging."""
         staged = (
@@ -382,7 +386,7 @@ class Simulation:
         staging = placed.budgets.staging_bytes if staged else 0
         slabs = pipeline_depth(staging)
         self._slab = slab_bytes(staging, element, slabs)
-        self._world = world = _World(machine, slabs, trace)
+        self._world = world = _World(machine, slabs)
         self._events, self._config, self._placed, self._counted = counted.events, config, placed, counted
         pairs = [
             (layout, size, tiers)
@@ -458,7 +462,7 @@ class Simulation:
             if number == STEPS - 1:
                 for lane in world.lanes.values():
                     lane.busy = 0.0
-                world.waited, began = 0.0, world.now
+                world.waited, began, world.trace = 0.0, world.now, Trace()
             streamer.room.return_excess()
             streamer.schedule.begin("train")
             self._missing = {
@@ -480,6 +484,7 @@ class Simulation:
             self._counted.items,
             self._counted.unit,
             world.machine.measured,
+            trace=world.trace or Trace(),
         )
 
     def _peak(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
 
 import torch
 
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZES",
         help="ranks by dimension, such as pp=4,dp=8,tp=2: the plan of a rank of the largest pipeline stage",
     )
+    add = parser.add_argument_group("a step", "simulated on the figures that `outsize probe` has measured").add_argument
+    add("--batch", type=at_least(1), default=1, help="sequences of a rank")
+    add("--seq-len", type=at_least(2), metavar="TOKENS", help="of a sequence: simulate a step with so many")
+    add("--trace", type=Path, metavar="FILE", help="write the simulated step for https://ui.perfetto.dev")
     add_memory_arguments(parser, disk="default: none; --disk-space alone plans for a drive of that size")
     parser.set_defaults(dtype=None)  # of a model its own, fp32; of --parameters bf16
 
@@ -76,7 +81,14 @@ def run(args: argparse.Namespace) -> int:
     if args.disk_space is not None and not args.disk:
         args.disk = ["."]  # a plan for `disk_space` looks at no folder
     optimizer = torch.optim.AdamW(model.parameters())
-    print(outsize.plan(model, optimizer, ranks=args.ranks, mesh=args.mesh, **config_fields(args)))
+    example = None
+    if args.seq_len is not None or args.trace is not None:
+        tokens = torch.zeros(args.batch, args.seq_len or 128, dtype=torch.long)
+        example = {"input_ids": tokens, "labels": tokens}
+    plan = outsize.plan(model, optimizer, ranks=args.ranks, mesh=args.mesh, example=example, **config_fields(args))
+    if args.trace is not None and plan.prediction is not None:
+        plan.prediction.trace.write(args.trace)
+    print(plan)
     if args.ranks > 1:
         numel = sum(param.numel() for param in model.parameters())
         print(f"\n{zero_table(numel, args.ranks, args.dtype, args.state_format)}")

@@ -22,9 +22,11 @@ import torch
 from outsize import _native
 from outsize._native import DiskEngine as DiskEngine
 from outsize.move.memory import PAGE_BYTES, memory_of
+from outsize.move.tracing import begun, ended
 from outsize.move.transfer import Transfer
 from outsize.plan.layout import round_up
 from outsize.plan.sizes import format_bytes
+from outsize.plan.trace import READS, WRITES
 
 SPARE_FILES = 512
 """Open files that are left to the user's own program."""
@@ -209,7 +211,10 @@ class DiskTransfer(Transfer):
     """Requests of the disk engine that belong together. `beside` is work for while they are under way, `then` for when
     they are over and nobody has used the bytes yet."""
 
-    def __init__(self, engine: DiskEngine, beside: Work | None = None, then: Work | None = None) -> None:
+    def __init__(
+        self, engine: DiskEngine, beside: Work | None = None, then: Work | None = None, lane: str = READS
+    ) -> None:
+        self._lane, self._began = lane, begun()
         self._engine = engine
         self._parts: list[tuple[int, str]] = []  # (ticket, path)
         self._beside = beside
@@ -234,6 +239,8 @@ class DiskTransfer(Transfer):
             except OSError as error:
                 code = error.errno or errno.EIO
                 self._error = self._error or OSError(code, explain(code), path)
+            if not self._parts:
+                ended(self._lane, os.path.basename(path), self._began)
         if self._error is not None:
             raise self._error
         if self._then is not None:
@@ -306,7 +313,7 @@ class StripedFile:
 
     def write(self, start: int, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
         """Start to write `source`; `beside` runs meanwhile."""
-        transfer = DiskTransfer(self._engine, beside)
+        transfer = DiskTransfer(self._engine, beside, lane=WRITES)
         for index, offset, at, length in self._pieces(start, source.numel()):
             ticket = self._engine.write(self._files[index], offset, source.data_ptr() + at, length)
             transfer.add(ticket, self._paths[index])
@@ -320,7 +327,7 @@ class StripedFile:
 
     def write_pages(self, pages: torch.Tensor, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
         """Start to write `source` into the pages of these numbers (int64, ascending)."""
-        transfer = DiskTransfer(self._engine, beside)
+        transfer = DiskTransfer(self._engine, beside, lane=WRITES)
         self._start_pages(transfer, self._engine.write_pages, pages, source)
         return transfer
 

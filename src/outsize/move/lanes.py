@@ -17,8 +17,10 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from outsize.move.tracing import begun, ended
 from outsize.move.transfer import Transfer
 from outsize.move.watch import Watch
+from outsize.plan.trace import COLLECTIVES
 
 # Note [One order of collectives]
 # The collectives of one group must start in the same order on every rank. Where they do not, gloo ends the process (two
@@ -231,9 +233,12 @@ class Going(Transfer):
         """`on_stream`: an accelerator's. To wait for it makes the current stream wait, not the host."""
         self._work, self._turn, self._wanted = work, turn, wanted
         self.on_stream = on_stream
+        self._began = begun()
 
     def wait(self) -> None:
         self._turn.lane.wait(self._work, self._turn, self.on_stream)
+        ended(COLLECTIVES, f"{self._turn.kind} {self._turn.unit}", self._began)
+        self._began = 0.0
 
     def done(self) -> bool:
         return self.on_stream or bool(self._work.is_completed())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from outsize.move.tracing import counted, tracing
 from outsize.plan.layout import round_up
 
 PAGE_BYTES = 4096
@@ -194,6 +195,9 @@ class Ledger:
             assert value >= 0, f"{account} fell below zero"
             self.now[account] = value
             self.peak[account] = max(self.peak.get(account, 0), value)
+            if tracing():
+                tier = account.partition("/")[0]
+                counted(tier, sum(each for name, each in self.now.items() if name.startswith(tier)))
 
     def remove(self, account: str, nbytes: int) -> None:
         self.add(account, -nbytes)

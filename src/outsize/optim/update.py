@@ -17,6 +17,7 @@ from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer
 from outsize.move.shard import READ_NUMEL, Pending, Scales, SlotState, SlotUpdate, UnitShard, read_numel, read_step
 from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, STATE_BYTES, Store
+from outsize.move.tracing import ended
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule
 from outsize.plan.layout import (
@@ -29,6 +30,7 @@ from outsize.plan.layout import (
     round_up,
     slots_in,
 )
+from outsize.plan.trace import UPDATES
 
 LIGHT_NUMEL = 1 << 17
 """Elements of a unit that our kernels have updated before a thread would have woken up."""
@@ -378,6 +380,7 @@ class ChunkUpdate:
         for run in self._runs():
             self._update([slot for slot, _, _ in run], run[0][1], run[-1][2])
         self._updater.clock.seconds += time.perf_counter() - began
+        ended(UPDATES, self._shard.layout.name, began)
         return self._write_back()
 
     def _runs(self) -> Iterator[list[tuple[Slot, int, int]]]:

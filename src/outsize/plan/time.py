@@ -8,11 +8,7 @@ from typing import final
 
 from outsize.plan.machine import Machine
 from outsize.plan.sizes import format_bytes
-
-COMPUTE, IN, OUT, READS, WRITES = "compute", "in", "out", "disk reads", "disk writes"
-UPDATES, COLLECTIVES = "updates", "collectives"
-LANES = (COMPUTE, IN, OUT, READS, WRITES, UPDATES, COLLECTIVES)
-"""The rows of a trace."""
+from outsize.plan.trace import READS, WRITES, Trace
 
 
 @final
@@ -69,6 +65,8 @@ class Prediction:
     measured: bool = True
     gains: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that one more GiB of a tier would save."""
+    trace: Trace = field(default_factory=Trace, repr=False, compare=False)
+    """Of the simulated step: `trace.write(path)`."""
 
     @property
     def bound(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
+from outsize.move.tracing import turned
 from outsize.move.transfer import again
 
 
@@ -35,7 +36,7 @@ class LiveState:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a wait of the loop for bytes on their way. What went wrong with them stops the run."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), turned("wait")
         try:
             yield
         except BaseException as error:
@@ -43,6 +44,7 @@ class LiveState:
             raise
         finally:
             self.wait_seconds += time.perf_counter() - began
+            turned(before)
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:

@@ -12,7 +12,9 @@ from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.grad_ops import AS_IT_IS, GradOps, accumulate_, add_contribution, vector_norm, vector_norms
 from outsize.move.gradients import GradShard
 from outsize.move.shard import SlotUpdate
+from outsize.move.tracing import begun, ended
 from outsize.plan.layout import Slot
+from outsize.plan.trace import OUT
 from outsize.run.unit import Unit
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class RestingPlace:
         self._on_cpu = unit.shard.device.type == "cpu"
         self._writing: Job | None = None
         self._dirty = False
+        self._left = 0.0  # the gradients, for the disk
         self.unknown: dict[str, RestingGrad] = {}  # whose norms are still to be found
         self.tiles: dict[int, torch.Tensor] = {}  # by first element: the norms of the tiles laid down in this backward
         self._tile_going: Job | None = None
@@ -229,7 +232,7 @@ class RestingPlace:
         self.find_norms()
         shard = self.shard
         if shard is not None and shard.store is not None and shard.in_memory and self._dirty:
-            self._dirty = False
+            self._dirty, self._left = False, begun()
             self._writing = self._unit.submit(self._conveyor, iter([Step(finish=shard.write)]))
 
     def give_to_update(self) -> None:
@@ -240,8 +243,7 @@ class RestingPlace:
     def drop_if_written(self) -> None:
         """Give back the memory of gradients that are on disk by now. Raises what went wrong with the writing."""
         if self._writing is not None and self._writing.written.done():
-            self._writing.written.wait()
-            self._writing = None
+            self._await_writing()
             if self.shard is not None and not self._dirty:
                 self.shard.drop()
 
@@ -281,6 +283,7 @@ class RestingPlace:
         if self._writing is not None:
             self._writing.written.wait()
             self._writing = None
+            ended(OUT, self._unit.name, self._left)
 
 
 def _copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from outsize.move.shard import Pending
+from outsize.move.tracing import turned
 from outsize.optim.rows import update_rows
 from outsize.optim.update import ChunkUpdater
 from outsize.run.grads import RestingGrad
@@ -127,6 +128,7 @@ class Stepper:
     def mark(self, factor: float) -> None:
         """Mark the update of every parameter that has a gradient, a loss scale's `factor` taken out. Raises, with
         nothing changed, if none has one or if one is not finite."""
+        turned("step")
         self.state.take()
         if self._reduction is not None:
             self._reduction.complete()
@@ -160,6 +162,7 @@ class Stepper:
         self._streamer.schedule.step()
         self._streamer.prefetch()
         self._streamer.settle_viewed()
+        turned("loop")
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
         """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""

@@ -11,6 +11,7 @@ import torch
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
 from outsize.move.shard import Pending
+from outsize.move.tracing import turned
 from outsize.optim.update import ChunkUpdater
 from outsize.plan.sizes import format_bytes
 from outsize.run.activations import in_backward
@@ -65,6 +66,7 @@ class Streamer:
             while self._rounds is not None and unit.split and not self._has(unit):
                 if self._left or self._another_round("backward" if in_backward() else "forward", needed=True):
                     self._take_part(self._left.popleft())
+            turned(unit.name)
             self._bring(unit)
             self.prefetch()
 

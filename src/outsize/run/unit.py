@@ -16,7 +16,9 @@ from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.owners import Owners
 from outsize.move.shard import Gathering, Pending, UnitShard, read_steps
+from outsize.move.tracing import begun, ended
 from outsize.optim.update import ChunkUpdater
+from outsize.plan.trace import IN
 from outsize.run.local import is_distributed
 from outsize.run.wrappers import Inner
 
@@ -72,6 +74,7 @@ class Unit:
         self._parts: dict[str, torch.Tensor] = {}
         self._job: Job | None = None
         self._gather: Gathering | None = None  # at the end of the job
+        self._began = 0.0  # the fetch
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +130,7 @@ class Unit:
         if self.shard.tile_rows and self.pending:
             return self._pay(conveyor, updater, slab_bytes)
         fetch = self.state is Residency.AT_REST
+        self._began = begun()
         self.shard.buffer.materialize()
         self.shard.buffer.leave()
         if not self.pending and self._fill_from_memory():
@@ -188,6 +192,7 @@ class Unit:
         if self._gather is not None:
             self._gather.arrive()
             self._gather = None
+        ended(IN, self.name, self._began)
         self.state = Residency.RESIDENT if self.shard.buffer.resident else Residency.AT_REST
 
     @property

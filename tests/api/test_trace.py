@@ -1,0 +1,76 @@
+"""A trace of real steps, and one of a simulated step in the same form."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.move.tracing import begun, tracing
+from outsize.plan.machine import typical_machine
+from outsize.plan.trace import LANES, Trace
+
+
+def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """By lane; every lane has its name in the file."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert tuple(names.values()) == LANES
+    found: dict[str, list[dict[str, Any]]] = {lane: [] for lane in LANES}
+    for each in events:
+        if each["ph"] == "X":
+            found[names[each["tid"]]].append(each)
+    assert {each["name"] for each in events if each["ph"] == "C"} >= {"device bytes", "host bytes"}
+    return found
+
+
+def test_a_real_and_a_simulated_step_on_disk_fill_the_same_lanes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fields = {"host_memory": "640KiB", "disk": tmp_path / "disk", "device": "cpu"}
+    fields |= dict.fromkeys(("params", "grads", "states"), "disk")
+    plan = outsize.plan(model, optimizer, example=(torch.zeros(8, 128),), machine=typical_machine("cpu", 2), **fields)
+    plan.prediction.trace.write(tmp_path / "simulated.json")
+    model, optimizer = outsize.prepare(model, optimizer, **fields)
+    for number in range(3):
+        with outsize.trace(tmp_path / f"{number}.json"):
+            model(torch.ones(8, 128)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not tracing() and begun() == 0.0
+    real, simulated = spans(tmp_path / "2.json"), spans(tmp_path / "simulated.json")
+    filled = {lane for lane in LANES if simulated[lane]}
+    assert filled == {"compute", "in", "out", "disk reads", "disk writes", "updates"}
+    assert {lane for lane in LANES if real[lane]} == filled
+    for found in (real, simulated):
+        assert {each["name"] for each in found["compute"]} >= {"0", "1", "2", "3"}
+        for lane in LANES:  # one thing after the other
+            ends = [(each["ts"], each["ts"] + each["dur"]) for each in sorted(found[lane], key=lambda each: each["ts"])]
+            assert all(before[1] <= after[0] + 1e-3 for before, after in itertools.pairwise(ends))
+
+
+def test_a_trace_is_written_after_an_error_and_not_where_it_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ours"), outsize.trace(tmp_path / "trace.json"):
+        raise RuntimeError("ours")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    with pytest.raises(OSError, match="nowhere"), outsize.trace(tmp_path / "nowhere" / "trace.json"):
+        pytest.fail("the block ran")
+    assert not tracing()
+
+
+def test_a_lane_does_one_thing_after_the_other(tmp_path: Path) -> None:
+    trace = Trace()
+    for began, ended in ((1.0, 3.0), (2.0, 4.0), (2.0, 3.0)):
+        trace.span("disk reads", "unit", began, ended)
+    for tier in ("device", "host"):
+        trace.count(tier, 1, 1.0)
+    trace.write(tmp_path / "trace.json")
+    found = [(each["ts"], each["dur"]) for each in spans(tmp_path / "trace.json")["disk reads"]]
+    assert found == [(0.0, 2e6), (2e6, 1e6)]
