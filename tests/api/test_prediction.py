@@ -26,7 +26,6 @@ IDEAL = Machine(
     },
     memory=FAST,
     host_memory=FAST,
-    fresh_memory=FAST,
     operation_seconds=1e-12,
     updates={"": (FAST, FAST)},
     disk_read=FAST,

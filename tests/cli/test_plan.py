@@ -1,5 +1,8 @@
 """`outsize plan` heeds each option or refuses it, and says what it assumed."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from outsize.cli import main, watch
@@ -115,3 +118,15 @@ def test_plan_of_70_b_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> N
     said = plan(capsys, "--shape", "70b", "--device", "cpu", "--host-memory", "2TiB")
     assert "68,976.6 M parameters" in said
     assert watch.process_memory("VmHWM") - before < 500e6
+
+
+def test_a_step_is_simulated_and_traced(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace = tmp_path / "step.json"
+    words = ["--model", str(tiny_model), "--device", "cpu", "--host-memory", "1GiB"]
+    said = plan(capsys, *words, "--seq-len", "16", "--batch", "2", "--trace", str(trace))
+    assert said.startswith("predicted from typical figures")
+    assert "tokens a second), bound by " in said and "one more GiB would save of a step: memory" in said
+    assert json.loads(trace.read_text())["traceEvents"]

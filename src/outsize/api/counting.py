@@ -65,15 +65,13 @@ class Counted:
         return sum(event.seconds for event in self.events)
 
 
-def count_step(
-    model: nn.Module, example: Any, machine: Machine, dtype: torch.dtype | None = None, fresh: bool = False
-) -> Counted:
-    """Count a step of training with an example batch, computing in `dtype`. `fresh`: large results take fresh memory.
+def count_step(model: nn.Module, example: Any, machine: Machine, dtype: torch.dtype | None = None) -> Counted:
+    """Count a step of training with an example batch, computing in `dtype`.
 
     Raises `TypeError` for an example that is no batch, `ValueError` with the reason where it does not fit the model.
     """
     args, kwargs = _call_of(model, example)
-    counter = _Counter(model, machine, fresh)
+    counter = _Counter(model, machine)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), counter.hooks():
         twins = {name: _twin(param, dtype) for name, param in known_parameters(model)}
         buffers = {name: _twin(buffer, dtype, buffer=True) for name, buffer in model.named_buffers()}
@@ -144,19 +142,14 @@ def _loss_of(out: Any) -> torch.Tensor | None:
     return sum(sums[1:], start=sums[0]) if sums else None
 
 
-KEPT_BLOCK_BYTES, MOST_KEPT_BYTES = 256 << 10, 32 << 20
-"""Blocks that the allocator of the CPU keeps: with state on disk, and at most."""
-
-
 @final
 class _Counter:
     """Collects the events of one step."""
 
-    def __init__(self, model: nn.Module, machine: Machine, fresh: bool) -> None:
+    def __init__(self, model: nn.Module, machine: Machine) -> None:
         self.events: list[Event] = []
         self.flops = 0
         self._model, self._machine = model, machine
-        self._fresh = fresh and machine.device == CPU
         self._names: dict[int, str] = {}  # of parameters, by storage
         self._named = {param: name for name, param in known_parameters(model)}
         self._held: list[Any] = []
@@ -210,8 +203,6 @@ class _Counter:
                 nbytes = self._alive[storage._cdata] = storage.nbytes()
                 self._live += nbytes
                 weakref.finalize(storage, self._freed, storage._cdata)
-                if self._fresh and KEPT_BLOCK_BYTES <= nbytes < MOST_KEPT_BYTES:
-                    self._seconds += nbytes / machine.fresh_memory
         self._most = max(self._most, self._live)
         return out
 

@@ -40,7 +40,7 @@ def predict(
         machine = recall(
             config.compute_device, Path(config.directories[0]) if on_disk and config.directories else None, ranks
         )
-    counted = count_step(model, example, machine, config.compute_dtype, fresh=on_disk)
+    counted = count_step(model, example, machine, config.compute_dtype)
 
     def simulated(placed: PlacedModel) -> Prediction:
         element = element_bytes(placed.infos, placed.kept)

@@ -176,7 +176,6 @@ def _compute(device: torch.device) -> Mapping[str, Any]:
     target = torch.empty_like(source)
     measured: dict[str, Any] = {
         "memory": 2 * COPIED_BYTES / _best_seconds(lambda: target.copy_(source), device),
-        "fresh_memory": _fresh_rate(),
         "updates": {kind: _update_rates(kind) for kind in ("float32", "bfloat16", "compact")},
     }
     measured["host_memory"] = measured["memory"]
@@ -337,18 +336,6 @@ def _update_rates(kind: str) -> tuple[float, float]:
         return numel / _best_seconds(lambda: rule.apply(piece))
 
     return rate(max(cores // 2, 1)), rate(cores)
-
-
-def _fresh_rate() -> float:
-    """Bytes a second of touching pages that the process has not yet, beyond writing to them."""
-    kept = torch.empty(COPIED_BYTES, dtype=torch.uint8)
-    written = _best_seconds(lambda: kept.fill_(1))
-
-    def touch() -> None:
-        with mmap.mmap(-1, COPIED_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
-            torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
-
-    return COPIED_BYTES / max(_best_seconds(touch) - written, COPIED_BYTES / 1e12)
 
 
 def _settle(device: torch.device) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
-from outsize.api.predicting import predict
 from outsize.api.ranks import know_place, take_accelerator
 from outsize.api.stages import part_of_a_rank, shape_of, width_of
 from outsize.config import Config, Fields, make_config, shows_fields
@@ -154,6 +153,8 @@ def plan(
     found = replace(_plan_of(placed, made), parallel=_sending(placed, made, parallel, width))
     if example is None:
         return found
+    from outsize.api.predicting import predict  # torch's fake tensors, which take seconds to import
+
     return replace(found, prediction=predict(model, optimizer, example, placed, made, parallel.data, machine))
 
 

@@ -36,8 +36,6 @@ class Machine:
     memory: float = _MEMORY[CPU]
     """Of a copy on the computing device, read and written bytes together."""
     host_memory: float = _MEMORY[CPU]
-    fresh_memory: float = 4e9
-    """Of pages that a process takes anew."""
     operation_seconds: float = 10e-6
     """Between two operations, in Python and torch."""
     updates: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {"": (2e8, 4e8)})
@@ -122,7 +120,6 @@ class Machine:
         row("operation_seconds", "between operations", self.operation_seconds * 1e6, "us")
         row("memory", "memory of the device", self.memory / GIGA, "GB/s", "copy, read + write")
         row("host_memory", "memory of the host", self.host_memory / GIGA, "GB/s", "copy, read + write")
-        row("fresh_memory", "fresh pages of the host", self.fresh_memory / GIGA, "GB/s")
         for name, (half, full) in self.updates.items():
             row("updates", f"AdamW {name}".strip(), full / GIGA, "G elements/s", f"half of the cores {half / GIGA:.3g}")
         row("disk_read", "disk read", self.disk_read / GIGA, "GB/s")

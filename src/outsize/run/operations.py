@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 _ATTENTION = "_scaled_dot_product"
 
@@ -54,6 +53,8 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Operation | None:
     if name.startswith(_ATTENTION):
         name = f"attention{'_backward' * ('backward' in name)}"
         packet = getattr(torch.ops.aten, name.replace("attention", _FLASH))
+    from torch.utils.flop_counter import flop_registry  # takes a while to import
+
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
     if name in _OF_NO_WORK:
