@@ -6,6 +6,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty.h>
@@ -328,6 +329,11 @@ struct StandIns {
 
     at::Tensor back(const at::Tensor& result, const std::string& where) {
         if (!result.defined() || result.device().type() != c10::kCPU) return result;
+        if (result.is_sparse()) {
+            at::Tensor values = back(result._values(), where);
+            return at::_sparse_coo_tensor_unsafe(back(result._indices(), where), values, result.sizes(),
+                                                 values.options().layout(at::kSparse), result.is_coalesced());
+        }
         for (auto& [tensor, made] : pairs)
             if (made.unsafeGetTensorImpl() == result.unsafeGetTensorImpl()) return tensor;
         auto of = devices.find(result.storage().unsafeGetStorageImpl());

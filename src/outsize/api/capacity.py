@@ -37,11 +37,13 @@ def capacity_of(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
 
 
 def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving: int) -> int:
-    """Give tables on disk memory for their hot rows, each its share. Returns how much of what is `spare` it takes."""
+    """Give tables memory for their hot rows, each its share. Returns how much of what is `spare` it takes."""
     tables = [unit.shard.rows for unit in units if unit.shard.rows is not None and unit.shard.rows.disk_bytes]
+    on_device = 0
     total = sum(rows.disk_bytes for rows in tables)
     on_cpu = plan.budgets.device is None
     if not on_cpu:
+        on_device = _keep_on_device(units, spare // 2)  # the other half is for what layers keep
         spare = plan.budgets.host - plan.budgets.staging_bytes - leaving - plan.budgets.passing_bytes(plan.unit_bytes)
         spare -= sum(
             size.most(kind)
@@ -50,9 +52,17 @@ def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving:
             if getattr(tiers, kind) == "host"
         )
     if not tables or spare <= 0:
-        return 0
+        return on_device
     taken = [rows.use_memory(spare * rows.disk_bytes // total) for rows in tables]
-    return sum(taken) if on_cpu else 0
+    return sum(taken) if on_cpu else on_device
+
+
+def _keep_on_device(units: Sequence[Unit], nbytes: int) -> int:
+    """Give tables so much of an accelerator for hot rows; not those that are split, whose rows go to other ranks by way
+    of the host."""
+    far = [(each.shard.rows, each.shard.device) for each in units if each.shard.rows is not None and not each.owners]
+    total = sum(rows.far_bytes for rows, _ in far)
+    return sum(rows.use_device(nbytes * rows.far_bytes // total, device) for rows, device in far if rows.far_bytes)
 
 
 def spare_of(units: Sequence[Unit], plan: PlacedModel, capacity: int) -> int:

@@ -30,9 +30,10 @@ class MemoryReport:
     budgets: MappingProxyType[str, int]
     """Bytes by tier. With computation on the CPU, device and host are one "memory"."""
     rows: int = 0
-    """Of tables on disk: the distinct rows that batches have asked for, how many of them were in memory, and how many
-    of these `lookahead` had read."""
+    """Of tables: the distinct rows that batches have asked for, how many of them were among the hot rows, how many of
+    these on an accelerator, and how many `lookahead` had read."""
     row_hits: int = 0
+    rows_on_device: int = 0
     rows_ahead: int = 0
 
     def bytes_on(self, *tiers: str) -> int:
@@ -69,7 +70,8 @@ class MemoryReport:
             f"{format_bytes(self.bytes_written)}; waited {self.wait_seconds:.2f} s, updates {self.update_seconds:.2f} s"
         ]
         if self.rows:
-            lines.append(f"rows of tables on disk: {self.rows:,} asked for, {self.row_hits / self.rows:.1%} in memory")
+            near = f", {self.rows_on_device / self.rows:.1%} on the device" if self.rows_on_device else ""
+            lines.append(f"rows of tables: {self.rows:,} asked for, {self.row_hits / self.rows:.1%} hot{near}")
         if self.skipped_steps:
             lines.append(f"{self.skipped_steps} steps skipped because a gradient was not finite")
         return lines
@@ -99,6 +101,7 @@ def memory(model: nn.Module) -> MemoryReport:
         mispredicted=schedule.wrong,
         rows=sum(each.wanted for each in counts),
         row_hits=sum(each.hits for each in counts),
+        rows_on_device=sum(each.on_device for each in counts),
         rows_ahead=sum(each.ahead for each in counts),
         budgets=MappingProxyType(prepared.placed.budgets.by_tier),
     )

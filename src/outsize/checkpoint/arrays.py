@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from outsize.move.memory import HostBuffer, copy, zero
+from outsize.move.row_values import own_rows, own_value
 from outsize.move.shard import SlotState, StateArray, UnitShard
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, Write, write_all
 from outsize.optim.rules import split_master
@@ -246,7 +247,7 @@ def place(
 
 def _own_value(shard: UnitShard, name: str, key: str, value: Any) -> Any:
     """What rests here of an optimizer's value that is no array. Blocks."""
-    rows = shard.own_rows(name, key)
+    rows = own_rows(shard, name, key)
     if rows is not None and isinstance(value, Readable):
         return value.read(rows.start, rows.stop).clone()
-    return shard.own_value(name, key, tree_map_only(Readable, Readable.whole, value))
+    return own_value(shard, name, key, tree_map_only(Readable, Readable.whole, value))

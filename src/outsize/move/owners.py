@@ -41,7 +41,7 @@ class Owners:
         """Copies of these rows of the table [n, width], in host memory. Blocks."""
         routes = self._ask(ids, ASKED)
         every, among = torch.unique(routes.own, return_inverse=True)
-        values = self._rows.get_params(every).index_select(0, among)
+        values = self._rows.get_params(every.to(self._rows.device)).cpu().index_select(0, among)
         return self._ranks.trade(values, routes.received, routes.sent, GIVEN, self._shard.layout.index)
 
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class Owners:
             total.index_add_(0, places, values)
         size = self._rows.count, self._rows.width
         total.div_(self._ranks.size)
-        return torch.sparse_coo_tensor(ids[None], total, size, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(ids[None], total, size, device="cpu", is_coalesced=True, check_invariants=False)
 
     @property
     def _rows(self) -> Rows:

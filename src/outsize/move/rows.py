@@ -1,4 +1,4 @@
-"""The rows of a table at rest: some of them are read and written at a time, and the hot ones stay in memory."""
+"""The rows of a table at rest: some of them are read and written at a time, and the hot ones stay at hand."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from typing import final
 import torch
 
 from outsize.move.generations import Generations
+from outsize.move.hot_rows import HotRows, Values
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.store import DiskStore, Store
 from outsize.move.transfer import Transfer
 
-WAYS = 8
 MOVED_ROWS = 1024
 """Rows whose pages are in memory at once where nobody reads ahead."""
 
 MOST_AHEAD_BYTES = 64 << 20
 
-# Note [Hot rows]
-# Rows of a table on disk lie in memory in sets of `WAYS` places. A row's number tells its set, so the memory for
-# finding rows grows with the cache and not with the table. In a set the row that was used longest ago gives way. A row
-# that was changed is written when it gives way, or when somebody wants the truth on the drive (`flush`). A batch of
-# which more rows meet in a set than it has places reads and writes the others past the cache.
+LEAST_SHARE = 1 / 4
+
+# Note [Hot rows that are updated on the accelerator]
+# An update in host memory moves each row in and its gradient out, whatever lies on the accelerator: a row that was
+# updated there must come in anew. So hot rows lie on the accelerator with their state, and all rows of the table are
+# updated there. Then the bits do not depend on which rows were hot. A hit moves nothing. A miss moves row and state in,
+# and later out. Where all rows are used alike, this is less than without if the hot share of the rows is the state's
+# share of the bytes (2/3 with two moments, 0 without state). By Zipf's law with 1.05 a quarter of that is enough.
 
 # Note [A row is in one place]
-# A row is in the cache, or on its way out of a read-ahead, or nowhere but on the drive. Whoever wants a row that is on
-# its way lets that read-ahead land in the cache first. So a row is changed in one place only, and is read after it was
-# written. Pages are written when no read is under way, and read when no write is.
-
-
-Values = dict[str, torch.Tensor]
-"""By array: rows [n, width]."""
+# The truth of a row is on the accelerator if the row is there. Else it is among the hot rows of host memory, or on its
+# way out of a read-ahead, or nowhere but where the table rests. Whoever wants a row that is on its way lets that
+# read-ahead land first. So a row is changed in one place only, and is read after it was written. Pages are written when
+# no read is under way, and read when no write is.
+#
+# Rows that leave the accelerator are written into memory at rest, also in a forward. Whoever reads that memory later (a
+# save behind the training, a copy on its way) has flushed before, and the update that changed the rows has waited.
 
 
 @final
@@ -153,79 +156,40 @@ class Coming:
         return sum(reading.content.numel() for reading in self.readings)
 
 
-@final
-class Cache:
-    """See Note [Hot rows]."""
-
-    def __init__(self, arrays: Mapping[str, RowArray], nbytes: int) -> None:
-        place = sum(array.row_bytes for array in arrays.values()) + 17
-        most = max((array.rows for array in arrays.values()), default=0)
-        self._sets = min(nbytes // place, 2 * most) // WAYS
-        count = self._sets * WAYS
-        self.nbytes = count * place
-        self.values = {
-            name: HostBuffer(count * array.row_bytes).bytes.view(array.dtype).view(count, array.width)
-            for name, array in arrays.items()
-        }
-        self.ids = torch.full((count,), -1, dtype=torch.int64, device="cpu")
-        self.used = torch.full((count,), -1, dtype=torch.int64, device="cpu")
-        self.changed = torch.zeros(count, dtype=torch.bool, device="cpu")
-
-    def _ways(self, ids: torch.Tensor) -> torch.Tensor:
-        """The places [n, WAYS] of the sets of these rows. A multiplication spreads what comes in steps."""
-        spread = (ids * 0x9E3779B1 & 0x7FFFFFFFFFFF) >> 15
-        return (spread % self._sets * WAYS)[:, None] + torch.arange(WAYS, device="cpu")
-
-    def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where each row is; -1 where it is not here."""
-        if not self._sets:
-            return torch.full_like(ids, -1)
-        ways = self._ways(ids)
-        here = self.ids[ways] == ids[:, None]
-        return torch.where(here.any(1), ways.gather(1, here.byte().argmax(1, keepdim=True)).view(-1), -1)
-
-    def choose(self, ids: torch.Tensor, now: int) -> torch.Tensor:
-        """Places for rows that are not here: those in their sets that were used longest ago, before `now`; else -1."""
-        if not self._sets:
-            return torch.full_like(ids, -1)
-        ways = self._ways(ids)
-        order = ways[:, 0].argsort(stable=True)
-        ways = ways[order]
-        sets = ways[:, 0].contiguous()
-        rank = torch.arange(ids.numel(), device="cpu") - torch.searchsorted(sets, sets)
-        oldest = ways.gather(1, self.used[ways].argsort(1)).gather(1, rank.clamp(max=WAYS - 1)[:, None]).view(-1)
-        chosen = torch.full_like(ids, -1)
-        chosen[order] = torch.where((rank < WAYS) & (self.used[oldest] < now), oldest, -1)
-        return chosen
-
-
 @dataclass
 class RowCounts:
-    """What was asked for, by distinct rows; those of them that were in memory; those asked for ahead."""
+    """What was asked for, by distinct rows; those of them that were in memory, and of these on the accelerator; those
+    asked for ahead."""
 
     wanted: int = 0
     hits: int = 0
+    on_device: int = 0
     ahead: int = 0
 
 
 @final
 class Rows:
-    """The rows of one table, over all of its arrays ("params" and the optimizer's). All ids are int64 on the host."""
+    """The rows of one table, over all of its arrays ("params" and the optimizer's). Ids are int64, those of `get` and
+    `put` on `device`, others on the host."""
 
     def __init__(self, arrays: Mapping[str, RowArray], ledger: Ledger) -> None:
         self.arrays = dict(arrays)
         self.count, self.width = arrays["params"].rows, arrays["params"].width
         self.counts = RowCounts()
         self._on_disk = {name: array for name, array in arrays.items() if array.on_disk}
+        rests = {None if array.on_disk else array.whole().device for array in arrays.values()}
+        self.device = (rests.pop() if len(rests) == 1 else None) or torch.device("cpu")
+        """Where `get` gives rows, and where they are updated: an accelerator, if all rest there or it has hot rows."""
         files: dict[Generations, dict[str, RowArray]] = {}
         for name, array in self._on_disk.items():
             assert isinstance(array.store, DiskStore)
             files.setdefault(array.store.file, {})[name] = array
         self._records = [Records(file, each) for file, each in files.items()]
         self._ledger = ledger
-        self._cache = Cache(self._on_disk, 0)
+        self._hot = self._above_the_drive(0)
+        self._near: HotRows | None = None  # on the accelerator
+        self._from_rest = self._from_far = 0  # rows that were read from where the table rests; that came to the device
         self._ahead_bytes = 0
-        self._now = 0
         self._coming: list[Coming] = []
         self._writing: list[tuple[Transfer, Reading]] = []
 
@@ -238,67 +202,77 @@ class Rows:
     def disk_bytes(self) -> int:
         return sum(array.nbytes for array in self._on_disk.values())
 
+    @property
+    def far_bytes(self) -> int:
+        """Of the table, where an accelerator has none of it; else 0."""
+        every = self.arrays.values()
+        near = any(not array.on_disk and array.whole().device.type != "cpu" for array in every)
+        return 0 if near else sum(array.nbytes for array in every)
+
     def use_memory(self, nbytes: int) -> int:
         """Take up to so many bytes, a quarter for what is read ahead, the others for hot rows. Returns how many."""
         self.forget()
-        self._ledger.remove("host/hot rows", self._cache.nbytes)
+        self._ledger.remove("host/hot rows", self._hot.nbytes)
         self._ahead_bytes = min(nbytes // 4, MOST_AHEAD_BYTES)
-        self._cache = Cache(self._on_disk, nbytes - self._ahead_bytes)
-        self._ledger.add("host/hot rows", self._cache.nbytes)
-        return self._cache.nbytes + self._ahead_bytes
+        self._hot = self._above_the_drive(nbytes - self._ahead_bytes)
+        self._ledger.add("host/hot rows", self._hot.nbytes)
+        return self._hot.nbytes + self._ahead_bytes
+
+    def use_device(self, nbytes: int, device: torch.device) -> int:
+        """Take up to so many bytes of an accelerator for hot rows. Returns how many: none where they are too few. See
+        Note [Hot rows that are updated on the accelerator]."""
+        record = sum(array.row_bytes for array in self.arrays.values())
+        state = 1 - self.arrays["params"].row_bytes / record
+        if nbytes < self.count * record * state * LEAST_SHARE:
+            return 0
+        self.forget()
+        near = HotRows(self.count, _shapes(self.arrays), nbytes, device, self._read_far, self._write_far)
+        if near.nbytes:
+            self._near, self.device = near, device
+            self._ledger.add("device/hot rows", near.nbytes)
+        return near.nbytes
 
     def whole(self) -> Values | None:
         """All rows of all arrays, where they rest in one memory."""
-        if self._on_disk:
+        if self._on_disk or self._near is not None:
             return None
         found = {name: array.whole() for name, array in self.arrays.items()}
         return found if len({each.device for each in found.values()}) == 1 else None
 
     def get(self, ids: torch.Tensor) -> Values:
-        """Copies of these rows (ascending) of all arrays, in host memory. Blocks."""
+        """Copies of these rows (ascending) of all arrays. Blocks."""
         return self._get(ids, self.arrays)
 
     def get_params(self, ids: torch.Tensor) -> torch.Tensor:
-        """As `get`, for a batch, which needs no state yet; that of rows on disk comes into the cache with them."""
-        found = self._land_what_meets(ids)
+        """As `get`, for a batch, which needs no state yet; where rows come among the hot ones, that comes with them."""
+        from_rest, from_far = self._from_rest, self._from_far
+        found = self._get(ids, ("params",))["params"]
         self.counts.wanted += ids.numel()
-        self.counts.hits += int((found >= 0).sum())
-        return self._get(ids, ("params",))["params"]
-
-    def _get(self, ids: torch.Tensor, names: Iterable[str]) -> Values:
-        in_memory = [name for name in names if not self.arrays[name].on_disk]
-        found = {}
-        for name in in_memory:
-            whole = self.arrays[name].whole()
-            found[name] = whole.index_select(0, ids.to(whole.device)).cpu()
-        on_disk = [name for name in names if self.arrays[name].on_disk]
-        return {**found, **self._get_from_disk(ids, on_disk)} if self._on_disk else found
+        if self._near is not None:
+            self.counts.on_device += ids.numel() - (self._from_far - from_far)
+        if self._near is not None or self._on_disk:
+            self.counts.hits += ids.numel() - (self._from_rest - from_rest)
+        return found
 
     def put(self, ids: torch.Tensor, values: Values) -> None:
-        """Other values for these rows (ascending) of all arrays. Blocks only where a row is not in memory."""
-        for name, array in self.arrays.items():
-            if not array.on_disk:
-                whole = array.whole()
-                whole.index_copy_(0, ids.to(whole.device), values[name].to(whole.device))
-        if not self._on_disk:
-            return
-        places = self._land_what_meets(ids)
-        here, others = (places >= 0).nonzero().view(-1), (places < 0).nonzero().view(-1)
-        into, cache = places[here], self._cache
-        for name in self._on_disk:
-            own = values[name] if not others.numel() else values[name].index_select(0, here)
-            cache.values[name].index_copy_(0, into, own)
-        cache.changed[into] = True
-        if others.numel():
-            self._write(ids[others], {name: values[name].index_select(0, others) for name in self._on_disk})
+        """Other values for these rows (ascending) of all arrays. Blocks only where a row is not at hand."""
+        if self._near is not None:
+            self._near.put(ids, values)
+        else:
+            self._put_far(ids, values)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start to read those of these rows (ascending) that are not in memory, as far as there is room."""
         if not self._on_disk:
             return
-        self._now += 1
-        places = self._cache.find(ids)
-        self._cache.used[places[places >= 0]] = self._now
+        if self._near is not None:
+            self._near.begin()
+            places = self._near.find(ids.to(self.device))
+            self._near.use(places)
+            ids = ids[(places < 0).cpu()]
+        self._hot.begin()
+        places = self._hot.find(ids)
+        self._hot.use(places)
         missing = ids[places < 0]
         for coming in self._coming:
             missing = missing[~torch.isin(missing, coming.ids)]
@@ -313,28 +287,26 @@ class Rows:
             self.counts.ahead += missing.numel()
 
     def land(self) -> None:
-        """What was asked for ahead comes into the cache. Blocks."""
+        """What was asked for ahead comes among the hot rows. Blocks."""
         while self._coming:
             self._land(self._coming[0])
 
     def flush(self) -> None:
-        """Write what is only in memory. Blocks until it is written."""
-        changed = self._cache.changed.nonzero().view(-1)
-        order = changed[self._cache.ids[changed].argsort()]
-        for places in order.split(MOVED_ROWS):
-            values = {name: self._cache.values[name].index_select(0, places) for name in self._on_disk}
-            self._write(self._cache.ids[places], values)
-            self._cache.changed[places] = False
+        """Write what is not yet where the table rests. Blocks until it is written."""
+        if self._near is not None:
+            self._near.flush(self.count)
+        self._hot.flush(MOVED_ROWS)
         self._await_writes()
 
     def forget(self) -> None:
-        """Somebody else is about to change the arrays: nothing of them stays in memory. Blocks."""
+        """Somebody else is about to change the arrays: nothing of them stays at hand. Blocks."""
         self.flush()
         for coming in self._coming:
             self._let_go(coming)
         self._coming = []
-        self._cache.ids.fill_(-1)
-        self._cache.used.fill_(-1)
+        self._hot.forget()
+        if self._near is not None:
+            self._near.forget()
 
     def close(self) -> None:
         """Wait for what is on its way, whatever comes of it. What was not flushed is lost."""
@@ -343,71 +315,60 @@ class Rows:
             with suppress(OSError):
                 transfer.wait()
         self._ledger.remove("host/rows ahead", sum(coming.nbytes for coming in self._coming))
-        self._ledger.remove("host/hot rows", self._cache.nbytes)
-        self._coming, self._writing = [], []
-        self._cache = Cache(self._on_disk, 0)
+        self._ledger.remove("host/hot rows", self._hot.nbytes)
+        if self._near is not None:
+            self._ledger.remove("device/hot rows", self._near.nbytes)
+        self._coming, self._writing, self._near = [], [], None
+        self._hot = self._above_the_drive(0)
 
-    # -- behind the cache ----------------------------------------------------------------------------------------------
+    # -- below the accelerator -----------------------------------------------------------------------------------------
 
-    def _get_from_disk(self, ids: torch.Tensor, names: Sequence[str]) -> Values:
-        self._now += 1
-        places, cache = self._land_what_meets(ids), self._cache
-        here, missing = (places >= 0).nonzero().view(-1), (places < 0).nonzero().view(-1)
-        places = places[here]
-        cache.used[places] = self._now
-        if not missing.numel():
-            return {name: cache.values[name].index_select(0, places) for name in names}
+    def _get(self, ids: torch.Tensor, names: Iterable[str]) -> Values:
+        if self._near is None:
+            return self._get_far(ids, names)
+        self._near.begin()
+        return self._near.get(ids, names, self.count)
+
+    def _read_far(self, ids: torch.Tensor) -> Values:
+        self._from_far += ids.numel()
+        self._from_rest += 0 if self._on_disk else ids.numel()
+        found = self._get_far(ids.cpu(), self.arrays)
+        return {name: each.to(self.device) for name, each in found.items()}
+
+    def _write_far(self, ids: torch.Tensor, values: Values) -> None:
+        self._put_far(ids.cpu(), {name: each.cpu() for name, each in values.items()})
+
+    def _get_far(self, ids: torch.Tensor, names: Iterable[str]) -> Values:
+        in_memory = [name for name in names if not self.arrays[name].on_disk]
         found = {}
-        for name in names:
-            array = self.arrays[name]
-            found[name] = torch.empty(ids.numel(), array.width, dtype=array.dtype, device="cpu")
-            found[name].index_copy_(0, here, cache.values[name].index_select(0, places))
-        for part in missing.split(MOVED_ROWS):
-            self._await_writes()
-            read = values_of([each.start(ids[part]) for each in self._records])
-            for name in names:
-                found[name].index_copy_(0, part, read[name])
-            self._admit(ids[part], read)
+        for name in in_memory:
+            whole = self.arrays[name].whole()
+            found[name] = whole.index_select(0, ids.to(whole.device)).to(self.device)
+        on_disk = [name for name in names if self.arrays[name].on_disk]
+        if self._on_disk:
+            self._hot.begin()
+            self._land_what_meets(ids)
+            found |= self._hot.get(ids, on_disk, MOVED_ROWS)
         return found
 
-    def _land_what_meets(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where each of these rows is in the cache, once none is on its way. See Note [A row is in one place]."""
-        places = self._cache.find(ids)
-        missing = ids[places < 0] if self._coming else ids[:0]
-        met = [coming for coming in self._coming if missing.numel() and torch.isin(missing, coming.ids).any()]
-        if not met:
-            return places
-        self._cache.used[places[places >= 0]] = self._now
-        for coming in met:
-            self._land(coming)
-        return self._cache.find(ids)
+    def _put_far(self, ids: torch.Tensor, values: Values) -> None:
+        for name, array in self.arrays.items():
+            if not array.on_disk:
+                whole = array.whole()
+                whole.index_copy_(0, ids.to(whole.device), values[name].to(whole.device))
+        if self._on_disk:
+            self._land_what_meets(ids)
+            self._hot.put(ids, values)
 
-    def _land(self, coming: Coming) -> None:
-        values = values_of(coming.readings)
-        self._let_go(coming)
-        self._coming = [each for each in self._coming if each is not coming]
-        self._admit(coming.ids, values)
+    # -- above the drive -----------------------------------------------------------------------------------------------
 
-    def _let_go(self, coming: Coming) -> None:
-        for reading in coming.readings:
-            reading.transfer.wait()
-        self._ledger.remove("host/rows ahead", coming.nbytes)
+    def _above_the_drive(self, nbytes: int) -> HotRows:
+        return HotRows(self.count, _shapes(self._on_disk), nbytes, torch.device("cpu"), self._read, self._write)
 
-    def _admit(self, ids: torch.Tensor, values: Values) -> None:
-        """Take rows as they are on the drive into the cache, as far as there is room; what gives way is written."""
-        cache = self._cache
-        places = cache.choose(ids, self._now)
-        taken = (places >= 0).nonzero().view(-1)
-        into = places[taken]
-        leaving = into[cache.changed[into]]
-        if leaving.numel():
-            leaving = leaving[cache.ids[leaving].argsort()]
-            values_of = {name: cache.values[name].index_select(0, leaving) for name in self._on_disk}
-            self._write(cache.ids[leaving], values_of)
-            cache.changed[leaving] = False
-        cache.ids[into], cache.used[into] = ids[taken], self._now
-        for name, each in values.items():
-            cache.values[name].index_copy_(0, into, each.index_select(0, taken))
+    def _read(self, ids: torch.Tensor) -> Values:
+        self._from_rest += ids.numel()
+        self._await_writes()
+        return values_of([each.start(ids) for each in self._records])
 
     def _write(self, ids: torch.Tensor, values: Values) -> None:
         """Start to write rows (ascending)."""
@@ -422,10 +383,37 @@ class Rows:
             for reading in readings:
                 self._writing.append((reading.records.write(reading, own), reading))
 
+    def _land_what_meets(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where each of these rows is among the hot ones, once none is on its way. See Note [A row is in one place]."""
+        places = self._hot.find(ids)
+        missing = ids[places < 0] if self._coming else ids[:0]
+        met = [coming for coming in self._coming if missing.numel() and torch.isin(missing, coming.ids).any()]
+        if not met:
+            return places
+        self._hot.use(places)
+        for coming in met:
+            self._land(coming)
+        return self._hot.find(ids)
+
+    def _land(self, coming: Coming) -> None:
+        values = values_of(coming.readings)
+        self._let_go(coming)
+        self._coming = [each for each in self._coming if each is not coming]
+        self._hot.admit(coming.ids, values)
+
+    def _let_go(self, coming: Coming) -> None:
+        for reading in coming.readings:
+            reading.transfer.wait()
+        self._ledger.remove("host/rows ahead", coming.nbytes)
+
     def _await_writes(self) -> None:
         while self._writing:
             self._writing[-1][0].wait()
             self._writing.pop()  # not before: the memory belongs to the drive
+
+
+def _shapes(arrays: Mapping[str, RowArray]) -> dict[str, tuple[int, torch.dtype]]:
+    return {name: (array.width, array.dtype) for name, array in arrays.items()}
 
 
 def _parts(count: int) -> Iterator[slice]:

@@ -276,6 +276,8 @@ class UnitShard:
             source = self.params.in_place(*self.param_layout.span(segment.start, segment.end))
             if source is None:
                 return False
+            if self.lanes is not None and source.device.type != "cpu":  # a table, which the computation changes
+                self.lanes.follow(self.lanes.incoming)
             self.buffer.write(self.buffer_span(segment.start, segment.end)[0], source)
         return True
 
@@ -289,21 +291,6 @@ class UnitShard:
         """The elements of a whole parameter, or of what has its shape, that rest here, 1-D."""
         slot = self.slots[name]
         return value.reshape(-1)[slot.first : slot.first + slot.numel]
-
-    def own_rows(self, name: str, key: str) -> slice | None:
-        """Which of the optimizer's values `key` rest here, where it has one for each row; None of any other value."""
-        if key not in self.row_values:
-            return None
-        slot, whole = self.slots[name], self.whole_slots[name]
-        width = whole.numel // whole.shape[0]
-        return slice(slot.first // width, (slot.first + slot.numel) // width)
-
-    def own_value(self, name: str, key: str, value: Any) -> Any:
-        """What rests here of an optimizer's value that is no array: given are all of it, or this."""
-        rows = self.own_rows(name, key)
-        if rows is None or not isinstance(value, torch.Tensor) or value.numel() != self.whole_slots[name].shape[0]:
-            return value
-        return value.detach().reshape(-1)[rows].cpu()
 
     def part_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """A gradient in the shape of the parameter; where the parameter is split, what of it rests here, 1-D."""

@@ -25,12 +25,13 @@ def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> No
     state = shard.slot_states.get(name, SlotState())
     ids = None
     if whole is None or MASTER in whole or whole["params"].device != grad.device:
-        ids, among = torch.unique(grad._indices()[0].cpu(), return_inverse=True)
+        ids, among = torch.unique(grad._indices()[0].to(rows.device), return_inverse=True)
         whole = rows.get(ids)
         grad = torch.sparse_coo_tensor(
             among[None],
-            grad._values().cpu(),
+            grad._values().to(rows.device),
             (ids.numel(), rows.width),
+            device=rows.device,  # whatever the default device
             is_coalesced=grad.is_coalesced(),
             check_invariants=False,
         )
@@ -108,12 +109,14 @@ def lazy_adamw(param: torch.Tensor, grad: torch.Tensor, states: Mapping[str, tor
 def rowwise_adagrad(
     param: torch.Tensor, grad: torch.Tensor, total: torch.Tensor, ids: torch.Tensor | None, *, lr: float, eps: float
 ) -> None:
-    """`total` [rows] has the sum of each row of the table; `ids` says which row each of `param` is, None: its own."""
+    """`total` [rows] has the sum of each row of the table, beside the rows or in host memory; `ids` says which row each
+    of `param` is, None: its own."""
     grad = grad.coalesce()
     places, values = grad._indices()[0], grad._values()
-    own = places if ids is None else ids[places]
-    total.index_add_(0, own, values.square().mean(1))
-    param.index_add_(0, places, values / (total[own].sqrt() + eps)[:, None], alpha=-lr)
+    own = (places if ids is None else ids[places]).to(total.device)
+    total.index_add_(0, own, values.square().mean(1).to(total.device))
+    scale = total[own].to(values.device).sqrt() + eps
+    param.index_add_(0, places, values / scale[:, None], alpha=-lr)
 
 
 class LazyAdamW(Stepped):

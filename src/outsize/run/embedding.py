@@ -118,7 +118,7 @@ class Table:
             return _Fetched(whole["params"], ids, padding, None)
         every = ids.reshape(-1) if padding is None else torch.cat([ids.reshape(-1), ids.new_tensor([padding])])
         wanted, among = torch.unique(every, return_inverse=True)
-        wanted, among = wanted.to("cpu", torch.int64), among.to(ids.dtype)
+        wanted, among = wanted.to(rows.device, torch.int64), among.to(ids.dtype)
         with self._streamer.live.waiting():
             values = rows.get_params(wanted) if self.unit.owners is None else self.unit.owners.get_params(wanted)
         place = None if padding is None else int(among[-1])
@@ -148,7 +148,12 @@ class _Rows(torch.autograd.Function):
             return grad, None, None
         ids = ctx.wanted.to(grad.device)[grad._indices()[0]][None]
         of_table = torch.sparse_coo_tensor(
-            ids, grad._values(), ctx.shape, is_coalesced=grad.is_coalesced(), check_invariants=False
+            ids,
+            grad._values(),
+            ctx.shape,
+            device=grad.device,  # whatever the default device
+            is_coalesced=grad.is_coalesced(),
+            check_invariants=False,
         )
         return of_table, None, None
 

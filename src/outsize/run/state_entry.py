@@ -9,6 +9,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch.utils._pytree import tree_map_only
 
+from outsize.move.row_values import own_rows, own_value
 from outsize.move.shard import SlotState, UnitShard
 from outsize.optim.rules import Rule
 from outsize.plan.layout import Slot
@@ -160,7 +161,7 @@ def check_entry(
 
     `hyper`: the options of the parameter's group; None where it is in none.
     """
-    whole, rows = shard.whole_slots[slot.name], {key: shard.own_rows(slot.name, key) for key in shard.row_values}
+    whole, rows = shard.whole_slots[slot.name], {key: own_rows(shard, slot.name, key) for key in shard.row_values}
     names = set() if rows else set(rule.arrays)
     arrays = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     wrong: set[str] = set()
@@ -221,7 +222,7 @@ def store_entry(shard: UnitShard, name: str, entry: Mapping[str, Any]) -> None:
         else:
             continue
         shard.write_array(array, slot.offset, slot.end, values)
-    scalars = {key: snapshot(shard.own_value(name, key, value)) for key, value in entry.items() if key not in given}
+    scalars = {key: snapshot(own_value(shard, name, key, value)) for key, value in entry.items() if key not in given}
     shard.slot_states[name] = SlotState(scalars, initialised=bool(entry))
 
 
