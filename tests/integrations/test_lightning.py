@@ -26,7 +26,7 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 from outsize.integrations.lightning import OutsizeStrategy  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*(not empty|lr_scheduler.step|LeafSpec|set_vital)"),
+    pytest.mark.filterwarnings("ignore:.*(not empty|lr_scheduler.step|LeafSpec|set_vital|returned .None.)"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
 
@@ -114,6 +114,14 @@ class Manual(Net):
         self.losses.append(loss.item())
 
 
+class Choosy(Net):
+    """Passes over some batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in (0, 3) else loss
+
+
 class Plateau(Net):
     """Its schedules follow epochs and what validation gives."""
 
@@ -183,9 +191,11 @@ def scaled() -> dict[str, Any]:
         (Net, scaled),
         (Manual, {}),
         (Late, {}),
+        (Choosy, {}),
+        (Choosy, {"accumulate_grad_batches": 2}),
         (Plateau, {"max_epochs": 3}),
     ],
-    ids=["plain", "accumulated", "value", "bf16", "fp16", "manual", "late", "plateau"],
+    ids=["plain", "accumulated", "value", "bf16", "fp16", "manual", "late", "choosy", "accumulated choosy", "plateau"],
 )
 def test_trains_like_the_plain_trainer(kind: type[Net], changes: Any, on_disk: Make, tmp_path: Path) -> None:
     def train(strategy: Any) -> tuple[Net, Trainer]:

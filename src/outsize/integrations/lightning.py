@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import lightning
 import torch
@@ -97,10 +98,10 @@ class _OnRanks:
             super()._configure_launcher()  # type: ignore[misc]
 
     def setup_environment(self) -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)  # as torchrun says it: they share memory and cores
         if self._alone:
             self.accelerator.setup_device(self.root_device)
         else:
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)  # as torchrun says it: they share memory and cores
             super().setup_environment()  # type: ignore[misc]
 
     @contextmanager
@@ -141,8 +142,8 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
     lightning_module: Any
     optimizers: Any
     precision_plugin: Any
-    _prepared: Any = None
-    """The module that this strategy has prepared."""
+    prepared: ClassVar[WeakSet[nn.Module]] = WeakSet()
+    """What a Trainer has prepared: the next `fit` prepares it anew."""
 
     def setup(self, trainer: Any) -> None:
         """Prepare the model, with the optimizer of `configure_optimizers` where it is to be trained."""
@@ -158,16 +159,16 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
                 self._layer_sync.apply(model)
             self.precision_plugin.convert_module(model)
             outsize.prepare(model, self._only_optimizer(trainer) if self._fits else None, **self._fields)
-        self._prepared = model
+            self.prepared.add(model)
         self.setup_precision_plugin()
         self._monitor, self._between_steps, self._rng = outsize.Monitor(model), True, None
 
     def _refuse_what_cannot_train(self, callbacks: Any) -> None:
         model, precision = self.lightning_module, type(self.precision_plugin)
-        taken = self._fits and _is_prepared(model) and self._prepared is not model
+        taken = self._fits and _is_prepared(model) and model not in self.prepared
         averaging = next((each for each in callbacks if isinstance(each, AVERAGING)), None)
         for refused, what, remedy in (
-            (taken, "the model is prepared already", "call outsize.release(model), or pass a new one and ckpt_path"),
+            (taken, "the model is prepared already", "pass a plain one: outsize.release(model) makes it so"),
             (model._compiler_ctx, "the model is compiled", "call .compile() of its layers"),
             (
                 issubclass(precision, (DeepSpeedPrecision, FSDPPrecision)),
@@ -226,9 +227,20 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
             _set_rng_states(self._rng)
         self._rng = None
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning; then the loggers get what the step took, where they get its loss."""
-        result = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As in Lightning; then the loggers get what the step took, where they get its loss. A `training_step` that
+        returns None skips its batch: where no other one has given a gradient, there is no step."""
+
+        def learn() -> Any:
+            loss = closure()
+            if loss is None and self.lightning_module.automatic_optimization and not _has_gradient(optimizer):
+                raise _NothingToLearnError
+            return loss
+
+        try:
+            result = super().optimizer_step(optimizer, learn, model, **kwargs)
+        except _NothingToLearnError:
+            return None
         self._between_steps, trainer = True, self.lightning_module.trainer
         record = {f"outsize/{name}": value for name, value in self._monitor.step().items() if name != "step"}
         if trainer._logger_connector.should_update_logs:
@@ -360,6 +372,10 @@ class OutsizeFabricStrategy(_OnRanks, FabricDDPStrategy):  # type: ignore[misc]
             module.load_state_dict(state_dict, strict=strict)
 
 
+class _NothingToLearnError(Exception):
+    """Ends a step from inside."""
+
+
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return outsize.no_sync(module) if enabled else nullcontext()
@@ -377,6 +393,10 @@ def _parted(state: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
     taken = {id(each) for each in (*models, *optimizers)}
     rest = {name: each for name, each in state.items() if id(each) not in taken}
     return models[0], optimizers[0] if optimizers else None, rest
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def _undotted(path: Any) -> Path:
