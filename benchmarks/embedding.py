@@ -201,7 +201,7 @@ def disk(directory: str) -> list[Row]:
         optimizer = OPTIMIZERS["LazyAdamW"](model)
         outsize.prepare(model, optimizer, device="cpu", params=tier, states=tier, **given)
         rate(model, optimizer, warm, True)
-        engine = outsize.api.public.require(model).resources.disk
+        engine = outsize.api.assemble.require(model).resources.disk
         before, made = outsize.memory(model), 0 if engine is None else engine.requests
         seconds[tier] = len(data) * BATCH / rate(model, optimizer, data, True)
         after = outsize.memory(model)

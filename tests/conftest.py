@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import outsize
 import tests.seeds  # noqa: F401
-from outsize.api.assemble import Prepared, prepared_of
-from outsize.api.public import require
+from outsize.api.assemble import Prepared, prepared_of, require
 from tests.accelerator import sim as simulator
 from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import outsize
-from outsize.api.public import require
+from outsize.api.assemble import require
 from tests.conftest import assert_same_weights, weights
 from tests.ranks.launching import in_turn, run_on_ranks
 
@@ -131,6 +131,50 @@ def test_a_prepared_model_trains_with_its_own_optimizer_and_scheduler(disk: dict
     ours = train(model, Trainer, prepare=True)
     assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
     assert losses(ours, "learning_rate") == losses(plain, "learning_rate")
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
+def test_a_prepared_model_trains_and_goes_on_in_the_plain_trainer(
+    changes: dict[str, Any], disk: dict[str, Any], tmp_path: Path
+) -> None:
+    fields = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "max_grad_norm": 0.3,
+        "learning_rate": 0.1,
+        **changes,
+    }
+
+    def train(folder: str, seed: int = 0, resume: str | None = None, **budgets: Any) -> Any:
+        model = language_model(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if budgets:
+            outsize.prepare(model, optimizer, **budgets)
+        given = {"train_dataset": rows(), "eval_dataset": rows(1, 8), "optimizers": (optimizer, scheduler)}
+        trainer = transformers.Trainer(model, arguments(tmp_path / folder, **fields), **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    plain, ours = train("plain"), train("ours", **disk)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert losses(ours, name) == pytest.approx(losses(plain, name), rel=1e-5)
+    best, every = ours.state.best_model_checkpoint, sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert every == sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert Path(best).name == Path(plain.state.best_model_checkpoint).name
+    assert_same_weights(ours.model, plain.model)  # the best
+    opened = transformers.AutoModelForCausalLM.from_pretrained(best)
+    assert all(torch.equal(opened.get_parameter(name), value) for name, value in weights(ours.model).items())
+    prompt = torch.tensor([[1, 2, 3]])
+    assert torch.equal(ours.model.generate(prompt, max_new_tokens=4), opened.generate(prompt, max_new_tokens=4))
+    again = train("ours", 1, str(min((tmp_path / "ours").iterdir())), **disk)
+    assert losses(again) == losses(ours)
+    assert losses(again, "eval_loss") == losses(ours, "eval_loss")
 
 
 def test_the_log_of_a_step_has_what_it_took_and_nothing_between_steps(disk: dict[str, Any], tmp_path: Path) -> None:
@@ -273,13 +317,18 @@ def test_saved_model_opens_in_transformers(disk: dict[str, Any], tmp_path: Path)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), processing_class=tokenizer, **disk)
     trainer.train()
     trainer.save_model(tmp_path / "model")
+    state = trainer.accelerator.get_state_dict(model)
+    model.save_pretrained(tmp_path / "again", state_dict=state, save_function=trainer.accelerator.save)
+    again = safetensors.load_file(tmp_path / "again" / "model.safetensors")
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, value in weights(model).items():
-        assert torch.equal(opened.get_parameter(name), value), name
+        assert torch.equal(opened.get_parameter(name), value) and torch.equal(again[name], value), name
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == tokenizer.get_vocab()
     prompt = torch.tensor([[1, 2, 3]])
     model.eval()
     assert torch.equal(model.generate(prompt, max_new_tokens=4), opened.generate(prompt, max_new_tokens=4))
+    outsize.release(model)
+    assert not {"save_pretrained", "load_state_dict"} & vars(model).keys()
 
 
 def prepared(model: Any) -> Any:

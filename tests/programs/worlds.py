@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
 
 import outsize
-from outsize.api.public import require
+from outsize.api.assemble import require
 from outsize.checkpoint import writer
 from outsize.move.memory import Ledger
 from tests.conftest import forget_last_graph, random_state

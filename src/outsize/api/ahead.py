@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.public import require
+from outsize.api.assemble import require
 from outsize.run.ahead import Lookahead
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +63,7 @@ from outsize.run.streamer import Streamer
 from outsize.run.tiles import Tiles
 from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
+from outsize.run.wrappers import known
 
 logger = logging.getLogger("outsize")
 
@@ -105,6 +106,22 @@ def prepared_of(param: torch.Tensor) -> Prepared | None:
     return prepared
 
 
+def require(model: nn.Module) -> Prepared:
+    """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for param in known(model.parameters()):
+        prepared = prepared_of(param)
+        if prepared is not None:
+            return prepared
+    raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")
+
+
+def its_turn(model: nn.Module, verb: str) -> AbstractContextManager[None]:
+    """Around what a function of the public API does with a prepared model: one thread at a time."""
+    return require(model).engine.owner.turn(f"outsize.{verb}")
+
+
 def kept_by(rule: Rule | None, config: Config) -> Kept:
     """What the rule keeps in the format that the user asked for."""
     if rule is None:
@@ -122,8 +139,10 @@ def assemble(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     load: Callable[[nn.Parameter], torch.Tensor],
+    methods: Mapping[str, Callable[..., Any]],
 ) -> Prepared:
-    """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out."""
+    """Build the engine. `load` gives a parameter's present values, paging them in if `init` paged them out. `methods`
+    are put in place of the model's own."""
     refuse_wrapped(model)
     with ExitStack() as undo:  # what an error ends
         ranks = open_ranks(config, list(model.parameters()))
@@ -153,7 +172,7 @@ def assemble(
             check_stages(ranks.stages, model, plan.parameters, optimizer)
         resources = _open_resources(plan, config)
         undo.callback(resources.close)
-        prepared = _build(model, optimizer, config, plan, rule, resources, load, ranks)
+        prepared = _build(model, optimizer, config, plan, rule, resources, load, methods, ranks)
         undo.pop_all()
     return prepared
 
@@ -213,6 +232,7 @@ def _build(
     rule: Rule | None,
     resources: Resources,
     load: Callable[[nn.Parameter], torch.Tensor],
+    methods: Mapping[str, Callable[..., Any]],
     ranks: Ranks | None,
 ) -> Prepared:
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
@@ -335,7 +355,7 @@ def _build(
         engine.any_shown,
     )
     heads, wide = (heads_of(model), wide_modules(model, units, scopes, plan)) if config.tiles else ([], {})
-    hooks.install(engine, model, framed, layers, activations, heads, wide)
+    hooks.install(engine, model, framed, layers, activations, heads, wide, methods)
     prepared = Prepared(
         weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock, choice
     )

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.assemble import Prepared
-from outsize.api.public import its_turn
+from outsize.api.assemble import Prepared, its_turn
 from outsize.api.ranks import in_all_copies
 from outsize.api.saving import (
     buffers_of,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
-from outsize.api.assemble import Prepared, assemble, kept_by, prepared_of
+from outsize.api.assemble import assemble, kept_by, prepared_of
+from outsize.api.methods import methods_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
 from outsize.api.ranks import know_place, take_accelerator
@@ -69,7 +69,7 @@ def prepare(
         if prepared_of(param) is not None:
             raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
     take_accelerator(made.compute_device)
-    assemble(model, optimizer, made, page_in)
+    assemble(model, optimizer, made, page_in, methods_of(model))
     return model, optimizer
 
 
@@ -80,22 +80,6 @@ def _check_arguments(model: object, optimizer: object) -> None:
         raise TypeError("a model has one optimizer; give it several parameter groups in place of several optimizers")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-
-
-def require(model: nn.Module) -> Prepared:
-    """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    for param in known(model.parameters()):
-        prepared = prepared_of(param)
-        if prepared is not None:
-            return prepared
-    raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")
-
-
-def its_turn(model: nn.Module, verb: str) -> AbstractContextManager[None]:
-    """Around what a function of the public API does with a prepared model: one thread at a time."""
-    return require(model).engine.owner.turn(f"outsize.{verb}")
 
 
 @shows_fields

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from outsize.api.public import require
+from outsize.api.assemble import require
 from outsize.plan.sizes import format_bytes
 from outsize.plan.text import html_lines, html_table, text_table
 

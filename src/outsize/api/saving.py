@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.assemble import Prepared
-from outsize.api.public import its_turn, require
+from outsize.api.assemble import Prepared, its_turn, require
 from outsize.api.ranks import everywhere, in_all_copies
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside

@@ -28,8 +28,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import outsize
-from outsize.api.assemble import Prepared
-from outsize.api.public import require
+from outsize.api.assemble import Prepared, require
 
 if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
     raise ImportError(f"outsize needs accelerate 1.1 or newer, not {accelerate.__version__}: pip install -U accelerate")

@@ -138,7 +138,7 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _unguarded(value: Any, edges: bool) -> Any:
     if type(value) in (list, tuple):
         return tuple(_unguarded(each, edges) for each in value)
-    if not isinstance(value, _Guarded):
+    if not isinstance(value, Guarded):
         return value
     tensor: Any = value
     if edges:
@@ -157,7 +157,7 @@ class _Managed:
         return self.gate_ref() or _refuse_orphan()
 
 
-class _Guarded(_Managed):
+class Guarded(_Managed):
     """A tensor each of whose operations passes the gate. See Note [Every operation passes the gate]."""
 
     @classmethod
@@ -176,7 +176,7 @@ class _Guarded(_Managed):
         return pass_gate(self.gate, torch.Tensor.as_subclass, (self, cls), {})
 
 
-class _View(_Guarded):
+class _View(Guarded):
     """A tensor that views a gathered buffer: as careful as the parameter it came from."""
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ def _in_stage(param: Any) -> None:
     param.gate.gradient_set(param)
 
 
-class GuardedParameter(ManagedParameter, _Guarded):
+class GuardedParameter(ManagedParameter, Guarded):
     """A parameter that may be at rest."""
 
     grad = _unguarded_property("grad")
@@ -429,7 +429,7 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
                 return args[0]
             if func in _SET_DATA and is_alias(*args):
                 return None
-        if func in _SET_DATA and isinstance(args[0], _Guarded):
+        if func in _SET_DATA and isinstance(args[0], Guarded):
             refusals.set_data(args[0].gate.parameters.name_of(args[0]))  # type: ignore[arg-type]
     if gate.tables and (answer := look_up(gate, func, args, kwargs)) is not NotImplemented:
         return answer
@@ -480,7 +480,7 @@ def guarded_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 def _collect(values: Iterable[Any], found: list[Any]) -> None:
     for value in values:
-        if isinstance(value, _Guarded):
+        if isinstance(value, Guarded):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
@@ -508,7 +508,7 @@ def _wrap(gates: Iterable[Engine], result: Any) -> Any:
     """Views of a gathered buffer leave the gate guarded; every other result as it is."""
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, _Guarded):
+        if isinstance(tensor, Guarded):
             return tensor
         owner = next((gate for gate in gates if gate.parameters.key_of(tensor) is not None), None)
         return tensor if owner is None else owner.classes.guard(tensor)

@@ -41,12 +41,13 @@ def install(
     activations: Activations,
     heads: Container[nn.Module],
     wide: Mapping[nn.Module, int],
+    methods: Mapping[str, Call],
 ) -> None:
     """Put frames around the calls of modules, on the instances; classes and torch itself stay as they are.
 
     `framed` says of each whether it lies inside another one, which opens the same unit; `layers`, what is done with the
     activations of some; `heads`, linear layers whose results may be computed late; `wide`, how many bytes one call of
-    some may take, which else runs in tiles of the sequence.
+    some may take, which else runs in tiles of the sequence; `methods`, what takes the place of the model's own.
     """
     names = {id(module): name for name, module in model.named_modules()}
     moves = _checked_moves(model)
@@ -72,7 +73,7 @@ def install(
             ours |= {"_apply": _checked_apply(engine, module), "_load_from_state_dict": _checked_load(module)}
             ours["_save_to_state_dict"] = _listed(engine, module)
         if module is model:
-            ours |= moves
+            ours |= {**moves, **methods}
         if ours:
             before = {name: module.__dict__.get(name, _NOTHING) for name in (*ours, "__deepcopy__")}
             _put(module, {**ours, "__deepcopy__": partial(_copied, before, module)})

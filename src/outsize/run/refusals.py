@@ -12,7 +12,8 @@ def read_at_rest(name: str, tier: str, operation: str) -> NoReturn:
     if _is_being_wrapped():
         raise RuntimeError(
             f"{found}cannot read it: do not wrap a prepared model (DistributedDataParallel, FSDP), outsize "
-            f"averages the gradients over ranks itself"
+            f"averages the gradients over ranks itself. Accelerate and transformers wrap it: use "
+            f"outsize.integrations.accelerate.prepare, or outsize.integrations.transformers.Trainer"
         )
     raise RuntimeError(
         f"{found}needs its values; outside a forward of the model read it inside `with outsize.gathered(param):`. "

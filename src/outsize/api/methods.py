@@ -1,0 +1,59 @@
+"""Methods of the whole model that libraries call: they do at rest as they do elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from outsize.api.exporting import export
+from outsize.api.gather import gathered
+from outsize.run.guard import Guarded
+
+Method = Callable[..., Any]
+
+
+def methods_of(model: nn.Module) -> dict[str, Method]:
+    """What takes their places, by name."""
+    found: dict[str, Method] = {"load_state_dict": _loading(model)}
+    if callable(getattr(model, "save_pretrained", None)) and not hasattr(model, "peft_config"):
+        found["save_pretrained"] = _saving(model)
+    return found
+
+
+def _loading(model: nn.Module) -> Method:
+    load: Method = model.load_state_dict
+
+    @wraps(load)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        """As in torch. Memory: all parameters; `outsize.load` reads files within the budget."""
+        with gathered(model, modify=True):
+            return load(*args, **kwargs)
+
+    return load_state_dict
+
+
+def _saving(model: Any) -> Method:
+    save: Method = model.save_pretrained
+
+    @wraps(save)
+    def save_pretrained(
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As in transformers, by `outsize.export`, which every rank calls. Values that are given are saved as ever."""
+        at_rest = state_dict is None or any(isinstance(value, Guarded) for value in state_dict.values())
+        if at_rest and not push_to_hub:
+            export(save_directory, model, max_shard_size)
+        else:
+            given = {"push_to_hub": push_to_hub, **({"max_shard_size": max_shard_size} if max_shard_size else {})}
+            save(save_directory, is_main_process, state_dict, **given, **kwargs)
+
+    return save_pretrained
