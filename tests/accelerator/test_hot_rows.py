@@ -162,6 +162,25 @@ def test_a_checkpoint_has_the_truth_of_rows_on_the_device(
         assert torch.equal(mine, theirs)
 
 
+def test_rows_of_a_frozen_table_stay_on_the_device_and_get_a_state_there(sim: Any, workshop: Workshop) -> None:
+    ids = torch.arange(0, 300, 3).to("sim")
+    (model, own), plain = made(adagrad), made(adagrad, "sim")
+    model.requires_grad_(False)
+    workshop.prepare(model, own, "disk", device="sim")
+    model(ids)
+    with Moved() as moved:
+        model(ids)
+    assert moved.to_device == moved.to_host == 0
+    taken = outsize.memory(model).now["device/hot rows"]
+    model.requires_grad_(True)
+    for each in (plain, (model, own)):
+        step(*each, ids)
+        step(*each, ids)
+    assert 0 < outsize.memory(model).now["device/hot rows"] <= taken
+    for mine, other in zip(values(model, own), values(*plain), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_too_few_hot_rows_to_move_less_stay_off_the_device(sim: Any, workshop: Workshop) -> None:
     for optimizer, kept in ((sparse_adam, False), (rowwise, True)):  # a sixth of the rows is the least with two moments
         model, own = made(optimizer)

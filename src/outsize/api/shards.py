@@ -208,7 +208,11 @@ class Shards:
             file = UnitFile(self._resources, name, on_disk, self._config.verify, record=record)
             shard.arrays = self._arrays(shard, layouts, file)
             if shard.rows is not None:
+                memory, on_device = shard.rows.taken
+                shard.rows.close()
                 shard.rows = self._rows(shard)
+                shard.rows.use_memory(memory)
+                shard.rows.use_device(on_device, shard.device)
         except BaseException:
             shard.tiers = before
             raise

@@ -209,6 +209,11 @@ class Rows:
         near = any(not array.on_disk and array.whole().device.type != "cpu" for array in every)
         return 0 if near else sum(array.nbytes for array in every)
 
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Bytes of host memory, and of an accelerator, that hot rows and those read ahead may take."""
+        return self._hot.nbytes + self._ahead_bytes, 0 if self._near is None else self._near.nbytes
+
     def use_memory(self, nbytes: int) -> int:
         """Take up to so many bytes, a quarter for what is read ahead, the others for hot rows. Returns how many."""
         self.forget()
