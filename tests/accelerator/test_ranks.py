@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.accelerator.collectives import on_sim, train_all_on_sim
+from tests.ranks import test_tables as tables
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.test_parity import assert_as_plain, assert_same_bits
 from tests.ranks.test_weights_in_tiles import Way, assert_as_the_whole_batch, in_tiles
-from tests.ranks.training import Result, Setting, plain
+from tests.ranks.training import Result, Setting, assert_near, plain, same_bits
 
 BASE = Setting(clip=0.1, device="sim", steps=2)
 MANNERS = {
@@ -50,3 +52,25 @@ def trained_in_tiles(disk: str, policy: str) -> Any:
 @pytest.mark.parametrize("policy", ["hold", "random"])
 def test_weights_in_tiles_train_as_the_whole_batch_does(policy: str, tmp_path: Path) -> None:
     assert_as_the_whole_batch(run_on_ranks(2, trained_in_tiles, str(tmp_path), policy, limit=120), Way())
+
+
+def trained_tables(ways: list[tables.Way], disk: str, policy: str) -> Any:
+    with on_sim(policy):
+        return tables.trained(ways, disk)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_tables_that_are_split_train_as_the_whole_batch_does(tmp_path: Path) -> None:
+    sim = {"device": "sim"}
+    ways = [
+        *(tables.Way(tables.adagrad, tier, fields=sim) for tier in ("host", "disk")),
+        tables.Way(tables.rowwise, "disk", ahead=True, fields=sim),
+        tables.Way(tables.rowwise, "device", fields={"stage": 2, **sim}),
+    ]
+    for found in run_on_ranks(2, trained_tables, ways, str(tmp_path), "hold", limit=120):
+        assert same_bits(found[0][1].values(), found[1][1].values())
+        for way, (losses, weights, _) in zip(ways, found, strict=True):
+            expected, others = tables.plain(way, 2)
+            torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+            assert_near(weights.values(), others.values())

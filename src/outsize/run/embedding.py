@@ -118,9 +118,12 @@ class Table:
             return _Fetched(whole["params"], ids, padding, None)
         every = ids.reshape(-1) if padding is None else torch.cat([ids.reshape(-1), ids.new_tensor([padding])])
         wanted, among = torch.unique(every, return_inverse=True)
-        wanted, among = wanted.to(rows.device, torch.int64), among.to(ids.dtype)
+        wanted, among = wanted.to(torch.int64), among.to(ids.dtype)
         with self._streamer.live.waiting():
-            values = rows.get_params(wanted) if self.unit.owners is None else self.unit.owners.get_params(wanted)
+            if self.unit.owners is None:
+                values = rows.get_params(wanted.to(rows.device))
+            else:
+                values = self.unit.owners.get_params(wanted.cpu())
         place = None if padding is None else int(among[-1])
         return _Fetched(values.to(ids.device), among[: ids.numel()].view(ids.shape), place, wanted)
 
