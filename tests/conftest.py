@@ -28,7 +28,6 @@ from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
 
 TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
-SINGLES = (("device",), ("host",), ("disk",), ("squeezed",))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
 
@@ -44,7 +43,7 @@ EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integr
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
-    parser.addoption("--every-tier", action="store_true", help="each case on each tier; else in turns")
+    parser.addoption("--every-tier", action="store_true", help="each case, on each tier; else in turns")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,17 +52,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
         simulator.load()  # torch must know the device before the first backward of the process
     if not config.getoption("--every-tier"):
-        items[:] = _take_turns(items, SINGLES if wanted else PAIRS)
+        items[:] = _one_of_each(items) if wanted else _take_turns(items)
     _share_out(items)
     for item in items if wanted else ():
-        reason = next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
-        if item.nodeid.startswith(DEVICE_ALONE) and any(f"[{tier}" in item.nodeid for tier in AT_REST_TIERS):
-            reason = "computes its updates on the CPU, as without the device"
-        if reason is not None:
+        if (reason := _left_out(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _take_turns(items: list[pytest.Item], turns: tuple[tuple[str, ...], ...]) -> list[pytest.Item]:
+def _left_out(item: pytest.Item) -> str | None:
+    """Why a test does not run on the simulated device."""
+    if item.nodeid.startswith(DEVICE_ALONE) and any(f"[{tier}" in item.nodeid for tier in AT_REST_TIERS):
+        return "computes its updates on the CPU, as without the device"
+    return next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
+
+
+def _one_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each test that runs without the device too one case, the same in every run. The device's own tests are whole,
+    and those of the same bits on each tier."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        whole = item.nodeid.startswith(("tests/accelerator", *EVERY_TIER))
+        cases.setdefault(item.nodeid if whole else item.nodeid.partition("[")[0], []).append(item)
+    return [
+        min(of_one, key=lambda item: (bool(_left_out(item)), zlib.crc32(item.nodeid.encode())))
+        for of_one in cases.values()
+    ]
+
+
+def _take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
     """Of a case that has three tiers or more, those whose turn it is, from case to case."""
     tiers: dict[str, list[str]] = {}
     cases = {}
@@ -74,7 +90,7 @@ def _take_turns(items: list[pytest.Item], turns: tuple[tuple[str, ...], ...]) ->
             tiers.setdefault(case, []).append(tier)
     turn = {}
     for case, each in tiers.items():
-        there = [some for some in turns if set(some) & set(each)] if len(each) > 2 else [tuple(each)]
+        there = [some for some in PAIRS if set(some) & set(each)] if len(each) > 2 else [tuple(each)]
         turn[case] = there[zlib.crc32(case.encode()) % len(there)]
     return [item for item in items if item not in cases or item.callspec.params["tier"] in turn[cases[item]]]
 

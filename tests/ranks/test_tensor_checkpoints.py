@@ -86,7 +86,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def alone(way: Way, path: Path, disk: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = llama(way.dtype, way.tied)
+    model = llama(way.dtype, way.tied, way.layers)
     optimizer = optimizer_of(model, way)
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, **dict(way.fields_more))
     assert outsize.load(path, model, optimizer) == {"step": 2}

@@ -29,7 +29,7 @@ LENGTH, VOCABULARY = 16, 128
 NAMES = ("data", "tp")
 
 
-def llama(dtype: torch.dtype = torch.float32, tied: bool = False) -> nn.Module:
+def llama(dtype: torch.dtype = torch.float32, tied: bool = False, layers: int = 1) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def llama(dtype: torch.dtype = torch.float32, tied: bool = False) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -100,6 +100,7 @@ class Way:
     accumulate: int = 1
     clip: float = 0.5
     steps: int = 2
+    layers: int = 1
     tied: bool = False
     shape: tuple[int, ...] = (2, 2)
     optimizer: str = "AdamW"
@@ -153,7 +154,7 @@ def whole(value: Tensor) -> Tensor:
 def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
     """Plain torch on the batches of all data-parallel ranks together."""
     torch.set_num_threads(1)
-    model = llama(way.dtype, way.tied)
+    model = llama(way.dtype, way.tied, way.layers)
     curve = train(
         model,
         optimizer_of(model, way),
@@ -166,7 +167,7 @@ def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
 def prepared(way: Way, disk: str) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
     names = NAMES if len(way.shape) == 2 else ("copies", *NAMES)
     mesh = init_device_mesh("cpu", way.shape, mesh_dim_names=names)
-    model = llama(way.dtype, way.tied)
+    model = llama(way.dtype, way.tied, way.layers)
     way.parallelize(model, mesh["tp"])
     optimizer = optimizer_of(model, way)
     outsize.prepare(model, optimizer, mesh=mesh, activations=way.activations, **way.fields(disk))
@@ -191,12 +192,12 @@ def train_parallel(ways: list[Way], disk: str) -> list[tuple[Curve, dict[str, Te
 
 WAYS = [
     Way(stage=0, tier="device"),
-    Way(activations="recompute", tier="disk", tied=True),
+    Way(activations="recompute", tier="disk", tied=True, layers=2),
     Way(accumulate=2, no_sync=True),
     Way(clip=0.0, tier="disk", fields_more=(("update", "backward"),)),
     Way(optimizer="SGD", clip=1e9, stage=2, tier="disk"),
     Way(sequence_parallel, stage=0, tier="device"),
-    Way(sequence_parallel, activations="recompute", tier="disk"),
+    Way(sequence_parallel, activations="recompute", tier="disk", layers=2),
     Way(sequence_parallel, accumulate=2, stage=2),
     Way(shape=(2, 1, 2)),  # two copies of two tensor-parallel ranks
 ]
