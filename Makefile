@@ -3,6 +3,7 @@
 # make train   the command-line trainer with its defaults
 # make format  rewrite the sources in the project's format
 # make bench   the benchmarks
+# make docs    the site, in build/site; installs what it needs beside the rest
 # make clean   remove what was built
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 ON_SIMULATOR := $(foreach name,activations amp choice delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
 	stacks_in_tiles streaming tiled update_in_backward weights_in_tiles wrappers,tests/run/test_$(name).py) tests/api/test_release.py
 
-.PHONY: setup test types accelerator train format bench clean
+.PHONY: setup test types accelerator train format bench docs clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP) $(SIMULATOR)
@@ -92,6 +93,14 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in build/site/index.html"
+
+.venv/.docs: $(STAMP)  # the versions are those of the extra
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[docs]' '$(TORCH)'
+	@touch $@
 
 clean:
 	rm -rf build tests/accelerator/build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
