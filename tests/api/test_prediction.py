@@ -21,7 +21,7 @@ RATE = 1e9
 IDEAL = Machine(
     cores=2,
     operations={
-        "mm/float32": ((1.0, 1 / RATE), (1e15, 1e15 / RATE)),
+        **{f"mm{how}/float32": ((1.0, 1 / RATE), (1e15, 1e15 / RATE)) for how in ("nt", "nn", "tn")},
         "add/float32": ((1.0, 1 / FAST), (1e15, 1e15 / FAST)),
     },
     memory=FAST,
@@ -129,6 +129,16 @@ def test_an_example_that_does_not_fit_is_an_error(example: Any, kind: type[Excep
     with pytest.raises(kind, match=message):
         predicted(model, example=example, host_memory="1GiB")
     assert "forward" not in vars(model[0]) and not model[0]._forward_hooks
+
+
+def test_a_step_of_a_model_that_is_prepared_or_cut_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave it out where the mesh cuts the model"):
+        predicted(stack(), host_memory="1GiB", mesh={"tp": 2})
+    model, _ = outsize.prepare(stack(), host_memory="1GiB", device="cpu")
+    with pytest.raises(ValueError, match="prepared already"):
+        outsize.plan(model, example=BATCHES)
+    with pytest.raises(ValueError, match="outsize.plan takes it"):
+        outsize.prepare(stack(), host_memory="1GiB", device="meta", device_memory="1GiB")
 
 
 def test_a_prediction_without_measurements_says_so_in_its_first_line() -> None:

@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty one. What takes seconds is not measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
-        probing, "_compute", lambda device: {"memory": 1e9, "operations": {"mm/float32": ((1e6, 1e-3),)}}
+        probing, "_compute", lambda device: {"memory": 1e9, "operations": {"mmnt/float32": ((1e6, 1e-3),)}}
     )
     return tmp_path / "outsize"
 

@@ -42,10 +42,12 @@ COPIED_BYTES = 64 << 20
 UPDATED_NUMEL = 1 << 22
 WIDTHS = ((64, 64), (128, 256), (512, 512), (1024, 1024), (2048, 2048), (8192, 4096))
 """(tokens, elements of one) of the calls that are timed, from the smallest on."""
-EXERCISE_SECONDS = {"float32": 6.0, "bfloat16": 4.0}
+EXERCISE_SECONDS = {"float32": 8.0, "bfloat16": 6.0}
 """For the calls of one dtype, all sizes together; larger sizes are left out where they would take longer."""
 GROWTH = 5
 """How many times as long the calls of the next size take."""
+THIN, THIN_WIDTHS = 8, (256, 1024, 2048)
+"""Rows of a product that is bound by the bytes of its weights, and elements of a row."""
 GATHERED_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 DISK = ("disk_read", "disk_write", "disk_mixed", "disk_seconds")
 LINKS = ("to_device", "from_device", "both_ways")
@@ -195,13 +197,19 @@ def _compute(device: torch.device) -> Mapping[str, Any]:
     curves: dict[str, dict[float, list[float]]] = {}
     with torch.random.fork_rng(devices=[]):
         for dtype, most in EXERCISE_SECONDS.items():
-            began = time.perf_counter()
-            _time_operations(device, getattr(torch, dtype), *WIDTHS[0], {})  # what is done once is done now
+            began, kind = _now(), getattr(torch, dtype)
+            _time_operations(device, *_made(device, kind, *WIDTHS[0]), {})  # what is done once is done now
+            for width in THIN_WIDTHS:
+                thin: dict[str, dict[float, list[float]]] = {}
+                layer = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).to(device, kind)
+                _time_operations(device, layer, torch.ones(THIN, width, dtype=kind, device=device), thin, by_bytes=True)
+                for name, points in thin.items():
+                    for nbytes, seconds in points.items() if name.startswith("mm") else ():
+                        curves.setdefault(f"thin {name}", {}).setdefault(nbytes, []).extend(seconds)
             for tokens, width in WIDTHS:
-                before = time.perf_counter()
-                _time_operations(device, getattr(torch, dtype), tokens, width, curves)
-                last = time.perf_counter()
-                if last - began + GROWTH * (last - before) > most:
+                before = _now()
+                _time_operations(device, *_made(device, kind, tokens, width), curves)
+                if _since(began, device) + GROWTH * _since(before, device) > most:
                     break
     measured["operations"] = {name: _curve(points) for name, points in curves.items()}
     measured["operation_seconds"] = _gap(device, measured["operations"])
@@ -235,7 +243,7 @@ class _Exercise(nn.Module):
             nn.Linear(4 * width, width),
         )
         self.head = nn.Linear(width, 8 * width, bias=False)
-        channels = max(width // 8, 8)
+        channels = max(width // 4, 8)
         self.convolve, self.batch_norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -266,20 +274,22 @@ def _made(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> 
 
 
 def _time_operations(
-    device: torch.device, dtype: torch.dtype, tokens: int, width: int, curves: dict[str, dict[float, list[float]]]
+    device: torch.device,
+    model: nn.Module,
+    batch: torch.Tensor,
+    curves: dict[str, dict[float, list[float]]],
+    by_bytes: bool = False,
 ) -> None:
-    """Add the seconds of each operation of a forward and a backward."""
-    model, numbers = _made(device, dtype, tokens, width)
+    """Add the seconds of each operation of a forward and a backward, by its FLOPs or by its bytes."""
     seen: dict[int, tuple[Operation, float]] = {}
     count = 0
 
     def around(run: Callable[[], Any], describe: Callable[[Any], Operation | None]) -> Any:
         nonlocal count
         _settle(device)
-        began = time.perf_counter()
+        began = _now()
         out = run()
-        _settle(device)
-        seconds, operation = time.perf_counter() - began, describe(out)
+        seconds, operation = _since(began, device), describe(out)
         if operation is not None:
             seen[count] = operation, min(seconds, seen[count][1] if count in seen else seconds)
             count += 1
@@ -288,10 +298,13 @@ def _time_operations(
     for _ in range(3):
         count = 0
         with EachOperation(around):
-            model(numbers).backward()
+            model(batch).sum().backward()
         model.zero_grad()
     for operation, seconds in seen.values():
-        key, amount = f"{operation.name}/{operation.dtype}", float(operation.flops or operation.nbytes)
+        key, amount = (
+            f"{operation.name}/{operation.dtype}",
+            float(operation.nbytes if by_bytes else operation.flops or operation.nbytes),
+        )
         if amount:
             curves.setdefault(key, {}).setdefault(amount, []).append(seconds)
 
@@ -338,6 +351,17 @@ def _update_rates(kind: str) -> tuple[float, float]:
     return rate(max(cores // 2, 1)), rate(cores)
 
 
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(began: tuple[float, float], device: torch.device) -> float:
+    """Seconds, without those in which other processes had the cores of a CPU."""
+    _settle(device)
+    seconds, processor = (now - then for now, then in zip(_now(), began, strict=True))
+    return min(seconds, processor) if device.type == CPU else seconds
+
+
 def _settle(device: torch.device) -> None:
     if device.type != CPU:
         torch.accelerator.synchronize()
@@ -347,10 +371,9 @@ def _best_seconds(work: Callable[[], object], device: torch.device | None = None
     """The first time is not counted."""
     seconds = []
     for _ in range(times + 1):
-        began = time.perf_counter()
+        began = _now()
         work()
-        _settle(device or torch.device(CPU))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(_since(began, device or torch.device(CPU)))
     return min(seconds[1:])
 
 

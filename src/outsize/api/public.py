@@ -119,7 +119,7 @@ def plan(
     for param in known(model.parameters()):
         prepared = prepared_of(param)
         if prepared is not None:
-            if config is not None or fields or ranks > 1 or mesh is not None:
+            if config is not None or fields or ranks > 1 or mesh is not None or example is not None:
                 raise ValueError(
                     "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
                 )
@@ -131,6 +131,11 @@ def plan(
     if optimizer is not None:
         kept = kept_by(rule_for(optimizer, made.state_format), made)
     if parallel.stages * parallel.tensor > 1:
+        if example is not None:
+            raise ValueError(
+                "example simulates a step of data-parallel ranks; leave it out where the mesh cuts the model for "
+                "tensor parallelism or a pipeline"
+            )
         model, parallel = part_of_a_rank(model, parallel)
         optimizer = None  # it has the parameters of the whole model
     placed = place_model(model, optimizer, made, kept, dry=True, size=parallel.data)

@@ -41,11 +41,11 @@ from outsize.run.unit import Residency, Unit
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
-MOST_CHUNKS = 48
+MOST_CHUNKS = 24
 """Of a unit: those of larger ones are put together, which changes little of what overlaps."""
 UNIT_SECONDS = 150e-6
 """Of Python, for a unit that comes or whose gradients are laid to rest."""
-SLACK, SLACK_BYTES = 0.05, 2 << 20
+SLACK, SLACK_BYTES = 0.04, 2 << 20
 """Of the memory of a step on a CPU: scratch memory of kernels, holes of the allocator."""
 
 

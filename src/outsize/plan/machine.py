@@ -15,6 +15,7 @@ Curve = tuple[tuple[float, float], ...]
 
 GIGA = 1e9
 CPU, ACCELERATOR = "cpu", "accelerator"
+SHOWN = {"mmnt": "products", "mmnn": "products, untransposed", "convolution": "convolutions", "attention": "attention"}
 _FLOPS = {CPU: 40e9, ACCELERATOR: 60e12}
 _HALF = {CPU: 0.5, ACCELERATOR: 5.0}
 """How many times as fast products of 16 bits are."""
@@ -32,7 +33,9 @@ class Machine:
     cores: int = 1
     """That updates may use."""
     operations: Mapping[str, Curve] = field(default_factory=dict)
-    """By "name/dtype": seconds by FLOPs of products, of attention and of convolutions, by bytes of others."""
+    """By "name/dtype": seconds by FLOPs of products, attention and convolutions, by bytes of others, and of "thin"
+    products, which few rows bound by the bytes of their weights. Products are "mmnt" where only the second operand is
+    transposed, and so on: "mmnn", "mmtn", "mmtt"."""
     memory: float = _MEMORY[CPU]
     """Of a copy on the computing device, read and written bytes together."""
     host_memory: float = _MEMORY[CPU]
@@ -72,9 +75,10 @@ class Machine:
         """Of one operation on the computing device."""
         curve = self.operations.get(f"{name}/{dtype}")
         if curve is not None:
-            return seconds_on(curve, flops or nbytes)
+            thin = self.operations.get(f"thin {name}/{dtype}")
+            return max(seconds_on(curve, flops or nbytes), 0.0 if thin is None else seconds_on(thin, nbytes))
         if flops:
-            alike = self.operations.get(f"mm/{dtype}")
+            alike = self.operations.get(f"mmnt/{dtype}")
             kind = CPU if self.device == CPU else ACCELERATOR
             rate = _FLOPS[kind] * (self.cores if kind == CPU else 1) * (1 if dtype == "float32" else _HALF[kind])
             return max(flops / rate if alike is None else seconds_on(alike, flops), nbytes / self.memory)
@@ -111,12 +115,10 @@ class Machine:
 
         for key, curve in sorted(self.operations.items()):
             name, _, dtype = key.partition("/")
-            if name in ("mm", "convolution") or name.startswith("_scaled_dot"):
-                what = "attention" if name.startswith("_scaled") else {"mm": "products"}.get(name, name)
-                if "backward" not in name:
-                    row("operations", f"{what}, {dtype}", max(x / y for x, y in curve) / GIGA, "GFLOP/s", "at best")
+            if name in SHOWN:
+                row("operations", f"{SHOWN[name]}, {dtype}", max(x / y for x, y in curve) / GIGA, "GFLOP/s", "at best")
         if "operations" in self.typical:
-            row("operations", "products", 1 / self.seconds_of("mm", "float32", 1, 0) / GIGA, "GFLOP/s")
+            row("operations", "products", 1 / self.seconds_of("mmnt", "float32", 1, 0) / GIGA, "GFLOP/s")
         row("operation_seconds", "between operations", self.operation_seconds * 1e6, "us")
         row("memory", "memory of the device", self.memory / GIGA, "GB/s", "copy, read + write")
         row("host_memory", "memory of the host", self.host_memory / GIGA, "GB/s", "copy, read + write")
