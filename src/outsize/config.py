@@ -80,6 +80,8 @@ class Fields(TypedDict, total=False):
     mesh: DeviceMesh | Mapping[str, int] | None
     """Of torch: data-parallel dimensions, a tensor-parallel one, one of pipeline stages. None: one dimension over all
     ranks. `plan` also takes the size of each dimension by name."""
+    progress: bool
+    """A bar on a terminal, else lines in the log, for calls that take longer than two seconds."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Config:
     tiles: Literal["auto", False] = "auto"
     units: ModuleKind | Sequence[ModuleKind] | None = None
     mesh: DeviceMesh | Mapping[str, int] | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
         self._check_device()

@@ -36,6 +36,7 @@ from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
 from outsize.move.memory import return_freed_memory
 from outsize.move.pool import open_pool
+from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule
 from outsize.optim.update import ChunkUpdater, UpdateClock
@@ -310,8 +311,9 @@ def _build(
     states = {param: {**absent, **state} for param, state in states.items() if state}
     sums: dict[str, str] | None = None if ranks is None else {}
     move_wrappers(model, config)
-    for unit in units:
-        adopt(unit, states, load, sums)
+    with progress_over("outsize.prepare", units, lambda unit: unit.nbytes, config.progress) as each_unit:
+        for unit in each_unit:
+            adopt(unit, states, load, sums)
     if ranks is not None and sums is not None:
         check_same(ranks.alike(), "the values of their parameters", sums)
         if ranks.tensor is not None:

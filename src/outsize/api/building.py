@@ -15,6 +15,7 @@ from outsize.api.budgets import find_budgets
 from outsize.api.ranks import know_place
 from outsize.config import Config, Fields, make_config, shows_fields
 from outsize.move.disk import DiskDirectoryError, nearest
+from outsize.move.progress import Progress
 from outsize.run.paging import ACCOUNT, PagedParameter, PageFile, Pager
 
 if TYPE_CHECKING:
@@ -73,10 +74,11 @@ class init:
             raise RuntimeError("this outsize.init was used already; make a new one: with outsize.init(...): ...")
         self._used = True
         init._active = self
+        self._progress = Progress("outsize.init", shown=self.config.progress)
         self._variable = os.environ.get(LOADER_VARIABLE)
         os.environ[LOADER_VARIABLE] = "1"
         self._replaced = [
-            _replace(nn.Parameter, "__new__", _making(self._pager)),
+            _replace(nn.Parameter, "__new__", _making(self._pager, self._progress)),
             _replace(nn.Module, "register_parameter", _naming(self._pager)),
         ]
         return self
@@ -91,6 +93,7 @@ class init:
         else:
             os.environ[LOADER_VARIABLE] = self._variable
         init._active = None
+        self._progress.close()
         self._pager.finish(failed=error is not None)
 
 
@@ -100,7 +103,7 @@ def _replace(owner: type, name: str, replacement: Any) -> tuple[type, str, Any]:
     return owner, name, original
 
 
-def _making(pager: Pager) -> Any:
+def _making(pager: Pager, progress: Progress) -> Any:
     original = nn.Parameter.__new__
 
     @functools.wraps(original)
@@ -111,6 +114,7 @@ def _making(pager: Pager) -> Any:
             data = data.data  # an alias: the two share one page
         param = original(nn.Parameter, data, requires_grad)
         pager.adopt(param)
+        progress.add(param.numel() * param.itemsize)
         return param
 
     return staticmethod(new)

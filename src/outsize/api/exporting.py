@@ -39,6 +39,7 @@ from outsize.formats.pieces import (
 )
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
 from outsize.move.comm import Ranks
+from outsize.move.progress import Progress
 from outsize.move.store import DTYPES
 from outsize.plan.sizes import parse_bytes
 
@@ -110,8 +111,12 @@ def _export(
         runs = runs_of(files)
         try:
             if peers is None or not peers.rank:
-                with merged_folder(target) as folder:
-                    write_shards(folder, files, runs)
+                total = sum(weight.nbytes for weight in weights.values())
+                with (
+                    merged_folder(target) as folder,
+                    Progress("outsize.export", total, prepared.config.progress) as progress,
+                ):
+                    write_shards(folder, files, progress.over(runs, lambda run: run.nbytes))
                     _write_config(folder, model, kind)
         finally:  # give the others what this rank has of the weights, so that none waits, after a failure too
             for _ in runs if peers is not None else ():

@@ -38,6 +38,7 @@ from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.dcp_reading import open_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.comm import Ranks
+from outsize.move.progress import progress_over
 from outsize.move.store import DTYPES
 from outsize.run.unit import Unit
 
@@ -193,17 +194,10 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
 
 def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Overwrite the live state."""
-    for unit in prepared.engine.parameters.units:
-        shard = unit.shard
-        if optimizer is not None:
-            shard.make_room(opened.scalars.keys() & shard.slots.keys())  # before the weights, whose masters lie there
-        weights = {} if model is None else opened.weights
-        stated = () if optimizer is None else shard.slots.keys() - set(opened.absent)
-        place(shard, weights, opened.resting, opened.arrays, opened.scalars, stated)
-        if model is not None:
-            unit.updates += 1  # a graph of before must not be used
-        if optimizer is not None:
-            _fill_gradients(prepared, opened, unit)
+    units, shown = prepared.engine.parameters.units, prepared.config.progress
+    with progress_over("outsize.load", units, lambda unit: unit.nbytes, shown) as each_unit:
+        for unit in each_unit:
+            _fill_unit(prepared, opened, unit, model, optimizer)
     if model is not None:
         _fill_buffers(buffers_of(model), opened.buffers)
         for name, module in with_own(model, "set_extra_state").items():
@@ -221,6 +215,21 @@ def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer
         prepared.stepper.state.put_options_right()
         if opened.rng is not None and model is not None:
             restore_rng(opened.rng, prepared.config.compute_device)
+
+
+def _fill_unit(
+    prepared: Prepared, opened: Opened, unit: Unit, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> None:
+    shard = unit.shard
+    if optimizer is not None:
+        shard.make_room(opened.scalars.keys() & shard.slots.keys())  # before the weights, whose masters lie there
+    weights = {} if model is None else opened.weights
+    stated = () if optimizer is None else shard.slots.keys() - set(opened.absent)
+    place(shard, weights, opened.resting, opened.arrays, opened.scalars, stated)
+    if model is not None:
+        unit.updates += 1  # a graph of before must not be used
+    if optimizer is not None:
+        _fill_gradients(prepared, opened, unit)
 
 
 # Note [Expanded buffers]

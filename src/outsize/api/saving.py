@@ -378,7 +378,7 @@ def settle(prepared: Prepared) -> None:
     """Run every update that is owed and wait until all of it has arrived where it rests."""
     lanes = prepared.resources.lanes
     prepared.engine.backward.end_interrupted()
-    prepared.engine.streamer.settle_all()
+    prepared.engine.streamer.settle_all(prepared.config.progress)
     for unit in prepared.engine.parameters.units:
         unit.await_written()
     if lanes is not None:  # what the computation still writes is read on other streams

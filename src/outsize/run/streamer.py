@@ -10,6 +10,7 @@ import torch
 
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor
+from outsize.move.progress import progress_over
 from outsize.move.shard import Pending
 from outsize.move.tracing import turned
 from outsize.optim.update import ChunkUpdater
@@ -232,17 +233,18 @@ class Streamer:
                 self.settle(unit)
                 unit.shard.buffer.use()
 
-    def settle_all(self) -> None:
-        """Run every update that is owed, several units on their way at once."""
+    def settle_all(self, shown: bool = False) -> None:
+        """Run every update that is owed, several units on their way at once; `shown`: where that takes seconds, say
+        how far it is."""
         with self._lock:
             self.live.check()
             owing = [unit for unit in self._units if unit.pending]
-            for position, unit in enumerate(owing):
-                for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
-                    if ahead.pending and ahead.state is not Residency.FETCHING:
-                        if ahead.state is Residency.AT_REST and not self.room.fits_settling(ahead.fetch_bytes):
-                            break
-                        self._start(ahead)
-                self.settle(unit)
-            for unit in self._units:
-                self.settle(unit)
+            every = [*owing, *(unit for unit in self._units if not unit.pending)]
+            with progress_over("outsize: updates", every, lambda unit: unit.nbytes, shown) as each_unit:
+                for position, unit in enumerate(each_unit):
+                    for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
+                        if ahead.pending and ahead.state is not Residency.FETCHING:
+                            if ahead.state is Residency.AT_REST and not self.room.fits_settling(ahead.fetch_bytes):
+                                break
+                            self._start(ahead)
+                    self.settle(unit)
