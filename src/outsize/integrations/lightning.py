@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 import outsize
@@ -95,13 +96,13 @@ class _OnRanks:
 
     def _configure_launcher(self) -> None:
         if not self._alone:
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)  # as torchrun says it: they share memory and cores
             super()._configure_launcher()  # type: ignore[misc]
 
     def setup_environment(self) -> None:
         if self._alone:
             self.accelerator.setup_device(self.root_device)
         else:
-            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)  # as torchrun says it: they share memory and cores
             super().setup_environment()  # type: ignore[misc]
 
     @contextmanager
@@ -259,8 +260,9 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
         model, optimizer = self.lightning_module, None
         if checkpoint.get("optimizer_states"):
             optimizer = self.optimizers[0]
-            if model.automatic_optimization and self._between_steps:  # the next batch begins so; saves them from saving
-                model.optimizer_zero_grad(checkpoint["epoch"], 0, optimizer)
+            plain = model.automatic_optimization and not is_overridden("optimizer_zero_grad", model)
+            if plain and self._between_steps:
+                optimizer.zero_grad()  # as the next batch begins: gradients that are used up are not saved
         self._save(_undotted(filepath), model, optimizer, checkpoint, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
