@@ -116,6 +116,25 @@ def test_accelerates_loop_that_is_started_again_is_the_same_run(tmp_path: Path) 
     assert loss == expected
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+def test_the_trainers_example_that_is_started_again_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    script = example("with_trainer")
+    monkeypatch.setattr(script, "SAVE_EVERY", 2)
+    for name in ("one", "two", "whole"):
+        (tmp_path / name).mkdir()
+    expected = script.main(tmp_path / "one", 4)
+    for steps in (3, 4):
+        loss = script.main(tmp_path / "two", steps)
+    assert loss == expected
+    assert (tmp_path / "two" / "adapters" / "adapter_model.safetensors").exists()
+    assert script.main(tmp_path / "whole", 4, whole=True) < expected
+    assert (tmp_path / "whole" / "model" / "model.safetensors").exists()
+
+
 def test_the_recommender_trains_a_table_above_its_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loss = example("recommender").main(tmp_path, 50_000, "4MiB", 12, batch=64)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

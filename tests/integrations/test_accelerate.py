@@ -94,6 +94,8 @@ def test_loop_is_that_of_plain_accelerate(how: dict[str, Any], before: bool, dis
     for ours, theirs in zip(loop(accelerator, objects), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert_same_weights(model, plain[0])
+    peak = outsize.memory(model).peak
+    assert sum(nbytes for name, nbytes in peak.items() if not name.startswith("disk")) <= 8 << 20
 
 
 def test_a_state_that_is_loaded_goes_on_bit_for_bit(disk: dict[str, Any], tmp_path: Path) -> None:
