@@ -1,7 +1,8 @@
-# outsize with the command line, on the CPU build of torch that `make setup` takes:
+# outsize with the command line:
 #   docker build --tag outsize .
 #   docker run --rm --volume /mnt/nvme:/data outsize train --disk /data/disk --run /data/run
-# For GPUs name an image that has torch for your driver, and give locked memory: --gpus all --ulimit memlock=-1.
+# BASE may be an image that has torch for your driver, with the Python of its torch first in PATH. GPUs need locked memory:
+# docker run --gpus all --ulimit memlock=-1 ...
 ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS build
