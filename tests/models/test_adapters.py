@@ -132,6 +132,9 @@ def test_adapters_are_saved_and_loaded_as_peft_does_it(workshop: Workshop, folde
     again = peft.PeftModel.from_pretrained(base(folder), tmp_path / "ours")
     with torch.no_grad():
         assert torch.equal(again.eval()(batch()).logits, model.eval()(batch()).logits)
+        model.load_adapter(tmp_path / "plain", "default")  # what other libraries resume by
+        assert torch.equal(model(batch()).logits, plain.eval()(batch()).logits)
+    assert outsize.memory(model).bytes_written == 0, "the base stays where it is"
 
 
 def test_a_checkpoint_of_what_is_trained_leaves_the_base_where_it_is(

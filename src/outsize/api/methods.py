@@ -28,10 +28,11 @@ def _loading(model: nn.Module) -> Method:
     load: Method = model.load_state_dict
 
     @wraps(load)
-    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        """As in torch. Memory: all parameters; `outsize.load` reads files within the budget."""
-        with gathered(model, modify=True):
-            return load(*args, **kwargs)
+    def load_state_dict(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As in torch. Memory: the parameters that are given; `outsize.load` reads files within the budget."""
+        named = model.named_parameters(remove_duplicate=False)
+        with gathered([param for name, param in named if name in state_dict], modify=True):
+            return load(state_dict, *args, **kwargs)
 
     return load_state_dict
 

@@ -126,8 +126,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if self._adapters and not (best / STATE).is_dir():
-            with outsize.gathered(self._adapters, modify=True):
-                super()._load_best_model()
+            super()._load_best_model()
         else:
             outsize.load(best / STATE if (best / STATE).is_dir() else best, self.model)
 
