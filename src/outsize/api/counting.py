@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from outsize.move.memory import KEPT_BLOCK_BYTES
 from outsize.plan.machine import CPU, Machine
 from outsize.run.operations import EachOperation, Operation
 from outsize.run.wrappers import known_parameters
@@ -24,7 +25,8 @@ from outsize.run.wrappers import known_parameters
 # The forward and the backward run on fake tensors: torch's own, which have shapes and no memory. They say that they
 # lie on the CPU, whatever the device is, for a device need not be there. So each operation is seen as torch would run
 # it, with its FLOPs by the tables of torch's FlopCounterMode and the bytes of its tensors. The machine's figures make
-# seconds of these. What lives is counted by storages.
+# seconds of these. What lives is counted by storages. On a CPU small blocks stay with the process, whose allocator
+# maps large ones alone: of small ones the most that there were counts.
 
 # Note [Layers alike]
 # Of the children of a list that are alike only the first is counted. Each further call gives results of the same shapes
@@ -142,6 +144,9 @@ def _loss_of(out: Any) -> torch.Tensor | None:
     return sum(sums[1:], start=sums[0]) if sums else None
 
 
+_Shape = tuple[tuple[int, ...], torch.dtype]
+
+
 @final
 class _Counter:
     """Collects the events of one step."""
@@ -154,13 +159,14 @@ class _Counter:
         self._named = {param: name for name, param in known_parameters(model)}
         self._held: list[Any] = []
         self._alive: dict[int, int] = {}
-        self._live = self._most = 0
+        self._large = self._small = self._most_small = self._most = 0
         self._seconds = 0.0
         self._used = ""
         self._forward = True
         self._path: list[str] = []
         self._first: dict[object, nn.Module] = {}  # of layers alike
         self._like: dict[nn.Module, nn.Module] = {}
+        self._stands_in = False
         self._results: dict[nn.Module, Any] = {}
 
     @property
@@ -200,14 +206,25 @@ class _Counter:
         for tensor in operation.made:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
-                nbytes = self._alive[storage._cdata] = storage.nbytes()
-                self._live += nbytes
+                nbytes = self._alive[storage._cdata] = 0 if self._stands_in else storage.nbytes()
+                self._count(nbytes)
                 weakref.finalize(storage, self._freed, storage._cdata)
         self._most = max(self._most, self._live)
         return out
 
     def _freed(self, storage: int) -> None:
-        self._live -= self._alive.pop(storage, 0)
+        self._count(-self._alive.pop(storage, 0))
+
+    def _count(self, nbytes: int) -> None:
+        if self._machine.device == CPU and abs(nbytes) < KEPT_BLOCK_BYTES:
+            self._small += nbytes
+            self._most_small = max(self._most_small, self._small)
+        else:
+            self._large += nbytes
+
+    @property
+    def _live(self) -> int:
+        return self._large + self._most_small
 
     def _gradient(self, name: str, twin: torch.Tensor) -> None:
         self.emit(Event("gradient", name=name))
@@ -260,8 +277,15 @@ class _Counter:
         self._like[module] = first
         self._results[module] = None
         leaves, form = tree_flatten(self._results[first], is_leaf=_is_shape)
-        made = iter(_Like.apply([each for each in leaves if _is_shape(each)], *inputs))
+        made = iter(_Like.apply(self, [each for each in leaves if _is_shape(each)], *inputs))
         return tree_unflatten([next(made) if _is_shape(each) else each for each in leaves], form)
+
+    def stand_in(self, shapes: Sequence[_Shape]) -> tuple[torch.Tensor, ...]:
+        """Results of which the bytes are counted elsewhere."""
+        self._stands_in = True
+        made = tuple(torch.empty(shape, dtype=dtype, device=CPU) for shape, dtype in shapes)
+        self._stands_in = False
+        return made
 
     def expanded(self) -> tuple[Event, ...]:
         """All events, those of layers that stood for others too."""
@@ -285,7 +309,7 @@ class _Counter:
             if like is not None and event.module is not None and (event.kind, like) in parts:
                 own, added = self._as_of(event.module, like, parts[event.kind, like], live + extra)
                 found += own
-                extra = max(extra + added, 0)
+                extra = max(extra + (added if event.kind == "enter" else min(added, 0)), 0)
         return tuple(each for each in found if each.kind != "past")
 
     def _as_of(
@@ -315,13 +339,13 @@ class _Like(torch.autograd.Function):
     """Results of given shapes that depend on the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, shapes: list[tuple[tuple[int, ...], torch.dtype]], *inputs: torch.Tensor) -> Any:
-        ctx.shapes = [(tuple(each.shape), each.dtype) for each in inputs]
-        return tuple(torch.empty(shape, dtype=dtype, device=CPU) for shape, dtype in shapes)
+    def forward(ctx: Any, counter: _Counter, shapes: Sequence[_Shape], *inputs: torch.Tensor) -> Any:
+        ctx.counter, ctx.shapes = counter, [(tuple(each.shape), each.dtype) for each in inputs]
+        return counter.stand_in(shapes)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, *(torch.empty(shape, dtype=dtype, device=CPU) for shape, dtype in ctx.shapes)
+        return None, None, *ctx.counter.stand_in(ctx.shapes)
 
 
 def _graded(tree: Any) -> list[torch.Tensor]:
