@@ -17,14 +17,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from outsize.cli import corpus, main, watch  # noqa: E402
+from outsize.cli import corpus, main, reporting, watch  # noqa: E402
 from outsize.integrations.transformers import Trainer  # noqa: E402
 from tests.cli.conftest import write_model, write_text  # noqa: E402
 from tests.ranks.launching import ends_on_ranks, run_on_ranks  # noqa: E402
 
 Capture = pytest.CaptureFixture[str]
 FEW = ["--batch", "2", "--seq-len", "16", "--warmup", "2", "--eval-every", "2", "--lr", "0.01", "--steps", "6"]
-DRAWN = watch.write_report
 
 
 @pytest.fixture
@@ -67,8 +66,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, without_a_process_for_the_te
 
 @pytest.fixture(autouse=True)
 def without_a_drawing(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole run has it: to draw the report takes as long as such a run."""
-    monkeypatch.setattr(watch, "write_report", lambda path, history, base_memory: path.write_text(str(history)))
+    """The whole run has it: to draw the charts takes as long as such a run."""
+    monkeypatch.setattr(reporting, "_draw", lambda path, records, history: path.write_text(str(history)))
 
 
 def history(run: Path, name: str = "loss") -> list[float]:
@@ -91,6 +90,8 @@ def test_run_shows_and_leaves_everything(whole: Whole, tmp_path: Path, capsys: C
     assert main(["checkpoint", "export", str(run / "checkpoint-6"), str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "model.safetensors").exists()
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = (run / "report.html").read_text()
+    assert "6 of 6" in page and "<h2>Samples</h2>" in page and "peak memory" in page
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     tokens = tokenizer("def function", return_tensors="pt").input_ids
@@ -281,25 +282,56 @@ RECORD = {
     "process_bytes": 400 << 20,
     "state_bytes": 2 << 30,
     "skipped_steps": 0,
+    "left_seconds": 3725.0,
 }
 
 
 def test_figures_of_a_step_are_the_same_in_a_line_and_in_the_panel() -> None:
     from rich.console import Console
 
-    rows = watch.figures({**RECORD, "skipped_steps": 2}, {"eval_loss": 7.5, "step": 2})
+    tiers = {"memory": (200 << 20, 256 << 20), "disk": (1 << 30, 4 << 30)}
+    rows = watch.figures({**RECORD, "skipped_steps": 2}, {"eval_loss": 7.5, "step": 2}, tiers)
     assert rows["loss"] == "7.000, held-out 7.500 at step 2, gradient norm 1.00, lr 1.0e-03, 2 steps skipped"
     assert rows["step"] == "4.00 s: compute 3.00, wait for disk 1.00, update 2.00 behind; 128 tokens/s"
-    assert rows["disk"] == "3.0 GiB read, 2.0 GiB written a step"
+    assert rows["disk"] == "3.0 GiB read, 2.0 GiB written a step, 1.2 GiB/s"
+    assert rows["tiers"] == "memory 200.0 MiB of 256.0 MiB; disk 1.0 GiB of 4.0 GiB"
+    assert rows["left"] == "1:02:05"
     assert rows["memory"] == "400.0 MiB over the imports for 2.0 GiB of state"
-    console = Console(width=110)
-    with console.capture() as shown:
-        console.print(watch._panel(RECORD, rows, 150))
-    assert "step 3 of 150" in shown.get() and all(text.split(";")[0] in shown.get() for text in rows.values())
+    for width in (110, 80):
+        console = Console(width=width)
+        with console.capture() as shown:
+            console.print(watch._panel(RECORD, rows, 150))
+        assert "step 3 of 150" in shown.get() and "1:02:05" in shown.get()
+        assert all(text.split(",")[0].split(";")[0] in shown.get() for text in rows.values())
+        assert {len(line) for line in shown.get().splitlines()} == {width}
 
 
-def test_report_is_drawn_where_there_was_a_step(tmp_path: Path) -> None:
-    DRAWN(tmp_path / "none.png", [{"step": 0, "eval_loss": 9.0}], 0)
-    assert not any(tmp_path.iterdir())
-    DRAWN(tmp_path / "report.png", [RECORD, {"step": 3, "eval_loss": 9.0}], 0)
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+def test_report_is_written_where_there_was_a_step(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text('{"steps": 9, "model": null, "text": ["<here>"]}')
+    assert not reporting.write_report(tmp_path, [{"step": 0, "eval_loss": 9.0}])
+    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+    log = [RECORD, {"step": 3, "eval_loss": 9.0}, {"step": 3, "saved": True}, {"step": 3, "sample": "x < y"}]
+    assert reporting.write_report(tmp_path, [*log, {"step": 3, "peak_bytes": 500 << 20}])
+    page = (tmp_path / "report.html").read_text()
+    for words in ("3 of 9", "x &lt; y", "&lt;here&gt;", "500.0 MiB", "saved at step", 'src="report.png"'):
+        assert words in page
+
+
+def test_report_of_a_run_is_written_again(whole: Whole, tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole.run, run)
+    before = (run / "report.html").read_text()
+    for path in run.glob("report.*"):
+        path.unlink()
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").read_text() == before and (run / "report.png").exists()
+    (run / "history.json").unlink()  # as where the run was killed
+    assert main(["report", str(run)]) == 0
+    assert "6 of 6" in (run / "report.html").read_text()
+    assert capsys.readouterr().out.count(f"report: {run / 'report.html'}\n") == 2
+    for path in run.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    assert main(["report", str(run)]) == 2
+    assert "has no step yet" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it has no options.json" in capsys.readouterr().err

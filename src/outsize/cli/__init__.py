@@ -1,4 +1,4 @@
-"""The command line: `outsize train | generate | plan | probe | checkpoint`. `import outsize` leaves it out."""
+"""The command line: `outsize train | report | generate | plan | probe | checkpoint`. `import outsize` leaves it out."""
 
 import argparse
 import io
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from outsize import __version__
-from outsize.cli import checkpoints, generating, options, planning, probe
+from outsize.cli import checkpoints, generating, options, planning, probe, reporting
 from outsize.cli.wording import in_options
 
 _EXTRA = {
@@ -19,7 +19,14 @@ _EXTRA = {
     "rich",
     "matplotlib",
 }  # what the extra `train` brings
-_ROOMS = {"train": options, "generate": generating, "plan": planning, "probe": probe, "checkpoint": checkpoints}
+_ROOMS = {
+    "train": options,
+    "report": reporting,
+    "generate": generating,
+    "plan": planning,
+    "probe": probe,
+    "checkpoint": checkpoints,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import transformers
 from accelerate import PartialState
 
 import outsize
-from outsize.cli import corpus, models, options, watch
+from outsize.cli import corpus, models, options, reporting, watch
 from outsize.integrations.transformers import Trainer, last_checkpoint
 from outsize.plan.sizes import format_bytes
 
@@ -159,7 +159,13 @@ class _Run:
             return INTERRUPTED + (self.watch.signal or 2)
         finally:
             if self.first:
-                watch.write_report(self.folder / "report.png", trainer.state.log_history, self.base_memory)
+                self._report()
+
+    def _report(self) -> None:
+        state, peak = self.trainer.state, watch.process_memory("VmHWM") - self.base_memory
+        history = [*state.log_history, {"step": state.global_step, "peak_bytes": peak}]
+        if reporting.write_report(self.folder, history):
+            reporting.keep_history(self.folder, history)
 
     def _way_on(self) -> str:
         newest = last_checkpoint(self.folder)
@@ -176,7 +182,8 @@ class _Run:
         after = self.trainer.evaluate()["eval_loss"]
         before = next(entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry)
         self.say(f"\nheld-out loss: {before:.3f} before, {after:.3f} after {state.global_step} steps")
-        self.say(f"a sample:\n{self._sample()}\n")
+        state.log_history.append({"step": state.global_step, "sample": (sample := self._sample())})
+        self.say(f"a sample:\n{sample}\n")
         self.trainer.model.config.use_cache = True
         self.trainer.save_model(str(self.folder / "model"))
         used = max(1, watch.process_memory("VmHWM") - self.base_memory)
@@ -187,7 +194,7 @@ class _Run:
             f"{format_bytes(total)} of parameters, gradients and optimizer state{times}"
         )
         self.say(outsize.memory(self.trainer.model))
-        self.say(f"report: {self.folder / 'report.png'}\nmodel:  {self.folder / 'model'}  (from_pretrained opens it)")
+        self.say(f"report: {self.folder / 'report.html'}\nmodel:  {self.folder / 'model'}  (from_pretrained opens it)")
         if state.global_step < wanted.steps:
             self.say(
                 f"stopped: {wanted.minutes:g} minutes are over (step {state.global_step} of {wanted.steps}); "

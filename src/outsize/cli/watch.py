@@ -1,27 +1,27 @@
-"""A run while it goes: the figures of each step, shown and kept; when it stops; the report."""
+"""A run while it goes: the figures of each step, shown and kept; when it stops."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from transformers import TrainerCallback
 
+import outsize
 from outsize.plan.sizes import format_bytes
 
 LINE_SECONDS = 10.0  # the least time between two lines where there is no terminal
-GIB = 1 << 30
 Record = dict[str, Any]
 
 
@@ -41,6 +41,7 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._trainer, self._base_memory, self._tokens = trainer, base_memory, tokens
         self._until = None if seconds is None else time.monotonic() + seconds
         self.signal: int | None = None
+        self._seconds: deque[float] = deque(maxlen=20)  # of the last steps
         self._held_out: Record = {}
         self._shown = -LINE_SECONDS
         self._live: Any = None
@@ -64,6 +65,13 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise KeyboardInterrupt
         print("\nfinishing this step, then saving (once more: stop at once)", file=sys.stderr, flush=True)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step:
+            state.log_history.append({"step": state.global_step, "resumed": True})
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.log_history.append({"step": state.global_step, "saved": True})
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         accelerator = self._trainer.accelerator
         if self.signal is not None or (self._until is not None and time.monotonic() > self._until):
@@ -78,17 +86,24 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
         elif "loss" in record:
             record["tokens_per_second"] = self._tokens / record["seconds"]
             record["process_bytes"] = process_memory() - self._base_memory
+            self._seconds.append(record["seconds"])
+            record["left_seconds"] = self._left(state.max_steps - state.global_step)
         else:
             return
         if state.is_world_process_zero:
             self._show(record, state.max_steps)
+
+    def _left(self, steps: int) -> float:
+        """Seconds until the run stops, by its last steps."""
+        left = steps * sum(self._seconds) / len(self._seconds)
+        return left if self._until is None else min(left, max(self._until - time.monotonic(), 0.0))
 
     def _show(self, record: Record, steps: int) -> None:
         if "loss" not in record:
             if self._live is None:
                 print(f"step {record['step']}/{steps} | held-out loss {record['eval_loss']:.3f}", flush=True)
             return
-        rows = figures(record, self._held_out)
+        rows = figures(record, self._held_out, outsize.memory(self._trainer.model).by_tier)
         if self._live is not None:
             self._live.update(_panel(record, rows, steps))
         elif record["step"] == steps or time.monotonic() - self._shown >= LINE_SECONDS:
@@ -97,66 +112,33 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
             print(f"step {record['step']}/{steps} | {line}", flush=True)
 
 
-def figures(record: Record, held_out: Record) -> dict[str, str]:
-    """What a step is said to have been, by subject."""
+def figures(record: Record, held_out: Record, by_tier: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+    """What a step is said to have been, by subject. `by_tier`: bytes in use, and the budget."""
     held = f", held-out {held_out['eval_loss']:.3f} at step {held_out['step']}" if held_out else ""
     skipped = f", {record['skipped_steps']} steps skipped" if record["skipped_steps"] else ""
+    moved = record["bytes_read"] + record["bytes_written"]
     compute = max(0.0, record["seconds"] - record["wait_seconds"])
     return {
         "loss": f"{record['loss']:.3f}{held}, gradient norm {record['grad_norm']:.2f}, "
         f"lr {record['learning_rate']:.1e}{skipped}",
         "step": f"{record['seconds']:.2f} s: compute {compute:.2f}, wait for disk {record['wait_seconds']:.2f}, "
         f"update {record['update_seconds']:.2f} behind; {record['tokens_per_second']:,.0f} tokens/s",
-        "disk": f"{format_bytes(record['bytes_read'])} read, {format_bytes(record['bytes_written'])} written a step",
+        "disk": f"{format_bytes(record['bytes_read'])} read, {format_bytes(record['bytes_written'])} written a step, "
+        f"{format_bytes(round(moved / record['seconds']))}/s",
+        "tiers": "; ".join(
+            f"{tier} {format_bytes(now)} of {format_bytes(most)}" for tier, (now, most) in by_tier.items()
+        ),
         "memory": f"{format_bytes(max(0, record['process_bytes']))} over the imports "
         f"for {format_bytes(record['state_bytes'])} of state",
+        "left": f"{timedelta(seconds=round(record['left_seconds']))}",
     }
 
 
 def _panel(record: Record, rows: dict[str, str], steps: int) -> Any:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    table.add_row("", ProgressBar(steps, record["step"], width=48))
+    table.add_column(ratio=1)
+    table.add_row("", ProgressBar(steps, record["step"]))
     for name, text in rows.items():
         table.add_row(name, text)
-    return Panel(table, title=f"step {record['step']} of {steps}", title_align="left", expand=False)
-
-
-def write_report(path: Path, history: Sequence[Record], base_memory: int) -> None:
-    """Draw the Trainer's log: loss, time, memory and disk traffic of each step. Nothing where there was no step."""
-    records = [record for record in history if "seconds" in record]
-    if not records:
-        return
-    steps = [record["step"] for record in records]
-    held_out = [(record["step"], record["eval_loss"]) for record in history if "eval_loss" in record]
-    peak = max(process_memory("VmHWM") - base_memory, *(record["process_bytes"] for record in records))
-    state = format_bytes(records[-1]["state_bytes"])
-    gib = {
-        name: [record[name] / GIB for record in records]
-        for name in records[0]
-        if name.endswith(("bytes", "read", "written"))
-    }
-    figure = Figure(figsize=(11, 7.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, seconds, memory, disk = figure.subplots(2, 2).flat
-    figure.suptitle(f"{steps[-1]} steps, {state} of parameters, gradients and optimizer state", x=0.01, ha="left")
-    loss.plot(steps, [record["loss"] for record in records], label="training")
-    if held_out:
-        loss.plot(*zip(*held_out, strict=True), marker="o", label="held-out")
-    for name, label in (("seconds", "a step"), ("wait_seconds", "wait for disk"), ("update_seconds", "update, behind")):
-        seconds.plot(steps, [record[name] for record in records], label=label)
-    memory.plot(steps, gib["state_bytes"], label="parameters, gradients, optimizer state")
-    memory.plot(steps, gib["process_bytes"], label="memory over the imports")
-    memory.axhline(peak / GIB, linestyle=":", label=f"its peak, {format_bytes(peak)}")
-    disk.plot(steps, gib["bytes_read"], label="read")
-    disk.plot(steps, gib["bytes_written"], label="written")
-    titles = ("Loss (nats a token)", "Time (s)", "Memory (GiB)", "Disk traffic of each step (GiB)")
-    for chart, title in zip((loss, seconds, memory, disk), titles, strict=True):
-        chart.set_title(title, loc="left", fontsize=10)
-        chart.set_xlabel("step", fontsize=9)
-        chart.spines[["top", "right"]].set_visible(False)
-        chart.legend(frameon=False, fontsize=8)
-        if chart is not loss:
-            chart.set_ylim(bottom=0)
-    figure.savefig(str(path))
+    return Panel(table, title=f"step {record['step']} of {steps}", title_align="left")
