@@ -1,11 +1,18 @@
 """`outsize plan` heeds each option or refuses it, and says what it assumed."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import outsize
 from outsize.cli import main, watch
+from outsize.cli.largest import largest, layers_of, member
+from outsize.plan.cluster import cluster_of
+from outsize.plan.machine import seconds_on
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -130,3 +137,108 @@ def test_a_step_is_simulated_and_traced(
     assert said.startswith("predicted from typical figures")
     assert "tokens a second), bound by " in said and "one more GiB would save of a step: memory" in said
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+CLUSTER = {
+    "nodes": 2,
+    "accelerators": 4,
+    "accelerator_memory": "10GB",
+    "accelerator_bandwidth": "1TB",
+    "accelerator_flops": 1e14,
+    "accelerator_link": "100GB",
+    "host_memory": "80GB",
+    "host_bandwidth": "200GB",
+    "host_link": "10GB",
+    "cores": 64,
+    "network": "50GB",
+    "drives": 2,
+    "drive_space": "2TB",
+    "drive_read": "4GB",
+    "drive_write": "2GB",
+}
+
+
+def test_a_cluster_gives_each_rank_its_share(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text(json.dumps(CLUSTER))
+    quoted = (f"{name} = {json.dumps(value)}" for name, value in CLUSTER.items())
+    (tmp_path / "own.toml").write_text("\n".join(quoted))
+    cluster = cluster_of(str(tmp_path / "own.json"))
+    if sys.version_info >= (3, 11):
+        assert replace(cluster_of(str(tmp_path / "own.toml")), name=cluster.name) == cluster
+    assert cluster.share(8) == (10e9, 20e9, 1e12)
+    assert cluster.share(1) == (10e9, 80e9, 4e12)
+    machine = cluster.machine(8)
+    assert (machine.disk_read, machine.disk_write, machine.to_device) == (2e9, 1e9, 10e9)
+    assert machine.seconds_of("mm", "bfloat16", 1e14, 0) == pytest.approx(1)
+    assert not machine.measured
+    near, far = (seconds_on(cluster.machine(ranks).collectives, 1e10) for ranks in (4, 8))
+    assert near == pytest.approx(0.75 * 1e10 / 100e9, rel=1e-3)
+    assert far == pytest.approx(0.5 * 1e10 / 50e9, rel=1e-3)
+    with pytest.raises(ValueError, match=r"9 ranks need as many accelerators.*8 in all"):
+        cluster.share(9)
+    assert [cluster_of(name).ranks for name in ("dgx-2", "32xDGX-2", "laptop")] == [16, 512, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"host_link": None}, "host_link is missing"),
+        ({"host_link": 0}, "host_link is 0, which is not a size"),
+        ({"drive_read": "0GB"}, "drive_read is '0GB', which is not a size"),
+        ({"accelerators": 0}, "accelerators is 0; it must be an integer of at least 1"),
+        ({"drives": 1.5}, "drives is 1.5; it must be an integer of at least 0"),
+        ({"speed": 3}, "speed is unknown"),
+    ],
+)
+def test_a_cluster_with_a_wrong_field_is_refused(
+    change: dict[str, object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {name: value for name, value in {**CLUSTER, **change}.items() if value is not None}
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(found))
+    said = plan(capsys, "--largest", "llama", "--cluster", str(path), code=2)
+    assert words in said and str(path) in said
+
+
+def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "--shape", "7b", "--cluster", "DGX-3", code=2)
+    assert "'DGX-3' is no file, and no preset: these are DGX-2, DGX-A100, DGX-H100, gaming-PC, laptop" in said
+    (tmp_path / "own.toml").write_text("[")
+    assert "is neither JSON nor TOML" in plan(capsys, "--shape", "7b", "--cluster", f"{tmp_path}/own.toml", code=2)
+    said = plan(capsys, "--largest", "gpt", "--cluster", "laptop", "--device", "cpu", code=2)
+    assert "leave out --device cpu" in said
+    unused = {name: value for name, value in CLUSTER.items() if name != "network"} | {"nodes": 1}
+    (tmp_path / "own.json").write_text(json.dumps(unused))
+    assert cluster_of(f"{tmp_path}/own.json").ranks == 4, "one node needs no network"
+
+
+def test_a_prediction_for_a_cluster_says_first_that_it_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "--cluster", "laptop", "--seq-len", "128", "--states", "disk")
+    assert said.startswith("predicted from the figures of cluster laptop, which were not measured")
+    assert "device  " in said and "of 5.2 GiB" in said
+    said = plan(capsys, "--cluster", "laptop", "--host-memory", "1MiB", "--disk-space", "1MiB", code=2)
+    assert (
+        "do not fit the disk: 1.0 MiB may be used there" in said
+        and "(cluster laptop has 1 x 1 accelerators of 7.5 GiB" in said
+    )
+
+
+def test_the_largest_of_a_family_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"device": "cpu", "compute_dtype": torch.bfloat16, "host_memory": "1GiB"}
+    found = largest("llama", **fields)
+    outsize.plan(member("llama", found.width), **fields)
+    with pytest.raises(outsize.BudgetError):
+        outsize.plan(member("llama", found.width + 128), **fields)
+    assert found.parameters == pytest.approx((1 << 30) / 14, rel=0.6)
+    said = plan(capsys, "--largest", "llama", "--device", "cpu", "--host-memory", "256MiB,1GiB")
+    first, second = said.splitlines()[-2:]
+    assert first.startswith("256MiB ") and second.startswith("1GiB ")
+    assert f"{found.parameters / 1e9:.4g} B" in second and second.endswith("host_memory")
+    said = plan(capsys, "--largest", "llama", "--device", "cpu", "--host-memory", "64KiB", code=2)
+    assert "raise --host-memory to at least" in said
+
+
+def test_families_grow_as_published_models_do() -> None:
+    assert [layers_of("llama", width) for width in (4096, 8192, 16384)] == [32, 80, 126]
+    published = sum(param.numel() for param in member("gpt", 12288).parameters())
+    assert published == pytest.approx(175e9, rel=0.01)  # Brown et al. 2020

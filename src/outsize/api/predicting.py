@@ -56,7 +56,7 @@ def predict(
             else found.step_seconds - simulated(more).step_seconds
         )
         gains[tier] = max(saved, 0.0)
-    return replace(found, gains=gains)
+    return replace(found, gains=gains, source=machine.source)
 
 
 def _all_stay(placed: PlacedModel) -> bool:

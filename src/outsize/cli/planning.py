@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import math
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 import outsize
+from outsize.api.budgets import DEVICE_MARGIN, DISK_MARGIN, HOST_MARGIN
 from outsize.cli import models
+from outsize.cli.largest import FAMILIES, largest, table
 from outsize.cli.options import add_memory_arguments, at_least, config_fields
+from outsize.plan.cluster import PRESETS, Cluster, cluster_of
 from outsize.plan.tables import zero_table
 
+T = TypeVar("T")
 SUMMARY = "say what would go where, without allocating anything"
 DESCRIPTION = (
     "Build a model on the meta device and print the plan: tiers, budgets, bytes moved a step. 70 B in seconds: "
@@ -32,8 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="so many parameters, such as 7.5e9 or 7.5B: only what the stages take of a rank, computing in bf16 unless "
         "--dtype says otherwise",
     )
+    which.add_argument(
+        "--largest",
+        choices=tuple(FAMILIES),
+        help="the largest model of a family that fits, in bf16 unless --dtype says otherwise; of several budgets, such "
+        "as --host-memory 16GiB,64GiB, one row each",
+    )
     parser.add_argument(
-        "--ranks", type=at_least(1), default=1, help="data-parallel ranks; budgets are those of one rank"
+        "--cluster",
+        metavar="NAME",
+        help=f"budgets and figures of one rank of {', '.join(PRESETS)}, of 32xDGX-2 for 32 nodes, or of a TOML or JSON "
+        f"file; budgets that are given win",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=at_least(1),
+        help="data-parallel ranks; budgets are those of one rank (default: 1, or all of --cluster)",
     )
     parser.add_argument(
         "--mesh",
@@ -75,9 +98,13 @@ _MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 def run(args: argparse.Namespace) -> int:
     if args.parameters is not None:
         return _table(args)
+    if args.largest:
+        return _largest(args)
+    cluster = _of_cluster(args)
+    args.ranks = args.ranks or 1
     config = models.llama(args.shape) if args.shape else models.configuration(args.model)
     model = models.on_meta(config)
-    args.dtype = args.dtype or "fp32"
+    args.dtype = args.dtype or ("fp32" if cluster is None else "bf16")
     if args.disk_space is not None and not args.disk:
         args.disk = ["."]  # a plan for `disk_space` looks at no folder
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,14 +112,74 @@ def run(args: argparse.Namespace) -> int:
     if args.seq_len is not None or args.trace is not None:
         tokens = torch.zeros(args.batch, args.seq_len or 128, dtype=torch.long)
         example = {"input_ids": tokens, "labels": tokens}
-    plan = outsize.plan(model, optimizer, ranks=args.ranks, mesh=args.mesh, example=example, **config_fields(args))
+    machine = None if cluster is None else cluster.machine(_ranks(args))
+    fields = {"ranks": args.ranks, "mesh": args.mesh, "example": example, "machine": machine, **config_fields(args)}
+    plan = _planned(args, cluster, lambda: outsize.plan(model, optimizer, **fields))
     if args.trace is not None and plan.prediction is not None:
         plan.prediction.trace.write(args.trace)
+    if cluster is not None and plan.prediction is None:
+        print(f"planned for figures that were not measured: {cluster}")
     print(plan)
     if args.ranks > 1:
         numel = sum(param.numel() for param in model.parameters())
         print(f"\n{zero_table(numel, args.ranks, args.dtype, args.state_format)}")
     return 0
+
+
+def _ranks(args: argparse.Namespace) -> int:
+    return math.prod(args.mesh.values()) if args.mesh else args.ranks or 1
+
+
+def _of_cluster(args: argparse.Namespace) -> Cluster | None:
+    """Its figures; the budgets of one rank are put where none are given, with the margins for what is free."""
+    if args.cluster is None:
+        return None
+    cluster = cluster_of(args.cluster)
+    if args.device is not None:
+        raise ValueError(f"--cluster plans for accelerators that are not here; leave out --device {args.device}")
+    args.ranks = args.ranks or (1 if args.mesh else cluster.ranks)
+    device, host, disk = cluster.share(_ranks(args))
+    args.device = "meta"
+    args.device_memory = args.device_memory or int(device * DEVICE_MARGIN)
+    args.host_memory = args.host_memory or int(host * HOST_MARGIN)
+    args.disk_space = args.disk_space or int(disk * DISK_MARGIN) or None
+    return cluster
+
+
+def _planned(args: argparse.Namespace, cluster: Cluster | None, make: Callable[[], T]) -> T:
+    """An error has the numbers of the cluster, too."""
+    try:
+        return make()
+    except outsize.BudgetError as error:
+        if cluster is None:
+            raise
+        raise ValueError(f"{error} ({cluster}; {_ranks(args)} ranks share it)") from error
+
+
+def _largest(args: argparse.Namespace) -> int:
+    found = []
+    for name, each in _each_of_several(args):
+        cluster = _of_cluster(each)
+        if each.disk_space is not None and not each.disk:
+            each.disk = ["."]
+        each.dtype = each.dtype or "bf16"
+        fields = {"ranks": each.ranks or 1, "mesh": each.mesh, **config_fields(each)}
+        found.append((name, _planned(each, cluster, partial(largest, args.largest, **fields))))
+    if args.cluster:
+        print("planned from the figures of clusters, which were not measured; a budget is that of one rank")
+    print("\n".join(table(args.largest, found)))
+    return 0
+
+
+def _each_of_several(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
+    """Each combination of what is given several times, with commas between; its name."""
+    names = ("cluster", "device_memory", "host_memory", "disk_space")
+    given = {name: getattr(args, name).split(",") for name in names if getattr(args, name)}
+    for values in itertools.product(*given.values()):
+        each = copy.copy(args)
+        for name, value in zip(given, values, strict=True):
+            setattr(each, name, value.strip())
+        yield " ".join(values) or "this machine", each
 
 
 def _table(args: argparse.Namespace) -> int:
@@ -106,5 +193,5 @@ def _table(args: argparse.Namespace) -> int:
                 f"--{name.replace('_', '-')} does not apply to --parameters, which knows no layers to place; give "
                 f"--shape or --model"
             )
-    print(zero_table(args.parameters, args.ranks, args.dtype or "bf16", args.state_format))
+    print(zero_table(args.parameters, args.ranks or 1, args.dtype or "bf16", args.state_format))
     return 0

@@ -63,6 +63,8 @@ class Prediction:
     items: int = 0
     unit: str = "tokens"
     measured: bool = True
+    source: str = ""
+    """Whose figures they are, where nobody measured them."""
     gains: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that one more GiB of a tier would save."""
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)
@@ -79,6 +81,8 @@ class Prediction:
 
     def remark(self) -> list[str]:
         """What comes first, where no figures were measured."""
+        if self.source:
+            return [f"predicted from the figures of {self.source}, which were not measured"]
         return [] if self.measured else ["predicted from typical figures, not measured ones: run `outsize probe` first"]
 
     def lines(self) -> list[str]:
