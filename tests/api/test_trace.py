@@ -39,13 +39,13 @@ def test_a_real_and_a_simulated_step_on_disk_fill_the_same_lanes(tmp_path: Path)
     plan = outsize.plan(model, optimizer, example=(torch.zeros(8, 128),), machine=typical_machine("cpu", 2), **fields)
     plan.prediction.trace.write(tmp_path / "simulated.json")
     model, optimizer = outsize.prepare(model, optimizer, **fields)
-    for number in range(3):
-        with outsize.trace(tmp_path / f"{number}.json"):
+    with outsize.trace(tmp_path / "real.json"):
+        for _ in range(4):
             model(torch.ones(8, 128)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert not tracing() and begun() == 0.0
-    real, simulated = spans(tmp_path / "2.json"), spans(tmp_path / "simulated.json")
+    real, simulated = spans(tmp_path / "real.json"), spans(tmp_path / "simulated.json")
     filled = {lane for lane in LANES if simulated[lane]}
     assert filled == {"compute", "in", "out", "disk reads", "disk writes", "updates"}
     assert {lane for lane in LANES if real[lane]} == filled
