@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import json
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_example_of_the_docstring_runs(name: str, tmp_path: Path, monkeypatch: p
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 SNIPPET = re.compile(r"^(<!-- fragment -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IMPORTED = {
+    "OrderedDict": OrderedDict,
+    "Path": Path,
+    "TensorDataset": torch.utils.data.TensorDataset,
+    "nn": nn,
+    "outsize": outsize,
+    "torch": torch,
+}
 PLAIN = """
 model = nn.Sequential(OrderedDict(body=nn.Linear(8, 8), lm_head=nn.Linear(8, 4)))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -156,20 +165,22 @@ def test_every_page_is_known() -> None:
 def test_snippets_of_the_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(outsize, "probe", lambda **_: None)  # takes 20 s
-    known: dict[str, Any] = {"__name__": "page", **_imported()}
+    known: dict[str, Any] = {"__name__": "page", **IMPORTED}
     for (line, code), setup in zip(snippets_of(ROOT / page), PAGES[page], strict=True):
         exec(setup, known)
         exec(compile("\n" * line + code.replace("/mnt/nvme", "disk"), ROOT / page, "exec"), known)
 
 
-def _imported() -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    exec(
-        "from collections import OrderedDict\nfrom pathlib import Path\nimport torch, outsize\nfrom torch import nn\n"
-        "from torch.utils.data import TensorDataset",
-        names,
-    )
-    return names
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["quick-start", "fine-tuning", "inside-a-step"])
+def test_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    path = ROOT / "examples" / "notebooks" / f"{name}.ipynb"
+    known: dict[str, Any] = {"__name__": "notebook"}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), path, "exec"), known)
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
