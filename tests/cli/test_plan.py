@@ -216,7 +216,8 @@ def test_a_prediction_for_a_cluster_says_first_that_it_was_not_measured(capsys: 
     said = plan(capsys, "--cluster", "laptop", "--seq-len", "128", "--states", "disk")
     assert said.startswith("predicted from the figures of cluster laptop, which were not measured")
     assert "device  " in said and "of 5.2 GiB" in said
-    said = plan(capsys, "--cluster", "laptop", "--host-memory", "1MiB", "--disk-space", "1MiB", code=2)
+    small = ["--device-memory", "64MiB", "--host-memory", "64MiB", "--disk-space", "1MiB"]
+    said = plan(capsys, "--cluster", "laptop", *small, code=2)
     assert (
         "do not fit the disk: 1.0 MiB may be used there" in said
         and "(cluster laptop has 1 x 1 accelerators of 7.5 GiB" in said
