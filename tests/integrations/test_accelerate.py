@@ -28,6 +28,7 @@ ON_DISK = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Accelerators share what they know of the process."""
+    forget()
     yield
     forget()
 

@@ -161,6 +161,25 @@ def test_a_checkpoint_of_what_is_trained_leaves_the_base_where_it_is(
         outsize.load(tmp_path / "ckpt", other)
 
 
+def test_state_that_accelerate_saves_leaves_the_base_where_it_is(folder: Path, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from outsize.integrations.accelerate import prepare
+
+    def run() -> tuple[Any, ...]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        return accelerator, *prepare(accelerator, *adapted(folder), host_memory=BUDGET, device="cpu")
+
+    accelerator, *objects = run()
+    losses(*objects)
+    accelerator.save_state(str(tmp_path))
+    expected = losses(*objects)
+    again, *others = run()
+    again.load_state(str(tmp_path))
+    assert losses(*others) == expected
+    assert outsize.memory(others[0]).bytes_written == 0
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # which all of the process share
+
+
 def test_what_a_state_dict_has_of_a_unit_at_rest_is_no_garbage(workshop: Workshop, folder: Path) -> None:
     model, optimizer = adapted(folder)
     prepare(workshop, model, optimizer)

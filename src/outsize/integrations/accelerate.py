@@ -135,7 +135,8 @@ def _trained(ours: Ours, models: list[Any], inside: str) -> Iterator[tuple[Path,
 def _save(ours: Ours, models: list[Any], weights: list[Any], output_dir: str) -> None:
     weights[:] = [each for model, each in zip(models, weights, strict=False) if model not in ours]
     for folder, model, optimizer in _trained(ours, models, output_dir):
-        outsize.save(folder, model, optimizer.optimizer).wait()
+        base_too = not hasattr(model, "peft_config")  # PEFT's base stays where it is
+        outsize.save(folder, model, optimizer.optimizer, frozen=base_too).wait()
         optimizer.saved = True
 
 
