@@ -120,7 +120,7 @@ for _ in range(3):
 """
 PAGES = {
     "README.md": [LLAMA + SCHEDULER],
-    "docs/quick-start.md": [""] * 6,
+    "docs/quick-start.md": [""] * 7,
     "docs/accelerate.md": [
         PLAIN + SCHEDULER + "loader = torch.utils.data.DataLoader(TensorDataset(torch.ones(4, 8), torch.ones(4, 4)))\n"
         "loss_function = nn.functional.mse_loss"
