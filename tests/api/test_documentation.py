@@ -160,6 +160,20 @@ def test_every_page_is_known() -> None:
     }
 
 
+def linked(page: Path) -> set[Path]:
+    """The files that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()) if page.suffix == ".md" else ()
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_every_page_is_three_clicks_from_the_readme() -> None:
+    found = {ROOT / "README.md"}
+    for _ in range(3):
+        found |= {target for page in found for target in linked(page)}
+    assert not [page for page in found if not page.exists()]
+    assert set((ROOT / "docs").rglob("*.md")) <= found
+
+
 @pytest.mark.filterwarnings("default")  # what other libraries say of their own defaults
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_of_the_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
