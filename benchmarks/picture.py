@@ -124,6 +124,9 @@ def main() -> None:
             found[kind] = run_child("benchmarks.picture", "--child", kind, *words)
         seconds, most = found[kind]["samples"][-1][0], max(nbytes for _, nbytes in found[kind]["samples"])
         print(f"{kind}: {most / MIB:,.0f} MiB at most, {seconds / STEPS:.1f} s a step, losses {found[kind]['losses']}")
+    pairs = zip(found["plain"]["losses"], found["outsize"]["losses"], strict=True)
+    if any(abs(one - other) > 1e-4 for one, other in pairs):
+        raise SystemExit("the losses differ: no picture")
     draw(options.path, found["plain"], found["outsize"])
 
 

@@ -142,6 +142,7 @@ PAGES = {
         PLAIN,
         PLAIN + 'Path("ds_config.json").write_text(\'{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}\')',
     ],
+    "docs/ranks.md": [LLAMA + "model, batches = MyModel(config), loader * 2\noutsize.prepare(model)"],
     "docs/transformers.md": [SAVED_LLAMA + "model = MyModel(config)", ADAPTED],
 }
 """What each snippet of a page takes as known, in the order of the page, fragments left out."""
