@@ -50,9 +50,8 @@ def adapted(seed: int = 0, dora: bool = False, dropout: float = 0.1) -> Any:
     peft = pytest.importorskip("peft")
     model = language_model(0, dropout)
     torch.manual_seed(seed)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "up_proj"], use_dora=dora, lora_dropout=dropout, task_type="CAUSAL_LM"
-    )
+    modules = ["q_proj", "up_proj", *(["embed_tokens"] if dora else [])]  # which PEFT saves with the adapters
+    config = peft.LoraConfig(r=4, target_modules=modules, use_dora=dora, lora_dropout=dropout, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
 
@@ -283,6 +282,7 @@ def test_best_model_is_loaded_and_old_checkpoints_go(
     assert_same_weights(model, plain.model)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_adapters_train_and_are_saved_as_with_the_plain_trainer(dora: bool, tmp_path: Path) -> None:
     def trainer(kind: Any, folder: str, seed: int = 0, **budgets: Any) -> Any:

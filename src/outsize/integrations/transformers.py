@@ -65,6 +65,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         names = getattr(self.model, "peft_config", {})
         return [param for name, param in self.model.named_parameters() if not names.keys().isdisjoint(name.split("."))]
 
+    def _saved_with_adapters(self) -> list[torch.Tensor]:
+        """Embeddings of the base, where PEFT adapts them."""
+        from peft import get_peft_model_state_dict
+
+        own = dict(self.model.named_parameters())
+        saved = {name for each in self.model.peft_config for name in get_peft_model_state_dict(self.model, None, each)}
+        return [own[name] for name in sorted(saved & own.keys())]
+
     def _refuse_what_cannot_train(self) -> None:
         for refused, what, remedy in (
             (self.args.torch_compile, "torch_compile is on", "call .compile() of the model's layers"),
@@ -97,7 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._adapters:
-            with outsize.gathered(self._adapters):  # by every rank
+            with outsize.gathered(self._adapters), outsize.gathered(self._saved_with_adapters()):  # by every rank
                 super()._save(output_dir, state_dict)
             return
         folder = Path(output_dir or self.args.output_dir)
