@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
+
+hypothesis.settings.register_profile("outsize", deadline=None)  # other work may hold up any example
+hypothesis.settings.load_profile("outsize")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

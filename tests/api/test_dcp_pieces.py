@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -66,7 +66,6 @@ def stored_anyhow(data: st.DataObject, value: Tensor) -> Tensor:
     return stored(value, order, before, after)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_piece_of_a_tensor_that_was_cut_anyhow_is_as_torch_loads_it(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=4))

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -64,7 +64,6 @@ def test_numpy_reads_the_records_of_a_checkpoint(workshop: Workshop, tmp_path: P
         assert torch.equal(torch.from_numpy(numpy_reader.array(tmp_path / "saved", region)), value.detach())
 
 
-@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 3)), between=st.integers(0, 9), data=st.data()
 )

@@ -52,7 +52,7 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
     made.engine.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_view_comes_back(shelf: Shelf, data: st.DataObject) -> None:
     """With any offset and strides, overlapping ones too, in any dtype, several of one storage."""

@@ -15,7 +15,7 @@ PAGE = 4096
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
 # The fixture sets the same instruction set for every example.
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def crc32c(data: bytes) -> int:

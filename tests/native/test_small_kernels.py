@@ -16,7 +16,7 @@ CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
 # The fixture sets the same instruction set for every example.
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def f32(value: float) -> Tensor:

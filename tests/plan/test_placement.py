@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.plan.errors import BudgetError
@@ -69,7 +69,6 @@ def test_memory_asked_for_and_not_there_is_refused() -> None:
 WISHES = st.fixed_dictionaries({kind: st.sampled_from(["auto", "device", "host", "disk"]) for kind in AUTO})
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(0, 60), st.sampled_from([None, 0, 40]), st.sampled_from([None, 9]), WISHES)
 def test_budgets_that_are_raised_by_what_is_missing_hold_the_model(
     count: int, host: int, device: int | None, disk: int | None, wanted: dict[str, str]
