@@ -131,6 +131,27 @@ def test_an_example_that_does_not_fit_is_an_error(example: Any, kind: type[Excep
     assert "forward" not in vars(model[0]) and not model[0]._forward_hooks
 
 
+def test_a_step_that_depends_on_values_and_figures_that_are_none_are_errors() -> None:
+    class Picks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[x[:, 0] > 0]
+
+    with pytest.raises(ValueError, match="a step of Picks cannot be counted: what it does depends on values"):
+        predicted(Picks(4, 4), example=(torch.ones(2, 4),), host_memory="1GiB")
+    with pytest.raises(TypeError, match="machine is a int; it must be the figures that outsize.probe returns"):
+        outsize.plan(stack(), example=BATCHES, machine=7, host_memory="1GiB")  # type: ignore[arg-type]
+
+
+def test_a_step_of_a_sparse_table_takes_as_long_as_its_rows() -> None:
+    ids = (torch.zeros(4, 8, dtype=torch.long),)
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        small, large = (
+            predicted(kind(rows, 16, sparse=True, device="meta"), example=ids, host_memory="8GiB")
+            for rows in (100, 10_000_000)
+        )
+        assert small.step_seconds == large.step_seconds
+
+
 def test_a_step_of_a_model_that_is_prepared_or_cut_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leave it out where the mesh cuts the model"):
         predicted(stack(), host_memory="1GiB", mesh={"tp": 2})
@@ -181,6 +202,32 @@ def test_layers_that_are_alike_count_as_if_each_was_counted() -> None:
         assert alike.step_seconds == pytest.approx(apart.step_seconds, rel=1e-9)
         assert alike.peak_bytes["device"] == pytest.approx(apart.peak_bytes["device"], rel=0.02)
         assert alike.prediction.unit == "tokens" and alike.prediction.items == 64
+
+
+class Halves(nn.Module):
+    """Halves its image with `stride=2`, and leaves its mean behind."""
+
+    def __init__(self, stride: int, kind: str) -> None:
+        super().__init__()
+        self.conv, self.kind = nn.Conv2d(4, 4, 3, stride=stride, padding=1), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        self.mean = x.mean()
+        return x
+
+
+def test_layers_that_differ_in_a_stride_or_leave_values_behind_are_not_alike() -> None:
+    class Blocks(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum() + sum(each.mean for each in self)
+
+    images = (torch.zeros(2, 4, 16, 16),)
+    alike, apart = (
+        predicted(Blocks(*map(Halves, (1, 2, 1, 2), kinds)), example=images, host_memory="1GiB")
+        for kinds in ("aaaa", "abcd")
+    )
+    assert alike.step_seconds == apart.step_seconds
 
 
 @pytest.mark.slow

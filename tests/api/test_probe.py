@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,11 +41,26 @@ def test_a_machine_is_measured_once_and_its_drive_when_it_is_named(
 
 def test_a_file_that_is_damaged_is_measured_again(cache: Path) -> None:
     outsize.probe(device="cpu")
-    for content in ("{", '{"memory": 0.0}', "[]"):
+    damaged = (
+        "{",
+        '{"memory": 0.0}',
+        "[]",
+        '{"memory": "x"}',
+        '{"operations": 3}',
+        '{"operations": {"mm/float32": []}}',
+    )
+    for content in (*damaged, '{"operations": {"mm/float32": [[0, 0]]}}', '{"updates": {"float32": [1]}}'):
         (file,) = cache.iterdir()
         file.write_text(content)
         assert recall(CPU, None).memory != 1e9
         assert outsize.probe(device="cpu").memory == 1e9
+
+
+def test_without_a_home_nothing_is_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    assert outsize.probe(device="cpu").memory == 1e9
+    assert recall(CPU, None).memory != 1e9
 
 
 def test_what_was_not_measured_is_marked_as_typical(cache: Path) -> None:

@@ -12,7 +12,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -54,12 +58,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Counted:
-    """A step. `items`: how many `unit`s ("tokens", or "samples") the example has. `flops`: of its products."""
+    """A step. `items`: how many `unit`s ("tokens", or "samples") the example has."""
 
     events: tuple[Event, ...]
     items: int
     unit: str
-    flops: int
 
     @property
     def seconds(self) -> float:
@@ -88,6 +91,11 @@ def count_step(model: nn.Module, example: Any, machine: Machine, dtype: torch.dt
                     loss.backward()
         except Exception as error:
             where = f" in {counter.path!r}" if counter.path else ""
+            if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                raise ValueError(
+                    f"a step of {type(model).__name__} cannot be counted: what it does{where} depends on values of "
+                    f"tensors ({error}), and plan(example=) has shapes alone. Leave example out"
+                ) from error
             raise ValueError(
                 f"the example does not fit the model: {type(model).__name__} raised {type(error).__name__}{where} "
                 f"({error}). Give a batch as the training loop does: a dict of keywords or a tuple for the model"
@@ -98,8 +106,8 @@ def count_step(model: nn.Module, example: Any, machine: Machine, dtype: torch.dt
     numbers = next((each for each in leaves if not each.is_floating_point() and each.dim() > 1), None)
     items = leaves[0].shape[0] if numbers is None and leaves and leaves[0].dim() else 1
     if numbers is not None:
-        return Counted(counter.expanded(), numbers.numel(), "tokens", counter.flops)
-    return Counted(counter.expanded(), items, "samples", counter.flops)
+        return Counted(counter.expanded(), numbers.numel(), "tokens")
+    return Counted(counter.expanded(), items, "samples")
 
 
 def _call_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -153,7 +161,6 @@ class _Counter:
 
     def __init__(self, model: nn.Module, machine: Machine) -> None:
         self.events: list[Event] = []
-        self.flops = 0
         self._model, self._machine = model, machine
         self._names: dict[int, str] = {}  # of parameters, by storage
         self._named = {param: name for name, param in known_parameters(model)}
@@ -200,10 +207,11 @@ class _Counter:
                     self._used = name
                     self.emit(Event("use", name=name))
         machine = self._machine
-        self.flops += operation.flops
         if operation.nbytes:
             self._seconds += machine.operation_seconds + machine.seconds_of(*operation[:4])
         for tensor in operation.made:
+            if tensor.layout is not torch.strided:  # its parts were made before
+                continue
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 nbytes = self._alive[storage._cdata] = 0 if self._stands_in else storage.nbytes()
@@ -266,13 +274,15 @@ class _Counter:
         inputs = _graded((args, kwargs))
         key = module in self._results, _looks(module), tuple(map(_look, tree_leaves((args, kwargs))))
         first = self._first.setdefault(key, module) if inputs and torch.is_grad_enabled() else None
+        before = _attributes(module)
         if first is None or first is module or first not in self._results:
             if first is module:
                 inputs[0].register_hook(partial(self._passes, "past", module))
             out = forward(*args, **kwargs)
-            self._results[module] = tree_map(
-                lambda x: (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, out
-            )
+            if _attributes(module) == before:  # else others need what it left behind: each one runs
+                self._results[module] = tree_map(
+                    lambda x: (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, out
+                )
             return out
         self._like[module] = first
         self._results[module] = None
@@ -362,6 +372,20 @@ def _look(value: Any) -> object:
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
+_NUMBERS_A_LAYER = re.compile("(^|_)(id|idx|index|layer)(_|$)|number")
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_simple, value))
+    return isinstance(value, (bool, int, float, str, torch.dtype, type(None)))
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, int]]:
+    """Of all modules below, by identity."""
+    return [(name, id(value)) for each in module.modules() for name, value in vars(each).items()]
+
+
 def _looks(module: nn.Module) -> object:
     """What decides how a layer computes, as far as simple values and shapes say it."""
     parts = []
@@ -369,8 +393,7 @@ def _looks(module: nn.Module) -> object:
         simple = {
             name: value
             for name, value in vars(each).items()
-            if isinstance(value, (bool, float, str))
-            or (isinstance(value, int) and not re.search("id|layer|index", name))
+            if _is_simple(value) and not (type(value) is int and _NUMBERS_A_LAYER.search(name))
         }
         own = [(name, _look(param)) for name, param in each.named_parameters(recurse=False)]
         parts.append((type(each), tuple(sorted(simple.items())), tuple(own)))

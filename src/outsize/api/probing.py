@@ -156,14 +156,14 @@ def _remembered(key: str) -> Mapping[str, Any] | None:
     try:
         known = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
         _with(typical_machine(CPU, 1), known)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # the last: there is no home
         return None
     return known if isinstance(known, dict) else None
 
 
 def _remember(key: str, figures: Mapping[str, Any]) -> None:
     """A cache that cannot be written costs a measurement the next time."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False, encoding="utf-8") as file:
             json.dump(figures, file)

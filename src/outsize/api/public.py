@@ -116,6 +116,8 @@ def plan(
     _check_arguments(model, optimizer)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
+    if machine is not None and not isinstance(machine, Machine):
+        raise TypeError(f"machine is a {type(machine).__name__}; it must be the figures that outsize.probe returns")
     for param in known(model.parameters()):
         prepared = prepared_of(param)
         if prepared is not None:

@@ -252,8 +252,8 @@ class Simulation:
         world, streamer = self._world, self._streamer
         world.wait_until(world.lanes[COLLECTIVES].free, "collectives")
         for unit in self._units:
-            if not unit.size.states and not unit.size.grads:
-                continue
+            if unit.index in self._placed.tables or not (unit.size.states or unit.size.grads):
+                continue  # of a table only the rows of a batch are updated, which are not counted
             if unit.on_device:
                 moved = 2 * (unit.size.params + unit.size.states) + unit.size.grads
                 rate = world.machine.update_rate(unit.kind, True)

@@ -59,15 +59,17 @@ class Machine:
     """Whose figures they are, where somebody wrote them down in place of measuring."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            flat = [value] if isinstance(value, (int, float)) else []
-            if name == "updates":
-                flat = [each for pair in value.values() for each in pair]
-            elif name == "collectives":
-                flat = [each for pair in value for each in pair]
-            for each in flat:
-                if not isfinite(each) or each <= 0:
-                    raise ValueError(f"{name} of the machine is {each}; every rate and time must be above 0")
+        pairs = {**self.operations, "collectives": self.collectives, "updates": tuple(self.updates.values())}
+        flat = {
+            name: [each for amount, seconds in found for each in (amount, seconds)] for name, found in pairs.items()
+        }
+        flat |= {each.name: [getattr(self, each.name)] for each in fields(self) if each.type in ("int", "float")}
+        for name, values in flat.items():
+            if not values:
+                raise ValueError(f"{name} of the machine has no figure; leave it out, or measure it with outsize.probe")
+            for value in values:
+                if not isfinite(value) or value <= 0:
+                    raise ValueError(f"{name} of the machine is {value}; every rate and time must be above 0")
 
     @property
     def measured(self) -> bool:

@@ -61,7 +61,9 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Operation | None:
         tensors = []
     elif name in _LOOK_UPS:
         tensors = outputs * 2
-    nbytes = sum(each.numel() * each.element_size() for each in tensors)
+    elif name.startswith("_embedding_bag") and "backward" not in name:
+        tensors = [inputs[0][:1].expand(inputs[1].numel(), -1), *outputs]
+    nbytes = sum(each.numel() * each.element_size() for each in tensors if each.layout is torch.strided)
     if name in _PRODUCTS:  # of which kernels differ by how their operands lie
         name = "mm" + "".join("t" if _is_transposed(each) else "n" for each in inputs[-2:])
     return Operation(name, str(dtype).removeprefix("torch."), flops, nbytes, made, there)
