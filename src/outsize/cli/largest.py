@@ -32,19 +32,26 @@ GPTS = (
 """GPT-3 (Brown et al. 2020, table 2.1) and ZeRO-Infinity (Rajbhandari et al. 2021, figure 2a)."""
 
 
+def _module(**children: nn.Module) -> nn.Module:
+    made = nn.Module()
+    for name, child in children.items():
+        made.add_module(name, child)
+    return made
+
+
 def _llama(width: int) -> nn.Module:
     few = min(KEY_VALUE_HEADS * STEP, width)
     inner = -(-width * 7 // 2 // STEP) * STEP
     shapes = {"q": (width, width), "k": (width, few), "v": (width, few), "o": (width, width)}
     shapes |= {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
     linears = {name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()}
-    return nn.ModuleDict({"before": nn.RMSNorm(width), **linears, "after": nn.RMSNorm(width)})
+    return _module(before=nn.RMSNorm(width), **linears, after=nn.RMSNorm(width))
 
 
 def _gpt(width: int) -> nn.Module:
     shapes = {"qkv": (width, 3 * width), "o": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     linears = {name: nn.Linear(*shape) for name, shape in shapes.items()}
-    return nn.ModuleDict({"before": nn.LayerNorm(width), **linears, "after": nn.LayerNorm(width)})
+    return _module(before=nn.LayerNorm(width), **linears, after=nn.LayerNorm(width))
 
 
 FAMILIES: dict[str, tuple[Sequence[tuple[int, int]], Callable[[int], nn.Module]]] = {
@@ -113,7 +120,7 @@ def member(family: str, width: int, layers: int | None = None) -> nn.Module:
         embedding, head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
         if family == "gpt":
             head.weight = embedding.weight
-        return nn.ModuleDict({"embedding": embedding, "layers": body, "head": head})
+        return _module(embedding=embedding, layers=body, head=head)
 
 
 def table(family: str, found: Sequence[tuple[str, Largest]]) -> list[str]:

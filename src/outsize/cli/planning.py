@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -138,12 +138,16 @@ def _of_cluster(args: argparse.Namespace) -> Cluster | None:
     if args.device is not None:
         raise ValueError(f"--cluster plans for accelerators that are not here; leave out --device {args.device}")
     args.ranks = args.ranks or (1 if args.mesh else cluster.ranks)
-    device, host, disk = cluster.share(_ranks(args))
-    args.device = "meta"
-    args.device_memory = args.device_memory or int(device * DEVICE_MARGIN)
-    args.host_memory = args.host_memory or int(host * HOST_MARGIN)
-    args.disk_space = args.disk_space or int(disk * DISK_MARGIN) or None
+    for name, value in budgets_of(cluster, _ranks(args)).items():
+        setattr(args, name, getattr(args, name) or value)
     return cluster
+
+
+def budgets_of(cluster: Cluster, ranks: int) -> dict[str, Any]:
+    """Of one of so many ranks; the fields of `outsize.plan`."""
+    device, host, disk = cluster.share(ranks)
+    found = {"device": "meta", "device_memory": int(device * DEVICE_MARGIN), "host_memory": int(host * HOST_MARGIN)}
+    return {**found, "disk_space": int(disk * DISK_MARGIN) or None}
 
 
 def _planned(args: argparse.Namespace, cluster: Cluster | None, make: Callable[[], T]) -> T:
