@@ -205,6 +205,13 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "'DGX-3' is no file, and no preset: these are DGX-2, DGX-A100, DGX-H100, gaming-PC, laptop" in said
     (tmp_path / "own.toml").write_text("[")
     assert "is neither JSON nor TOML" in plan(capsys, "--shape", "7b", "--cluster", f"{tmp_path}/own.toml", code=2)
+    said = plan(capsys, "--largest", "gpt", "--cluster", "laptop", "--seq-len", "128", code=2)
+    assert "--seq-len does not apply to --largest" in said
+    said = plan(capsys, "--parameters", "7B", "--cluster", "laptop", code=2)
+    assert "--cluster does not apply to --parameters" in said
+    said = plan(capsys, "--largest", "gpt", "--cluster", "laptop", "--mesh", "pp=2,dp=2", code=2)
+    assert "4 ranks need as many accelerators" in said
+    assert "(1 in all)" in said
     said = plan(capsys, "--largest", "gpt", "--cluster", "laptop", "--device", "cpu", code=2)
     assert "leave out --device cpu" in said
     unused = {name: value for name, value in CLUSTER.items() if name != "network"} | {"nodes": 1}

@@ -56,7 +56,7 @@ def model() -> nn.Module:
 
 
 def check(rank: int, stage: int, planned: Plan) -> None:
-    """Prepare as this rank; compare with the plan, and its parts with what the layout gives to all ranks."""
+    """Prepare as this rank; compare with the plan, and its parts with what the layout gives to this rank."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=RANKS)
     try:
         with mock.patch.object(dist, "get_default_backend_for_device", return_value="gloo"):
@@ -68,13 +68,7 @@ def check(rank: int, stage: int, planned: Plan) -> None:
         ]
         resources = require(own).resources
         for shard in resources.shards:
-            parts = [slice_of(shard.whole, each, RANKS) for each in range(RANKS)]
-            assert shard.layout == parts[rank]
-            for at, slot in enumerate(shard.whole.slots):
-                pieces = [each.slots[at] for each in parts if each.slots[at].numel]
-                ends = [0, *(piece.first + piece.numel for piece in pieces)]
-                assert [piece.first for piece in pieces] == ends[:-1], "each begins where the one before ends"
-                assert ends[-1] == slot.numel
+            assert shard.layout == slice_of(shard.whole, rank, RANKS)
         resources.close()
     finally:
         dist.destroy_process_group()

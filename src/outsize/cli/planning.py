@@ -97,8 +97,10 @@ _MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def run(args: argparse.Namespace) -> int:
     if args.parameters is not None:
+        _refuse(args, "parameters", "cluster", "seq_len", "trace")
         return _table(args)
     if args.largest:
+        _refuse(args, "largest", "seq_len", "trace")
         return _largest(args)
     cluster = _of_cluster(args)
     args.ranks = args.ranks or 1
@@ -184,6 +186,14 @@ def _each_of_several(args: argparse.Namespace) -> Iterator[tuple[str, argparse.N
         for name, value in zip(given, values, strict=True):
             setattr(each, name, value.strip())
         yield " ".join(values) or "this machine", each
+
+
+def _refuse(args: argparse.Namespace, mode: str, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} does not apply to --{mode}, which runs no layers; give --shape or --model"
+            )
 
 
 def _table(args: argparse.Namespace) -> int:
