@@ -219,10 +219,16 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert cluster_of(f"{tmp_path}/own.json").ranks == 4, "one node needs no network"
 
 
-def test_a_prediction_for_a_cluster_says_first_that_it_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    said = plan(capsys, "--cluster", "laptop", "--seq-len", "128", "--states", "disk")
-    assert said.startswith("predicted from the figures of cluster laptop, which were not measured")
-    assert "device  " in said and "of 5.2 GiB" in said
+def test_a_prediction_for_a_cluster_says_first_that_it_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.json").write_text(json.dumps({**CLUSTER, "accelerator_memory": "100MB"}))
+    said = plan(capsys, "--cluster", f"{tmp_path}/own.json", "--ranks", "1", "--seq-len", "128", "--batch", "64")
+    assert said.startswith("predicted from the figures of cluster ")
+    assert said.splitlines()[0].endswith(", which were not measured")
+    assert "of 66.8 MiB" in said
+    assert "the device has 95.4 MiB, less than this peak" in said
+    assert "the host has" not in said
     small = ["--device-memory", "64MiB", "--host-memory", "64MiB", "--disk-space", "1MiB"]
     said = plan(capsys, "--cluster", "laptop", *small, code=2)
     assert (

@@ -20,6 +20,7 @@ from outsize.cli import models
 from outsize.cli.largest import FAMILIES, largest, table
 from outsize.cli.options import add_memory_arguments, at_least, config_fields
 from outsize.plan.cluster import PRESETS, Cluster, cluster_of
+from outsize.plan.sizes import format_bytes
 from outsize.plan.tables import zero_table
 
 T = TypeVar("T")
@@ -122,6 +123,12 @@ def run(args: argparse.Namespace) -> int:
     if cluster is not None and plan.prediction is None:
         print(f"planned for figures that were not measured: {cluster}")
     print(plan)
+    if cluster is not None and plan.peak_bytes is not None:
+        for tier, there in zip(("device", "host", "disk"), cluster.share(_ranks(args)), strict=True):
+            if plan.peak_bytes[tier] > there:
+                print(
+                    f"the {tier} has {format_bytes(there)}, less than this peak: lower --batch, --seq-len or its budget"
+                )
     if args.ranks > 1:
         numel = sum(param.numel() for param in model.parameters())
         print(f"\n{zero_table(numel, args.ranks, args.dtype, args.state_format)}")
