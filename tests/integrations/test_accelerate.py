@@ -147,6 +147,11 @@ def wrapped(model: nn.Module) -> dict[str, Any]:
     return {"model": nn.DataParallel(model)}
 
 
+def with_its_optimizer(model: nn.Module) -> dict[str, Any]:
+    optimizer = accelerate.Accelerator(cpu=True).prepare_optimizer(torch.optim.SGD(model.parameters()))
+    return {"model": model, "optimizer": optimizer}
+
+
 def with_another_optimizer(model: nn.Module) -> dict[str, Any]:
     outsize.prepare(model, torch.optim.SGD(model.parameters()), device="cpu", host_memory="8MiB")
     return {"model": model}
@@ -156,6 +161,7 @@ def with_another_optimizer(model: nn.Module) -> dict[str, Any]:
     ("change", "given", "message"),
     [
         ({}, wrapped, "wrapped in DataParallel.*pass the model itself"),
+        ({}, with_its_optimizer, "accelerator.prepare had the optimizer already.*call this prepare in its place"),
         ({}, with_another_optimizer, "pass the optimizer that was prepared"),
         ({}, lambda model: {"model": model, "more": nn.Linear(1, 1)}, "2 models and 1 optimizers.*call it once"),
         ({}, lambda model: {"model": model, "host_memory": "1 apple"}, "1 apple"),
@@ -173,7 +179,7 @@ def test_what_cannot_train_is_refused_with_the_remedy(change: Any, given: Any, m
         monkeypatch.setattr(accelerate.Accelerator, name, kind)
     given = given(build())
     objects = [given.pop("model"), *([given.pop("more")] if "more" in given else [])]
-    optimizer = torch.optim.AdamW(objects[0].parameters())
+    optimizer = given.pop("optimizer", None) or torch.optim.AdamW(objects[0].parameters())
     with pytest.raises(ValueError, match=message):
         prepare(accelerator, *objects, optimizer, **given)
     assert not accelerator._optimizers

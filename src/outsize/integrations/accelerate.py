@@ -54,7 +54,7 @@ def prepare(accelerator: Any, *objects: Any, **fields: Any) -> Any:
     model: Any = models[0]
     optimizer = optimizers[0] if optimizers else None
     own = getattr(optimizer, "optimizer", optimizer)
-    _refuse(accelerator, model)
+    _refuse(accelerator, model, optimizer)
     prepared = _prepared(model)
     if fields or prepared is None:
         outsize.prepare(model, own, **{"device": accelerator.device, **fields})
@@ -72,17 +72,19 @@ def prepare(accelerator: Any, *objects: Any, **fields: Any) -> Any:
     return accelerator.prepare(*(optimizer if isinstance(each, torch.optim.Optimizer) else each for each in objects))
 
 
-def _refuse(accelerator: Any, model: nn.Module) -> None:
+def _refuse(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
     kind, compiles = accelerator.distributed_type.value, accelerator.state.dynamo_plugin.backend.value != "NO"
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     processes = accelerator.num_processes
     wrapper = None if accelerator.unwrap_model(model) is model else type(model).__name__
+    taken = isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer, _Optimizer)
     for refused, what, remedy in (
         (kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"), f"{kind} is on", "outsize takes its place: leave it out"),
         (accelerator.mixed_precision == "fp8", "mixed_precision is fp8", "use bf16 or fp16"),
         (compiles, "torch.compile is on", "call .compile() of the model's layers"),
         (processes != ranks, f"of {ranks} ranks the Accelerator knows {processes}", "on CPUs pass cpu=True to it"),
         (wrapper is not None, f"the model is wrapped in {wrapper}", "pass the model itself"),
+        (taken, "accelerator.prepare had the optimizer already", "call this prepare in its place"),
     ):
         if refused:
             raise ValueError(f"{what}, and outsize cannot train so; {remedy}")
