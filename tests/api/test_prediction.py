@@ -142,6 +142,13 @@ def test_a_step_that_depends_on_values_and_figures_that_are_none_are_errors() ->
         outsize.plan(stack(), example=BATCHES, machine=7, host_memory="1GiB")  # type: ignore[arg-type]
 
 
+def test_the_plan_says_whose_updates_are_counted_as_those_of_adamw() -> None:
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        model = stack()
+        plan = outsize.plan(model, kind(model.parameters()), example=BATCHES, host_memory="1GiB", device="cpu")
+        assert ("updates are counted as those of AdamW: those of SGD take" in str(plan)) == (kind is torch.optim.SGD)
+
+
 def test_a_step_of_a_sparse_table_takes_as_long_as_its_rows() -> None:
     ids = (torch.zeros(4, 8, dtype=torch.long),)
     for kind in (nn.Embedding, nn.EmbeddingBag):

@@ -56,7 +56,8 @@ def predict(
             else found.step_seconds - simulated(more).step_seconds
         )
         gains[tier] = max(saved, 0.0)
-    return replace(found, gains=gains, source=machine.source)
+    other = None if isinstance(optimizer, torch.optim.Adam) else optimizer
+    return replace(found, gains=gains, source=machine.source, optimizer="" if other is None else type(other).__name__)
 
 
 def _all_stay(placed: PlacedModel) -> bool:
