@@ -237,6 +237,12 @@ def test_layers_that_differ_in_a_stride_or_leave_values_behind_are_not_alike() -
     assert alike.step_seconds == apart.step_seconds
 
 
+def test_what_a_forward_keeps_is_not_kept_of_the_count() -> None:
+    model = Halves(1, "")
+    predicted(model, example=(torch.zeros(2, 4, 16, 16),), host_memory="1GiB")
+    assert not hasattr(model, "mean")
+
+
 @pytest.mark.slow
 def test_a_model_of_70_billion_parameters_on_8_accelerators_is_simulated_in_seconds_and_without_memory() -> None:
     with torch.device("meta"):

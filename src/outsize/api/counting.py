@@ -402,12 +402,12 @@ def _looks(module: nn.Module) -> object:
 
 @final
 class _Hooks:
-    """Hooks of each module's call, for as long as the block lasts."""
+    """Hooks of each module's call, for as long as the block lasts; then the modules are as they were."""
 
     def __init__(self, model: nn.Module, counter: _Counter) -> None:
         self._model, self._counter = model, counter
         self._handles: list[Any] = []
-        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._before = [(module, dict(vars(module))) for module in model.modules()]
 
     def __enter__(self) -> None:
         listed = {
@@ -418,9 +418,7 @@ class _Hooks:
         }
         for module in self._model.modules() if listed else ():
             if id(module) in listed and any(True for _ in module.children()) and any(True for _ in module.parameters()):
-                own = vars(module).get("forward")
                 module.forward = partial(self._counter.call, module, module.forward)
-                self._forwards.append((module, own))
         for name, module in self._model.named_modules():
             before = partial(self._counter.enter, name)
             after = partial(self._counter.leave, id(module) in listed)
@@ -430,7 +428,6 @@ class _Hooks:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for module, own in self._forwards:
-            vars(module).pop("forward")
-            if own is not None:
-                module.forward = own
+        for module, attributes in self._before:  # tensors without memory must not stay in a cache of the model
+            vars(module).clear()
+            vars(module).update(attributes)
