@@ -238,9 +238,16 @@ def test_layers_that_differ_in_a_stride_or_leave_values_behind_are_not_alike() -
 
 
 def test_what_a_forward_keeps_is_not_kept_of_the_count() -> None:
-    model = Halves(1, "")
+    class Caches(Halves):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen[x.shape] = self.lazy = x
+            return super().forward(x)
+
+    model = Caches(1, "")
+    model.seen = {}
+    model.register_buffer("lazy", None)
     predicted(model, example=(torch.zeros(2, 4, 16, 16),), host_memory="1GiB")
-    assert not hasattr(model, "mean")
+    assert not hasattr(model, "mean") and not model.seen and model.lazy is None
 
 
 @pytest.mark.slow

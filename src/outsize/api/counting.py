@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -407,7 +408,8 @@ class _Hooks:
     def __init__(self, model: nn.Module, counter: _Counter) -> None:
         self._model, self._counter = model, counter
         self._handles: list[Any] = []
-        self._before = [(module, dict(vars(module))) for module in model.modules()]
+        kept = [each for module in model.modules() for each in (vars(module), *vars(module).values())]
+        self._before = [(each, each.copy()) for each in kept if type(each) in (dict, list, OrderedDict)]
 
     def __enter__(self) -> None:
         listed = {
@@ -428,6 +430,6 @@ class _Hooks:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for module, attributes in self._before:  # tensors without memory must not stay in a cache of the model
-            vars(module).clear()
-            vars(module).update(attributes)
+        for each, before in self._before:  # tensors without memory must not stay in a cache of the model
+            each.clear()
+            (each.extend if isinstance(each, list) else each.update)(before)
