@@ -144,8 +144,9 @@ class Config:
             raise ValueError(
                 "unused='sync' may reduce when the backward is over and update='backward' updates in it; choose one"
             )
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"verify is {self.verify!r}; it must be True or False")
+        for name in ("verify", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not _is_int(self.stage) or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is {self.stage!r}; ZeRO stages are 0, 1, 2 and 3")
         if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):

@@ -149,6 +149,22 @@ def test_the_plan_says_whose_updates_are_counted_as_those_of_adamw() -> None:
         assert ("updates are counted as those of AdamW: those of SGD take" in str(plan)) == (kind is torch.optim.SGD)
 
 
+def test_the_plan_says_what_it_does_not_simulate() -> None:
+    model = stack()
+    optimizer, fields = (
+        torch.optim.AdamW(model.parameters()),
+        {"example": BATCHES, "host_memory": "1GiB", "device": "cpu"},
+    )
+    plan = outsize.plan(model, optimizer, activations="selective", micro_batches=2, delayed_update=True, **fields)
+    for words in (
+        "activations='selective' is counted as 'recompute'",
+        "micro_batches=2",
+        "those without delayed_update",
+    ):
+        assert words in str(plan)
+    assert "counted as" not in str(outsize.plan(model, optimizer, **fields))
+
+
 def test_a_step_of_a_sparse_table_takes_as_long_as_its_rows() -> None:
     ids = (torch.zeros(4, 8, dtype=torch.long),)
     for kind in (nn.Embedding, nn.EmbeddingBag):

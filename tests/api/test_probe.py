@@ -37,6 +37,10 @@ def test_a_machine_is_measured_once_and_its_drive_when_it_is_named(
     assert whole.memory == 1e9 and whole.disk_read > 0 and "disk_read" not in whole.typical
     assert outsize.probe(disk=tmp_path, device="cpu") == whole
     assert len(list(cache.iterdir())) == 2 and "GFLOP/s" in repr(whole)
+    with pytest.raises(TypeError, match="measures the drive of one folder: call it for each"):
+        outsize.probe(disk=[tmp_path])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="megabytes is 0; it must be at least 1"):
+        outsize.probe(disk=tmp_path, megabytes=0)
 
 
 def test_a_file_that_is_damaged_is_measured_again(cache: Path) -> None:

@@ -85,6 +85,8 @@ def test_one_argument_switches_it_off(
     workshop: Workshop, tmp_path: Path, slow: None, terminal: Terminal, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "outsize")
+    with pytest.raises(TypeError, match="progress is 'no'; it must be True or False"):
+        outsize.Config(progress="no")  # type: ignore[arg-type]
     use(workshop, tmp_path, progress=False)
     assert terminal.getvalue() == "" and not [each for each in caplog.messages if "% of" in each]
 

@@ -239,6 +239,9 @@ def test_resumed_training_is_bit_for_bit_the_same(
         assert losses(again) == losses(whole)
         assert losses(again, "learning_rate") == losses(whole, "learning_rate")
         assert_same_weights(again.model, whole.model, atol=0)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-5" / STATE)
+    with pytest.raises(ValueError, match="checkpoint-5 was saved without outsize: it has no folder 'outsize'"):
+        trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:

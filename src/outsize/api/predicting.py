@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,18 @@ def predict(
             else found.step_seconds - simulated(more).step_seconds
         )
         gains[tier] = max(saved, 0.0)
-    other = None if isinstance(optimizer, torch.optim.Adam) else optimizer
-    return replace(found, gains=gains, source=machine.source, optimizer="" if other is None else type(other).__name__)
+    return replace(found, gains=gains, source=machine.source, assumed=tuple(_assumed(optimizer, config)))
+
+
+def _assumed(optimizer: torch.optim.Optimizer | None, config: Config) -> Iterator[str]:
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Adam)):
+        yield f"updates are counted as those of AdamW: those of {type(optimizer).__name__} take other times"
+    if config.activations in ("selective", "offload"):
+        yield f"activations={config.activations!r} is counted as 'recompute'"
+    if config.micro_batches > 1:
+        yield f"the memory is that of one batch: with micro_batches={config.micro_batches} activations take less"
+    if config.delayed_update:
+        yield "updates are counted as those without delayed_update"
 
 
 def _all_stay(placed: PlacedModel) -> bool:

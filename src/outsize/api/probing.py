@@ -76,6 +76,10 @@ def probe(
     """
     where = Config(device=device).compute_device
     found = typical_machine(where.type, update_threads())
+    if megabytes < 1:
+        raise ValueError(f"megabytes is {megabytes}; it must be at least 1")
+    if disk is not None and not isinstance(disk, (str, os.PathLike)):
+        raise TypeError(f"disk is {disk!r}; outsize.probe measures the drive of one folder: call it for each")
     parts: list[tuple[str, Callable[[], Mapping[str, Any]]]] = [(_machine_key(where), lambda: _compute(where))]
     if disk is not None:
         folder = nearest(Path(disk))

@@ -67,7 +67,10 @@ def prepare(
     _check_arguments(model, optimizer)
     for name, param in known_parameters(model):
         if prepared_of(param) is not None:
-            raise ValueError(f"the model is already prepared (parameter {name!r}); prepare it once")
+            raise ValueError(
+                f"the model is already prepared (parameter {name!r}); prepare it once, and go on with the optimizer "
+                f"that was prepared with it"
+            )
     take_accelerator(made.compute_device)
     assemble(model, optimizer, made, page_in, methods_of(model))
     return model, optimizer

@@ -128,6 +128,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            if not Path(checkpoint, STATE).is_dir():
+                raise ValueError(
+                    f"{checkpoint} was saved without outsize: it has no folder {STATE!r}. Begin anew with its weights, "
+                    f"which from_pretrained opens"
+                )
             extra = outsize.load(Path(checkpoint, STATE), self.model, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
 

@@ -67,8 +67,8 @@ class Prediction:
     """Whose figures they are, where nobody measured them."""
     gains: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that one more GiB of a tier would save."""
-    optimizer: str = ""
-    """Whose updates are counted as those of AdamW, where it is another one."""
+    assumed: tuple[str, ...] = ()
+    """What the step does otherwise than it was simulated, in words."""
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)
     """Of the simulated step: `trace.write(path)`."""
 
@@ -98,6 +98,4 @@ class Prediction:
         if self.gains:
             gains = ", ".join(f"{tier} {seconds:.3g} s" for tier, seconds in self.gains.items())
             lines.append(f"one more GiB would save of a step: {gains}")
-        if self.optimizer:
-            lines.append(f"updates are counted as those of AdamW: those of {self.optimizer} take other times")
-        return lines
+        return [*lines, *self.assumed]
