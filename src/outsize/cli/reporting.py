@@ -47,11 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 def read_history(folder: Path) -> list[Record]:
     """The longest log that the run has left."""
-    found = [json.loads(path.read_text()) for path in folder.glob(HISTORY)]
-    for path in folder.glob("checkpoint-*/trainer_state.json"):
+    found = []
+    for path in (*folder.glob(HISTORY), *folder.glob("checkpoint-*/trainer_state.json")):
         try:
-            found.append(json.loads(path.read_text())["log_history"])
-        except (ValueError, OSError):  # a checkpoint of a run that was killed, or goes on
+            read = json.loads(path.read_text(encoding="utf-8"))
+            found.append(read if path.name == HISTORY else read["log_history"])
+        except (ValueError, OSError, KeyError):  # of a run that was killed, or goes on
             continue
     return max(found, key=lambda log: max((record["step"] for record in log), default=0), default=[])
 
