@@ -52,6 +52,11 @@ class Collectives:
     def allreduce(self, values: list[torch.Tensor], options: Any) -> Work:
         return self._put(self._summed(values[0], options).pin_memory(), values[0])
 
+    def alltoall_base(self, came: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+        found = torch.empty(came.shape, dtype=came.dtype, pin_memory=True, device="cpu")
+        self._gloo.alltoall_base(found, self._bring(rows), received, sent).wait()
+        return self._put(found, came)
+
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:

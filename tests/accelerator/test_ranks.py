@@ -65,12 +65,14 @@ def test_tables_that_are_split_train_as_the_whole_batch_does(tmp_path: Path) -> 
     sim = {"device": "sim"}
     ways = [
         *(tables.Way(tables.adagrad, tier, fields=sim) for tier in ("host", "disk")),
+        tables.Way(tables.adagrad, "disk", fields={"device_memory": "256KiB", **sim}),
         tables.Way(tables.rowwise, "disk", ahead=True, fields=sim),
         tables.Way(tables.rowwise, "device", fields={"stage": 2, **sim}),
     ]
     for found in run_on_ranks(2, trained_tables, ways, str(tmp_path), "hold", limit=120):
-        assert same_bits(found[0][1].values(), found[1][1].values())
-        for way, (losses, weights, _) in zip(ways, found, strict=True):
+        assert all(same_bits(found[0][1].values(), other[1].values()) for other in found[1:3])
+        for way, (losses, weights, counts) in zip(ways, found, strict=True):
+            assert (counts["near"] > 0) == (way.tier != "device")  # hot rows
             expected, others = tables.plain(way, 2)
             torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
             assert_near(weights.values(), others.values())

@@ -131,7 +131,12 @@ def trained(ways: list[Way], disk: str) -> list[tuple[Tensor, dict[str, Tensor],
         losses = train(model, optimizer, way)
         dist.all_reduce(losses)
         report = outsize.memory(model)
-        counts = {"rows": report.rows, "ahead": report.rows_ahead, "own": report.state_bytes}
+        counts = {
+            "rows": report.rows,
+            "ahead": report.rows_ahead,
+            "near": report.rows_on_device,
+            "own": report.state_bytes,
+        }
         found.append((losses / dist.get_world_size(), named_weights(model), counts))
     return found
 

@@ -58,9 +58,8 @@ def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving:
 
 
 def _keep_on_device(units: Sequence[Unit], nbytes: int) -> int:
-    """Give tables so much of an accelerator for hot rows; not those that are split, whose rows go to other ranks by way
-    of the host."""
-    far = [(each.shard.rows, each.shard.device) for each in units if each.shard.rows is not None and not each.owners]
+    """Give tables so much of an accelerator for hot rows."""
+    far = [(each.shard.rows, each.shard.device) for each in units if each.shard.rows is not None]
     total = sum(rows.far_bytes for rows, _ in far)
     return sum(rows.use_device(nbytes * rows.far_bytes // total, device) for rows, device in far if rows.far_bytes)
 

@@ -19,6 +19,7 @@ from outsize.move.lanes import (
     GATHER,
     LANES,
     REDUCE,
+    ROW_VALUES,
     ROWS,
     SAVE,
     Going,
@@ -63,21 +64,23 @@ class Ranks:
         self.size = len(members)
         self.rank = self.members.index(dist.get_rank())
         self.model = model or meet(sorted(everyone or members), sync)
+        self._backend = backend
         self._last_on_device: Any = None
         self._store = own_store(self.model.number, self.members)
-        self._lanes = {name: self._open(name, backend) for name in LANES}
+        self._lanes = {name: self._open(name) for name in LANES}
         self.copies = Ranks(copies, backend, model=self.model) if copies else None
         self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
         self.stages = Ranks(stages, model=self.model) if stages else None
 
-    def _open(self, name: str, backend: str) -> Lane:
+    def _open(self, name: str) -> Lane:
         store = distributed_c10d.PrefixStore(name, self._store)
         lane = Lane(f"{self.model.number}/{self.members[0]}-{self.members[-1]}/{name}", self.members, self.model, store)
         lane.agreeing = lane.moving = self._connected(store)
         if name == ROWS:
             lane.moving = self._connected(distributed_c10d.PrefixStore("moving", store))
-        if backend != "gloo" and name in (GATHER, REDUCE):
-            lane.moving = _open_on_device(backend, distributed_c10d.PrefixStore(backend, store), self.rank, self.size)
+        if self.on_device and name in (GATHER, REDUCE, ROW_VALUES):
+            own = distributed_c10d.PrefixStore(self._backend, store)
+            lane.moving = _open_on_device(self._backend, own, self.rank, self.size)
             lane.on_device = True
             self.model.watch.to_abort.append(lane.moving)
         return lane
@@ -91,9 +94,15 @@ class Ranks:
         return group
 
     def open_rows(self) -> None:
-        """Open the lane of `counts` and `trade`; safe to repeat."""
-        if ROWS not in self._lanes:
-            self._lanes[ROWS] = self._open(ROWS, "gloo")
+        """Open the lanes of `counts` and `trade`; safe to repeat."""
+        for name in (ROWS, ROW_VALUES) if self.on_device else (ROWS,):
+            if name not in self._lanes:
+                self._lanes[name] = self._open(name)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether parameters, gradients and rows move between accelerators, past the host."""
+        return self._backend != "gloo"
 
     # -- what is moved -----------------------------------------------------------------------------------------------
 
@@ -177,9 +186,9 @@ class Ranks:
         return every
 
     def trade(self, rows: torch.Tensor, sent: list[int], received: list[int], kind: str, unit: int) -> torch.Tensor:
-        """Send each rank its rows of `rows` (CPU), as many as are `sent` to it, one after the other; those that come,
-        in the order of ranks. It follows `counts`, so all ranks know of it."""
-        turn = self._lanes[ROWS].next(kind, unit, fixed=True)
+        """Send each rank its rows of `rows`, as many as are `sent` to it, one after the other; those that come, in the
+        order of ranks. It follows `counts`, so all ranks know of it. On an accelerator the current stream waits."""
+        turn = self._lanes[ROWS if rows.device.type == "cpu" else ROW_VALUES].next(kind, unit, fixed=True)
         came = rows.new_empty(sum(received), *rows.shape[1:])
         self._start(turn, lambda group: group.alltoall_base(came, rows, received, sent), rows.numel()).wait()
         return came

@@ -35,11 +35,12 @@ from outsize.plan.trace import COLLECTIVES
 # on a kind of gloo collective that carries nothing else. So two ranks never start two collectives as if they were one.
 # A rank that goes another way waits for an agreement to which nobody comes, the others wait for a collective to which
 # it does not come, and the watch finds that out (Note [Nobody hangs]). No byte has moved to a wrong place then.
-# Rows of tables move by that kind too. So their lane has a second group, which moves them.
+# Rows of tables move by that kind too. So their lane has a second group, which moves them. On an accelerator it moves
+# the numbers of rows, and a lane of its own moves their values.
 
 CONTROL, REDUCE, GATHER, SAVE = LANES = "control", "reduce", "gather", "save"
-ROWS = "rows"
-"""The lane of tables, where there are any."""
+ROWS, ROW_VALUES = "rows", "row values"
+"""The lanes of tables, where there are any; the second one where values move on an accelerator."""
 
 LOOK = timedelta(seconds=0.02)
 """How often a rank that waits looks whether the others are still there."""

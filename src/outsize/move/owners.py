@@ -28,20 +28,22 @@ class _Routes(NamedTuple):
 
 @final
 class Owners:
-    """The way to the rows of one table. Every method is called by all ranks, in the same order; all ids are int64 on
-    the host, ascending and distinct."""
+    """The way to the rows of one table. Every method is called by all ranks, in the same order. Ids are int64 in host
+    memory, ascending and distinct. Values move between accelerators where there are any."""
 
     def __init__(self, shard: UnitShard, ranks: Ranks) -> None:
         (slot,) = shard.whole.slots
         self._shard, self._ranks = shard, ranks
+        self._device = shard.device if ranks.on_device else torch.device("cpu")
         ranks.open_rows()
         self._share = shard.layout.numel // (slot.numel // slot.shape[0])  # rows of each rank; the last have fewer
 
     def get_params(self, ids: torch.Tensor) -> torch.Tensor:
-        """Copies of these rows of the table [n, width], in host memory. Blocks."""
+        """Copies of these rows of the table [n, width], where values move. Blocks."""
         routes = self._ask(ids, ASKED)
         every, among = torch.unique(routes.own, return_inverse=True)
-        values = self._rows.get_params(every.to(self._rows.device)).cpu().index_select(0, among)
+        values = self._rows.get_params(every.to(self._rows.device)).to(self._device)
+        values = values.index_select(0, among.to(self._device))
         return self._ranks.trade(values, routes.received, routes.sent, GIVEN, self._shard.layout.index)
 
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -50,18 +52,20 @@ class Owners:
 
     def mean(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The mean over the ranks of their gradients (sparse, of the whole table), added up in `dtype`: sparse, of the
-        rows that rest here [rows, width], in host memory. Blocks."""
-        grad = grad.detach().cpu().to(dtype).coalesce()
-        routes = self._ask(grad._indices()[0], GRADIENTS)
+        rows that rest here [rows, width], where values move. Blocks."""
+        grad = grad.detach().to(self._device, dtype).coalesce()
+        routes = self._ask(grad._indices()[0].cpu(), GRADIENTS)
         unit = self._shard.layout.index
         came = self._ranks.trade(grad._values(), routes.sent, routes.received, GRADIENTS, unit)
         ids, among = torch.unique(routes.own, return_inverse=True)
         total = came.new_zeros(ids.numel(), self._rows.width)
-        for values, places in zip(came.split(routes.received), among.split(routes.received), strict=True):
+        places_of = among.to(self._device).split(routes.received)
+        for values, places in zip(came.split(routes.received), places_of, strict=True):
             total.index_add_(0, places, values)
         size = self._rows.count, self._rows.width
         total.div_(self._ranks.size)
-        return torch.sparse_coo_tensor(ids[None], total, size, device="cpu", is_coalesced=True, check_invariants=False)
+        ids = ids[None].to(self._device)
+        return torch.sparse_coo_tensor(ids, total, size, device=self._device, is_coalesced=True, check_invariants=False)
 
     @property
     def _rows(self) -> Rows:

@@ -160,7 +160,7 @@ def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:
     if plain:
         names += [name for name, _ in plain]
         norms += torch._foreach_norm([grad for _, grad in plain])
-    # Gradients of split tables are in host memory, others may be on an accelerator.
+    # Some gradients may be in host memory, others on an accelerator.
     device = next((norm.device for norm in norms if norm.device.type != "cpu"), torch.device("cpu"))
     good = torch.isfinite(torch.stack([norm.to(device) for norm in norms])) if norms else torch.ones(0, device="cpu")
     if good.all():
