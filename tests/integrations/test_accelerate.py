@@ -100,6 +100,8 @@ def test_loop_is_that_of_plain_accelerate(how: dict[str, Any], before: bool, dis
 
 
 def test_a_state_that_is_loaded_goes_on_bit_for_bit(disk: dict[str, Any], tmp_path: Path) -> None:
+    shown: list[int] = []
+
     def run(seed: int) -> tuple[Any, Any]:
         config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=config)
@@ -107,6 +109,8 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit(disk: dict[str, Any], tmp_pa
         objects = prepare(accelerator, *made(build(seed)), **disk)
         plain = accelerator.prepare(nn.Linear(2, 1))  # which outsize does not have
         second, _ = prepare(accelerator, *made(nn.Linear(2, 1))[:2], **disk)
+        accelerator.register_save_state_pre_hook(lambda models, weights, _: shown.extend([len(models), len(weights)]))
+        accelerator.register_load_state_pre_hook(lambda models, _: shown.append(len(models)))
         return accelerator, (*objects, plain, second)
 
     accelerator, (*objects, plain, second) = run(0)
@@ -116,6 +120,7 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit(disk: dict[str, Any], tmp_pa
     forget()
     accelerator, (*objects, again, second_again) = run(1)
     accelerator.load_state(str(checkpoint))
+    assert shown == [4] * 5  # hooks of the user have all models
     assert loop(accelerator, objects, skip=3) == whole[3:]
     assert all(torch.equal(value, expected[name]) for name, value in weights(objects[0]).items())
     assert torch.equal(again.weight, plain.weight)

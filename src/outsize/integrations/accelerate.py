@@ -16,7 +16,7 @@ The rest of the loop stays as it is: `backward`, `accumulate`, `clip_grad_norm_`
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ def prepare(accelerator: Any, *objects: Any, **fields: Any) -> Any:
     if not ours:
         accelerator.register_save_state_pre_hook(partial(_save, ours))
         accelerator.register_load_state_pre_hook(partial(_load, ours))
+        _register_last(accelerator, "save", partial(_leave_no_weights, ours))
+        _register_last(accelerator, "load", partial(_leave_no_models, ours))
     ours[model] = optimizer
     return accelerator.prepare(*(optimizer if isinstance(each, torch.optim.Optimizer) else each for each in objects))
 
@@ -103,17 +105,13 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not read by myp
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any, model: nn.Module) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._is_accelerate_prepared = True
-        self._model, self._skipped = model, False
+        self._model = model
         self.saved = False  # just now, and Accelerate asks next
 
     def step(self, closure: Any = None) -> None:
         before = outsize.memory(self._model).skipped_steps
         super().step(closure)
-        self._skipped = outsize.memory(self._model).skipped_steps > before
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return self._skipped
+        self._is_overflow = outsize.memory(self._model).skipped_steps > before  # what `step_was_skipped` says
 
     def state_dict(self) -> Any:
         saved, self.saved = self.saved, False
@@ -135,7 +133,6 @@ def _trained(ours: Ours, models: list[Any], inside: str) -> Iterator[tuple[Path,
 
 
 def _save(ours: Ours, models: list[Any], weights: list[Any], output_dir: str) -> None:
-    weights[:] = [each for model, each in zip(models, weights, strict=False) if model not in ours]
     for folder, model, optimizer in _trained(ours, models, output_dir):
         base_too = not hasattr(model, "peft_config")  # PEFT's base stays where it is
         outsize.save(folder, model, optimizer.optimizer, frozen=base_too).wait()
@@ -145,4 +142,25 @@ def _save(ours: Ours, models: list[Any], weights: list[Any], output_dir: str) ->
 def _load(ours: Ours, models: list[Any], input_dir: str) -> None:
     for folder, model, optimizer in _trained(ours, models, input_dir):
         outsize.load(folder, model, optimizer.optimizer)
+
+
+def _register_last(accelerator: Any, kind: str, hook: Callable[..., None]) -> None:
+    """The hook stays behind those that the user registers later: they are given our models too, and Accelerate is not."""
+    name, hooks = f"register_{kind}_state_pre_hook", getattr(accelerator, f"_{kind}_model_state_pre_hook")
+    register = getattr(accelerator, name)
+    own = register(hook)
+
+    def registered(other: Callable[..., None]) -> Any:
+        found = register(other)
+        hooks.move_to_end(own.id)
+        return found
+
+    setattr(accelerator, name, registered)
+
+
+def _leave_no_weights(ours: Ours, models: list[Any], weights: list[Any], output_dir: str) -> None:
+    weights[:] = [each for model, each in zip(models, weights, strict=False) if model not in ours]
+
+
+def _leave_no_models(ours: Ours, models: list[Any], input_dir: str) -> None:
     models[:] = [model for model in models if model not in ours]
