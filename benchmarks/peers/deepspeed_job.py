@@ -1,0 +1,70 @@
+"""DeepSpeed ZeRO-3: everything in host memory (ZeRO-Offload) or on the drive (ZeRO-Infinity)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+
+from benchmarks.models import checkpointed
+from benchmarks.peers.job import CLIP, DECAY, LR, Step, Task, alone, run
+
+AIO = {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True}
+
+
+def configuration(task: Task, largest: int) -> dict[str, Any]:
+    """Buffers as small as the largest parameter allows: larger ones take more memory and are no faster here."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "sub_group_size": largest,
+        "reduce_bucket_size": largest,
+        "stage3_prefetch_bucket_size": largest,
+        "stage3_max_live_parameters": largest,
+        "stage3_max_reuse_distance": largest,
+        "stage3_param_persistence_threshold": 10_000,
+        "contiguous_gradients": False,
+        "overlap_comm": False,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    }
+    if task.variant == "disk":
+        place = {"device": "nvme", "nvme_path": task.disk, "pin_memory": True}
+        zero["offload_param"] = {**place, "buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0}
+        zero["offload_optimizer"] = {**place, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
+    return {
+        "train_micro_batch_size_per_gpu": task.sequences,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": task.compute is torch.bfloat16},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
+        "zero_optimization": zero,
+        "aio": AIO,
+        "zero_force_ds_cpu_optimizer": True,
+    }
+
+
+def make(task: Task) -> Step:
+    """Variants: `host`, `disk`."""
+    alone()
+    os.environ["MASTER_PORT"] = "29511"
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = checkpointed(task.model())
+    largest = max(param.numel() for param in model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=configuration(task, largest)
+    )
+
+    def step(batch: torch.Tensor) -> float:
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return step
+
+
+if __name__ == "__main__":
+    run(make)
