@@ -75,13 +75,13 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(MAKE) --jobs=2 --output-sync types accelerator  # mypy takes one core for half a minute
-	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/accelerator
+	$(BIN)/python -m pytest --workers 3 --ignore tests/accelerator
 
 types: $(STAMP)
 	$(BIN)/mypy
 
 accelerator: $(STAMP) $(SIMULATOR)  # in processes of its own: torch allows one device of ours a process
-	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim tests/accelerator $(ON_SIMULATOR)
+	$(BIN)/python -m pytest --workers 2 --device sim tests/accelerator $(ON_SIMULATOR)
 
 train: $(STAMP)
 	$(BIN)/outsize train

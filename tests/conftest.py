@@ -7,6 +7,7 @@ test is over, and must leave nothing behind.
 
 import copy
 import gc
+import itertools
 import os
 import threading
 import weakref
@@ -24,22 +25,28 @@ from torch import Tensor, nn
 import outsize
 import tests.seeds  # noqa: F401
 from outsize.api.assemble import Prepared, prepared_of, require
+from tests import workers
 from tests.accelerator import sim as simulator
 from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
+from tests.ranks.launching import fork_server
 
 TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
 
+torch.set_num_threads(1)  # tiny tensors: more threads only cost
 hypothesis.settings.register_profile("outsize", deadline=None)  # other work may hold up any example
 hypothesis.settings.load_profile("outsize")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-STARTERS = {"Script", "run_script", "run_on_ranks", "ends_on_ranks", "first_failure"}
-"""What starts processes, forked from a server of which each start takes ten seconds of a processor."""
+STARTERS = {"Script", "run_script", "run_on_ranks", "ends_on_ranks", "first_failure", "context"}
+"""What starts processes."""
+
+TESTS_AT_ONCE = 8
+"""So many tests of a file a worker takes at once, where none starts processes."""
 
 EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integrations")
 """Where each case runs on each tier."""
@@ -48,19 +55,60 @@ EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integr
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
     parser.addoption("--every-tier", action="store_true", help="each case, on each tier; else in turns")
+    parser.addoption("--workers", default=1, type=int, help="how many processes run tests; see tests/workers.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only cost
     wanted = config.getoption("--device") == "sim"
-    if wanted or any("sim" in getattr(item, "fixturenames", ()) for item in items):
-        simulator.load()  # torch must know the device before the first backward of the process
     if not config.getoption("--every-tier"):
         items[:] = _one_of_each(items) if wanted else _take_turns(items)
-    _share_out(items)
     for item in items if wanted else ():
         if (reason := _left_out(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    simulated = session.config.getoption("--device") == "sim" or any(
+        "sim" in getattr(item, "fixturenames", ()) for item in session.items
+    )
+    capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+
+    def begin() -> None:
+        capture.resume_global_capture()  # what ranks say belongs to their tests
+        fork_server()
+        capture.suspend_global_capture()
+        if simulated:
+            simulator.load()  # torch must know the device before the first backward of the process
+
+    _warm_up()
+    gc.collect()
+    gc.freeze()  # modules and tests, which every collection would look through
+    return workers.run(session, session.config.getoption("--workers"), begin, *_queues(session.items))
+
+
+def _warm_up() -> None:
+    """Let torch import what it imports late, its compiler among others, before processes are forked."""
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([param])
+    param.grad = torch.zeros(1)
+    nn.utils.clip_grad_norm_([param], 1.0)
+    optimizer.step()
+
+
+def _queues(items: list[pytest.Item]) -> tuple[list[range], list[range]]:
+    """The tests that start processes, file by file, and the others, a few at a time. One worker begins with the former:
+    few processes run at once."""
+    starting, others = [], []
+    first = 0
+    for module, of_one in itertools.groupby(items, lambda item: item.getparent(pytest.Module)):
+        end = first + len(list(of_one))
+        if STARTERS.isdisjoint(vars(module.obj)):
+            others += [range(each, min(each + TESTS_AT_ONCE, end)) for each in range(first, end, TESTS_AT_ONCE)]
+        else:
+            starting.append(range(first, end))
+        first = end
+    return starting, others
 
 
 def _left_out(item: pytest.Item) -> str | None:
@@ -97,18 +145,6 @@ def _take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
         there = [some for some in PAIRS if set(some) & set(each)] if len(each) > 2 else [tuple(each)]
         turn[case] = there[zlib.crc32(case.encode()) % len(there)]
     return [item for item in items if item not in cases or item.callspec.params["tier"] in turn[cases[item]]]
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # modules and tests, which every collection would look through
-
-
-def _share_out(items: list[pytest.Item]) -> None:
-    """Each worker of pytest-xdist begins with as many tests as any other, in this order. Files that start processes
-    come first: one worker has them all, so one server and one set of their fixtures is enough. Idle workers take over
-    the last of its tests.
-    """
-    items.sort(key=lambda item: STARTERS.isdisjoint(vars(item.getparent(pytest.Module).obj)))
 
 
 @pytest.fixture(autouse=True)

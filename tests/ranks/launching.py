@@ -1,14 +1,22 @@
-"""Runs a function on several ranks: processes forked from a server that has torch already, a store in this process."""
+"""Runs a function on several ranks: processes forked from a server that has the modules, a store in this one."""
 
 from __future__ import annotations
 
+import faulthandler
 import io
+import logging
 import multiprocessing
+import multiprocessing.connection
 import os
+import socket
+import sys
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,8 +30,42 @@ QUICK = True
 """Whether ranks look after each other more often than they do elsewhere."""
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.ranks.warm"])
-"""Starts processes that have imported torch and outsize already."""
+"""Starts processes that have imported all that the tests did."""
+
+
+def fork_server() -> None:
+    """Fork the server of `context` from this process, which has no threads yet. Python would start an interpreter, and
+    each process would import torch and the module of its test."""
+    resource_tracker.ensure_running()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        alive, ours = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library stops by itself
+            pid = os.fork()
+        if not pid:
+            os.close(ours)
+            _serve(listener.detach(), alive)
+        os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+
+
+def _serve(listener: int, alive: int) -> None:
+    """Without what pytest has set: warnings are no errors, what is logged or raised in a thread is printed, and a crash
+    prints no stacks."""
+    faulthandler.disable()
+    warnings.resetwarnings()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)  # as Python has it
+    threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
+    logging.getLogger().handlers.clear()
+    try:
+        forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
 
 
 @dataclass(frozen=True)
