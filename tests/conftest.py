@@ -51,6 +51,9 @@ TESTS_AT_ONCE = 8
 EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integrations")
 """Where each case runs on each tier."""
 
+SIMULATED_ON_EVERY_TIER = ("tests/accelerator", "tests/run/test_same_bits")
+"""The same on the simulated device, which is slower."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
@@ -61,7 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("--device") == "sim"
     if not config.getoption("--every-tier"):
-        items[:] = _one_of_each(items) if wanted else _take_turns(items)
+        items[:] = (
+            _take_turns(_one_of_each(items), SIMULATED_ON_EVERY_TIER) if wanted else _take_turns(items, EVERY_TIER)
+        )
     for item in items if wanted else ():
         if (reason := _left_out(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -131,13 +136,13 @@ def _one_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     ]
 
 
-def _take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a case that has three tiers or more, those whose turn it is, from case to case."""
+def _take_turns(items: list[pytest.Item], whole: tuple[str, ...]) -> list[pytest.Item]:
+    """Of a case that has three tiers or more, those whose turn it is, from case to case; but `whole` files."""
     tiers: dict[str, list[str]] = {}
     cases = {}
     for item in items:
         tier = getattr(getattr(item, "callspec", None), "params", {}).get("tier")
-        if tier in TIERS and not item.nodeid.startswith(EVERY_TIER):
+        if tier in TIERS and not item.nodeid.startswith(whole):
             cases[item] = case = item.nodeid.replace(tier, "tier", 1)
             tiers.setdefault(case, []).append(tier)
     turn = {}

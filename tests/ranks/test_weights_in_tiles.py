@@ -90,7 +90,7 @@ class Way:
 
 WAYS = {
     "two": Way(),
-    "four": Way(4, backwards=1),
+    "four": Way(4, backwards=1, steps=1),
     "two copies of two": Way(4, mesh=(2, 2), steps=1),
     "in the backward": Way(fields={"update": "backward"}, backwards=1),
     "stage 0": Way(fields={"stage": 0}),

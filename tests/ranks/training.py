@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.api.assemble import prepared_of
 
-WIDTH, HIDDEN, DEPTH = 48, 100, 4
+WIDTH, HIDDEN, DEPTH = 48, 100, 3
 
 
 class Block(nn.Module):
