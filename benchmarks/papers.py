@@ -144,7 +144,7 @@ def simulated(sequences: int, rate: float) -> float:
     width, pairs, rows = 4096, 8, 1024 * sequences
     machine = Machine(
         "accelerator",
-        operations={"mmnt/bfloat16": ((1e6, 1e6 / PEAK),)},
+        products={"bfloat16": ((1e6, 1e6 / PEAK),)},
         memory=AT_ONCE,
         host_memory=AT_ONCE,
         operation_seconds=1 / AT_ONCE,

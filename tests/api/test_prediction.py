@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,7 @@ FAST = 1e18
 RATE = 1e9
 IDEAL = Machine(
     cores=2,
-    operations={
-        **{f"mm{how}/float32": ((1.0, 1 / RATE), (1e15, 1e15 / RATE)) for how in ("nt", "nn", "tn")},
-        "add/float32": ((1.0, 1 / FAST), (1e15, 1e15 / FAST)),
-    },
+    products={"float32": ((1.0, 1 / RATE),)},
     memory=FAST,
     host_memory=FAST,
     operation_seconds=1e-12,
@@ -34,7 +32,7 @@ IDEAL = Machine(
     disk_seconds=1e-12,
 )
 """It does products at `RATE` FLOP/s, and all else at once."""
-QUICK = replace(IDEAL, operations={})
+QUICK = replace(IDEAL, products={"float32": ((1.0, 1 / FAST),)})
 """It does products at once, too."""
 WIDTH, BATCH, LAYERS = 256, 512, 6
 PYTHON = 0.03
@@ -165,6 +163,41 @@ def test_the_plan_says_what_it_does_not_simulate() -> None:
     assert "counted as" not in str(outsize.plan(model, optimizer, **fields))
 
 
+class Slow(nn.Module):
+    """Its Python takes long, which no count sees. Draws numbers, and has buffers that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:
+            began = time.perf_counter()
+            random.random() + sum(range(300_000))
+            TOOK.append(time.perf_counter() - began)
+        return self.dropout(self.norm(self.linear(x)))
+
+
+TOOK: list[float] = []
+
+
+def test_a_plan_of_this_machine_times_a_step_and_leaves_no_trace() -> None:
+    model, example = Slow(), (torch.randn(4, 8),)
+    predicted(model, example=example, host_memory="1GiB")
+    assert not TOOK  # another machine
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate()
+    plan = outsize.plan(model, example=example, host_memory="1GiB", device="cpu")
+    assert plan.step_seconds >= min(TOOK)
+    assert torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+    count = len(TOOK)
+    with torch.device("meta"):
+        assert outsize.plan(Slow(), example=example, host_memory="1GiB", device="cpu").step_seconds >= min(TOOK)
+    assert len(TOOK) > count  # a model without memory is timed, too
+
+
 def test_a_step_of_a_sparse_table_takes_as_long_as_its_rows() -> None:
     ids = (torch.zeros(4, 8, dtype=torch.long),)
     for kind in (nn.Embedding, nn.EmbeddingBag):
@@ -218,7 +251,7 @@ class Model(nn.Module):
 
 
 def test_layers_that_are_alike_count_as_if_each_was_counted() -> None:
-    machine = replace(IDEAL, operations={**IDEAL.operations, "add/float32": ((1.0, 1e-8), (1e9, 10.0))})
+    machine = replace(IDEAL, memory=1e8)
     tokens = (torch.zeros(2, 32, dtype=torch.long),)
     for fields in ({"host_memory": "1GiB"}, {"host_memory": "4MiB", "params": "host", "grads": "host"}):
         alike, apart = (predicted(Model(64, kinds), machine, tokens, **fields) for kinds in ([""] * 5, list("abcde")))

@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty one. What takes seconds is not measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        probing, "_compute", lambda device: {"memory": 1e9, "operations": {"mmnt/float32": ((1e6, 1e-3),)}}
-    )
+    monkeypatch.setattr(probing, "_compute", lambda device: {"memory": 1e9, "products": {"float32": ((1e6, 1e-3),)}})
     return tmp_path / "outsize"
 
 
@@ -50,10 +48,11 @@ def test_a_file_that_is_damaged_is_measured_again(cache: Path) -> None:
         '{"memory": 0.0}',
         "[]",
         '{"memory": "x"}',
-        '{"operations": 3}',
-        '{"operations": {"mm/float32": []}}',
+        '{"products": 3}',
+        '{"operations": {}}',
+        '{"products": {"float32": []}}',
     )
-    for content in (*damaged, '{"operations": {"mm/float32": [[0, 0]]}}', '{"updates": {"float32": [1]}}'):
+    for content in (*damaged, '{"products": {"float32": [[0, 0]]}}', '{"updates": {"float32": [1]}}'):
         (file,) = cache.iterdir()
         file.write_text(content)
         assert recall(CPU, None).memory != 1e9
@@ -69,7 +68,7 @@ def test_without_a_home_nothing_is_remembered(cache: Path, monkeypatch: pytest.M
 
 def test_what_was_not_measured_is_marked_as_typical(cache: Path) -> None:
     assert not recall(CPU, None).measured
-    assert recall(CPU, None).typical >= {"operations", "memory"} and "typical" in repr(recall(CPU, None))
+    assert recall(CPU, None).typical >= {"products", "memory"} and "typical" in repr(recall(CPU, None))
 
 
 def test_rates_are_above_zero() -> None:

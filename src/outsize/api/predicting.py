@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.counting import count_step
+from outsize.api.counting import Timing, count_step
 from outsize.api.placed import PlacedModel
 from outsize.api.placing import element_bytes, place_model
 from outsize.api.probing import recall
@@ -37,11 +37,13 @@ def predict(
     Raises `TypeError` or `ValueError` for an example that does not fit the model.
     """
     on_disk = any("disk" in (each.params, each.grads, each.states) for each in placed.tiers)
+    timing = None
     if machine is None:
+        timing = _timing(placed, config)
         machine = recall(
             config.compute_device, Path(config.directories[0]) if on_disk and config.directories else None, ranks
         )
-    counted = count_step(model, example, machine, config.compute_dtype)
+    counted = count_step(model, example, machine, config.compute_dtype, timing)
 
     def simulated(placed: PlacedModel) -> Prediction:
         element = element_bytes(placed.infos, placed.kept)
@@ -58,6 +60,14 @@ def predict(
         )
         gains[tier] = max(saved, 0.0)
     return replace(found, gains=gains, source=machine.source, assumed=tuple(_assumed(optimizer, config)))
+
+
+def _timing(placed: PlacedModel, config: Config) -> Timing | None:
+    """On this machine, within the budget of the device."""
+    device, budgets = config.compute_device, placed.budgets.by_tier
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    there = device.type == "cpu" or (here is not None and here.type == device.type)
+    return Timing(device, next(iter(budgets.values()))) if there else None
 
 
 def _assumed(optimizer: torch.optim.Optimizer | None, config: Config) -> Iterator[str]:

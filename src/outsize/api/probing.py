@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from outsize.config import Config
 from outsize.move.codes import CODE_DTYPES, blocks_of
@@ -32,7 +31,6 @@ from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
 from outsize.optim.update import update_threads
 from outsize.plan.machine import CPU, Curve, Machine, typical_machine
-from outsize.run.operations import EachOperation, Operation
 
 BLOCK_BYTES = 8 << 20
 THREADS = 4  # requests in flight: one alone does not fill a fast drive
@@ -40,14 +38,13 @@ SMALL_READS = 64
 MEGABYTES = 512
 COPIED_BYTES = 64 << 20
 UPDATED_NUMEL = 1 << 22
-WIDTHS = ((64, 64), (128, 256), (512, 512), (1024, 1024), (2048, 2048), (8192, 4096))
-"""(tokens, elements of one) of the calls that are timed, from the smallest on."""
-EXERCISE_SECONDS = {"float32": 8.0, "bfloat16": 6.0}
-"""For the calls of one dtype, all sizes together; larger sizes are left out where they would take longer."""
-GROWTH = 5
-"""How many times as long the calls of the next size take."""
-THIN, THIN_WIDTHS = 8, (256, 1024, 2048)
-"""Rows of a product that is bound by the bytes of its weights, and elements of a row."""
+DTYPES = ("float32", "bfloat16")
+WIDTHS, MOST_TOKENS = (128, 512, 2048), 512
+"""Of the products that are timed: their weights are square."""
+MOST_SECONDS, GROWTH = 0.5, 16
+"""Of one step of a layer; how many times as long the next width takes."""
+SMALL_OPERATIONS = 100
+SUSTAINED_SECONDS, LEAST_TIMES = 0.25, 3
 GATHERED_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 DISK = ("disk_read", "disk_write", "disk_mixed", "disk_seconds")
 LINKS = ("to_device", "from_device", "both_ways")
@@ -64,8 +61,8 @@ def probe(
     """The figures of this machine that bound a step, and of the drive of the folder `disk`; prints as a table.
 
     What was measured before on this machine and drive is read from a file (`$XDG_CACHE_HOME/outsize`, or
-    `~/.cache/outsize`), unless `again`. Otherwise it is measured, in about 20 s: products and other operations of the
-    `device` by dtype and size, copies of memory, the kernel of the update, on an accelerator copies from and to it, of
+    `~/.cache/outsize`), unless `again`. Otherwise it is measured, in about 20 s: products of the `device` by dtype and
+    size, small operations, copies of memory, the kernel of the update, on an accelerator copies from and to it, of
     the drive `megabytes` written, read, and both at once, and small reads; with several ranks all-gathers, which all
     ranks measure together. Figures that were not measured are usual values, and marked so: those of a drive without
     `disk`.
@@ -181,15 +178,15 @@ def _compute(device: torch.device) -> Mapping[str, Any]:
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     measured: dict[str, Any] = {
-        "memory": 2 * COPIED_BYTES / _best_seconds(lambda: target.copy_(source), device),
+        "memory": 2 * COPIED_BYTES / _usual_seconds(lambda: target.copy_(source), device),
         "updates": {kind: _update_rates(kind) for kind in ("float32", "bfloat16", "compact")},
     }
     measured["host_memory"] = measured["memory"]
     if device.type != CPU:
         pinned, other = (torch.ones(COPIED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-        measured["host_memory"] = 2 * COPIED_BYTES / _best_seconds(lambda: other.copy_(pinned))
-        measured["to_device"] = COPIED_BYTES / _best_seconds(lambda: target.copy_(pinned, non_blocking=True), device)
-        measured["from_device"] = COPIED_BYTES / _best_seconds(lambda: other.copy_(source, non_blocking=True), device)
+        measured["host_memory"] = 2 * COPIED_BYTES / _usual_seconds(lambda: other.copy_(pinned))
+        measured["to_device"] = COPIED_BYTES / _usual_seconds(lambda: target.copy_(pinned, non_blocking=True), device)
+        measured["from_device"] = COPIED_BYTES / _usual_seconds(lambda: other.copy_(source, non_blocking=True), device)
         aside = torch.Stream(device)
 
         def both() -> None:
@@ -197,140 +194,38 @@ def _compute(device: torch.device) -> Mapping[str, Any]:
             with aside:
                 other.copy_(source, non_blocking=True)
 
-        measured["both_ways"] = 2 * COPIED_BYTES / _best_seconds(both, device)
-    curves: dict[str, dict[float, list[float]]] = {}
-    with torch.random.fork_rng(devices=[]):
-        for dtype, most in EXERCISE_SECONDS.items():
-            began, kind = _now(), getattr(torch, dtype)
-            _time_operations(device, *_made(device, kind, *WIDTHS[0]), {})  # what is done once is done now
-            for width in THIN_WIDTHS:
-                thin: dict[str, dict[float, list[float]]] = {}
-                layer = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).to(device, kind)
-                _time_operations(device, layer, torch.ones(THIN, width, dtype=kind, device=device), thin, by_bytes=True)
-                for name, points in thin.items():
-                    for nbytes, seconds in points.items() if name.startswith("mm") else ():
-                        curves.setdefault(f"thin {name}", {}).setdefault(nbytes, []).extend(seconds)
-            for tokens, width in WIDTHS:
-                before = _now()
-                _time_operations(device, *_made(device, kind, tokens, width), curves)
-                if _since(began, device) + GROWTH * _since(before, device) > most:
-                    break
-    measured["operations"] = {name: _curve(points) for name, points in curves.items()}
-    measured["operation_seconds"] = _gap(device, measured["operations"])
+        measured["both_ways"] = 2 * COPIED_BYTES / _usual_seconds(both, device)
+    measured["products"] = {dtype: _products(getattr(torch, dtype), device) for dtype in DTYPES}
+    measured["operation_seconds"] = _small_operation(device)
     return measured
 
 
-def _curve(points: Mapping[float, list[float]]) -> Curve:
-    """Amounts within a factor of two are one point."""
-    groups: dict[int, list[tuple[float, float]]] = {}
-    for amount, seconds in points.items():
-        groups.setdefault(round(amount).bit_length(), []).append((amount, min(seconds)))
-    return tuple(
-        sorted(
-            (median(x for x, _ in each), median(x for x, _ in each) * median(y / x for x, y in each))
-            for each in groups.values()
-        )
-    )
+def _products(dtype: torch.dtype, device: torch.device) -> Curve:
+    """Seconds by FLOPs: the mean of the three products of a layer in a step, whose operands lie differently."""
+    curve: list[tuple[float, float]] = []
+    for width in WIDTHS:
+        tokens = min(width, MOST_TOKENS)
+        layer = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+        x = torch.ones(tokens, width, device=device, dtype=dtype, requires_grad=True)
+        grad = torch.ones(tokens, width, device=device, dtype=dtype)
+        seconds = _usual_seconds(lambda: layer(x).backward(grad), device)  # noqa: B023
+        curve.append((2.0 * tokens * width**2, seconds / 3))
+        if seconds > MOST_SECONDS / GROWTH:
+            break
+    return tuple(curve)
 
 
-class _Exercise(nn.Module):
-    """What layers of many models do, once each."""
+def _small_operation(device: torch.device) -> float:
+    """Seconds of an operation that does nearly nothing, in Python, torch and autograd."""
+    one = torch.ones(1, device=device, requires_grad=True)
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8 * width, width)
-        self.norm, self.last_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
-        self.up, self.gate, self.down = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-        self.head = nn.Linear(width, 8 * width, bias=False)
-        channels = max(width // 4, 8)
-        self.convolve, self.batch_norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+    def chain() -> None:
+        x = one
+        for _ in range(SMALL_OPERATIONS):
+            x = x * 1.0
+        x.backward()
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        """`numbers`: [sequences, tokens]."""
-        x = self.table(numbers)
-        batch, length, width = x.shape
-        query, key, value = (
-            each.view(batch, length, -1, min(64, width)).transpose(1, 2)
-            for each in self.query(self.norm(x)).chunk(3, -1)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype)
-        x = x + self.down(F.silu(self.gate(x)) * F.gelu(self.up(x)))
-        channels = self.convolve.in_channels
-        side = int((x.numel() // channels // batch) ** 0.5)
-        image = x.reshape(batch, -1)[:, : channels * side * side].reshape(batch, channels, side, side)
-        image = F.max_pool2d(F.relu(self.batch_norm(self.convolve(image))), 2)
-        logits = self.head(F.dropout(torch.tanh(self.last_norm(x)), 0.1)).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), numbers.flatten())
-        return loss + image.float().mean() + torch.softmax(x, -1).float().sum()
-
-
-def _made(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> tuple[nn.Module, torch.Tensor]:
-    with torch.device(device):
-        numbers = torch.randint(8 * width, (2, max(tokens // 2, 8)))
-        return _Exercise(width).to(dtype), numbers
-
-
-def _time_operations(
-    device: torch.device,
-    model: nn.Module,
-    batch: torch.Tensor,
-    curves: dict[str, dict[float, list[float]]],
-    by_bytes: bool = False,
-) -> None:
-    """Add the seconds of each operation of a forward and a backward, by its FLOPs or by its bytes."""
-    seen: dict[int, tuple[Operation, float]] = {}
-    count = 0
-
-    def around(run: Callable[[], Any], describe: Callable[[Any], Operation | None]) -> Any:
-        nonlocal count
-        _settle(device)
-        began = _now()
-        out = run()
-        seconds, operation = _since(began, device), describe(out)
-        if operation is not None:
-            seen[count] = operation, min(seconds, seen[count][1] if count in seen else seconds)
-            count += 1
-        return out
-
-    for _ in range(3):
-        count = 0
-        with EachOperation(around):
-            model(batch).sum().backward()
-        model.zero_grad()
-    for operation, seconds in seen.values():
-        key, amount = (
-            f"{operation.name}/{operation.dtype}",
-            float(operation.nbytes if by_bytes else operation.flops or operation.nbytes),
-        )
-        if amount:
-            curves.setdefault(key, {}).setdefault(amount, []).append(seconds)
-
-
-def _gap(device: torch.device, operations: Mapping[str, Curve]) -> float:
-    """Seconds from one operation to the next, of Python and autograd."""
-    model, numbers = _made(device, torch.float32, *WIDTHS[0])
-    count, inside = 0, 0.0
-
-    def around(run: Callable[[], Any], describe: Callable[[Any], Operation | None]) -> Any:
-        nonlocal count, inside
-        out = run()
-        operation = describe(out)
-        if operation is not None:
-            count += 1
-            inside += Machine(operations=operations).seconds_of(*operation[:4])
-        return out
-
-    with EachOperation(around):
-        model(numbers).backward()
-    whole = _best_seconds(lambda: model(numbers).backward(), device)
-    return max((whole - inside) / max(count, 1), 1e-6)
+    return _usual_seconds(chain, device) / (2 * SMALL_OPERATIONS)
 
 
 def _update_rates(kind: str) -> tuple[float, float]:
@@ -350,35 +245,22 @@ def _update_rates(kind: str) -> tuple[float, float]:
 
     def rate(threads: int) -> float:
         piece = Piece(param, master, states, grad, AS_IT_IS, hyper, state, threads, scales)
-        return numel / _best_seconds(lambda: rule.apply(piece))
+        return numel / _usual_seconds(lambda: rule.apply(piece))
 
-    return rate(max(cores // 2, 1)), rate(cores)
-
-
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
+    half = rate(max(cores // 2, 1))
+    return half, max(half, rate(cores))
 
 
-def _since(began: tuple[float, float], device: torch.device) -> float:
-    """Seconds, without those in which other processes had the cores of a CPU."""
-    _settle(device)
-    seconds, processor = (now - then for now, then in zip(_now(), began, strict=True))
-    return min(seconds, processor) if device.type == CPU else seconds
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != CPU:
-        torch.accelerator.synchronize()
-
-
-def _best_seconds(work: Callable[[], object], device: torch.device | None = None, times: int = 5) -> float:
-    """The first time is not counted."""
-    seconds = []
-    for _ in range(times + 1):
-        began = _now()
+def _usual_seconds(work: Callable[[], object], device: torch.device | None = None) -> float:
+    """The median of a while of work: the best time is not what a training gets. The first time is not counted."""
+    seconds: list[float] = []
+    while sum(seconds[1:]) < SUSTAINED_SECONDS or len(seconds) <= LEAST_TIMES:
+        began = time.perf_counter()
         work()
-        seconds.append(_since(began, device or torch.device(CPU)))
-    return min(seconds[1:])
+        if device is not None and device.type != CPU:
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:])
 
 
 def _collectives(device: torch.device) -> Mapping[str, Any]:
@@ -387,7 +269,7 @@ def _collectives(device: torch.device) -> Mapping[str, Any]:
     for nbytes in GATHERED_BYTES:
         mine = torch.ones(max(nbytes // dist.get_world_size(), 1), dtype=torch.uint8, device=device)
         whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=torch.uint8, device=device)
-        curve.append((nbytes, _best_seconds(lambda: dist.all_gather_into_tensor(whole, mine), device)))  # noqa: B023
+        curve.append((nbytes, _usual_seconds(lambda: dist.all_gather_into_tensor(whole, mine), device)))  # noqa: B023
     return {"collectives": curve}
 
 

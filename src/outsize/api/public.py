@@ -96,7 +96,7 @@ def plan(
     machine: Machine | None = None,
     **fields: Unpack[Fields],
 ) -> Plan:
-    """What goes where, and why; moves nothing and reads no values, so a model on the meta device will do.
+    """What goes where, and why; moves nothing and reads no weights, so a model on the meta device will do.
 
     The same fields and the same errors as `prepare`: the `BudgetError` for a budget that does not hold the model names
     the unit, the numbers and the remedy. Without an optimizer, AdamW on all trainable parameters is assumed. With
@@ -108,7 +108,9 @@ def plan(
     With an `example` batch, a dict or a tuple for the model, a step is simulated: `plan.step_seconds`,
     `plan.peak_bytes` by tier, and `plan.prediction`, which says what bounds the step. The model's operations are
     counted on tensors without memory; the figures are those of `machine`, by default what `outsize.probe` has measured
-    here, else usual values. Raises `ValueError` where the example does not fit the model.
+    here, else usual values. Without `machine` a layer of each kind also runs here for about a second, with weights of
+    its own, if that fits the budget and takes no longer than seconds. Raises `ValueError` where the example does not
+    fit the model.
 
     >>> plan = outsize.plan(model, optimizer, host_memory="4GiB", disk="disk")  # prints as a table
     >>> plan.bytes_on("disk")

@@ -8,11 +8,12 @@ from typing import Any, cast, final
 
 from outsize.api.placed import PlacedModel
 from outsize.move.conveyor import Belt, Job, Step
-from outsize.move.memory import Ledger
+from outsize.move.memory import HUGE_BYTES, Ledger
 from outsize.move.shard import READ_NUMEL, SlotUpdate
+from outsize.move.store import OWN_BYTES
 from outsize.move.transfer import Transfer
 from outsize.optim.update import LIGHT_NUMEL
-from outsize.plan.layout import PAGE_ELEMENTS, UnitLayout
+from outsize.plan.layout import PAGE_ELEMENTS, UnitLayout, round_up
 from outsize.plan.machine import Machine, seconds_on
 from outsize.plan.placement import UnitBytes, UnitTiers
 from outsize.plan.time import Drive, Lane
@@ -27,6 +28,8 @@ from outsize.run.unit import Residency
 
 MOST_CHUNKS = 24
 """Of a unit: those of larger ones are put together, which changes little of what overlaps."""
+GRAD_BYTES = 4
+"""Of one element in staging, where gradients come from disk: as wide as they can be."""
 UNIT_SECONDS = 150e-6
 """Of Python, for a unit that comes or whose gradients are laid to rest."""
 
@@ -49,18 +52,21 @@ class _At(Transfer):
 class World:
     """The clocks, the lanes and the belt. See Note [Two clocks]."""
 
-    def __init__(self, machine: Machine, slabs: int) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, slabs: int, slab_bytes: int) -> None:
+        self.machine, self.slab_bytes = machine, slab_bytes
         self.trace: Trace | None = None  # of the last step
         self.ledger = Ledger()
         self.now = self.belt_now = self.waited = 0.0
-        self.belt = Belt([cast(Any, None)] * slabs)
+        self.belt = Belt([cast(Any, SimpleNamespace(touched=0)) for _ in range(slabs)])
         self.drive = Drive(machine)
         self.lanes = {COMPUTE: Lane(), IN: Lane(), OUT: Lane(), UPDATES: Lane(), COLLECTIVES: Lane()}
         self.lanes |= {READS: self.drive.reads, WRITES: self.drive.writes}
         self.live = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
+        self.passing = 0  # gradients on their way to disk at that moment
         self.on_cpu = machine.device == "cpu"
+        if not self.on_cpu:  # pinned
+            self.ledger.add("host/staging", slab_bytes * slabs)
         self._waits = False
         self._stolen = 0.0
 
@@ -74,6 +80,15 @@ class World:
         self.now = end
         self.span(COMPUTE, name, began, end)
         self.lanes[COMPUTE].busy += seconds
+
+    def touch(self, slabs: Sequence[Any], nbytes: float) -> None:
+        """Slabs hold so many bytes: their pages appear with the first bytes that come there, and stay."""
+        for slab in slabs if self.on_cpu else ():
+            more = min(round_up(int(nbytes), HUGE_BYTES), self.slab_bytes) - slab.touched
+            if more > 0:
+                slab.touched += more
+                self.ledger.add("host/staging", more)
+                self.note()
 
     def work(self, half: float, whole: float, name: str) -> None:
         """The conveyor computes: seconds on half of the cores, and on all."""
@@ -135,7 +150,7 @@ class World:
         if not self.on_cpu:
             self.peak = {tier: max(nbytes, now[tier]) for tier, nbytes in self.peak.items()}
         elif now["device"] + now["host"] > self.peak["device"] + self.peak["host"]:
-            self.peak = now
+            self.peak, self.passing = now, self.ledger.now.get("host/grads in flight", 0)
         if self.trace is not None:
             for tier, nbytes in now.items():
                 self.trace.count(tier, nbytes, self.now)
@@ -150,9 +165,9 @@ class SimulatedUnit:
     ) -> None:
         self._world, self.size, self.tiers = world, size, tiers
         self.index, self.name = layout.index, layout.name or "model"
-        _, self._ranks = placed.split_of(layout.index)
-        self.numel = -(-layout.numel // self._ranks)
-        self.nbytes, self.split = layout.param_bytes, self._ranks > 1 and size.params < layout.param_bytes
+        _, self.ranks = placed.split_of(layout.index)
+        self.numel = -(-layout.numel // self.ranks)
+        self.nbytes, self.split = layout.param_bytes, self.ranks > 1 and size.params < layout.param_bytes
         self.always_resident = tiers.params == "device" and not self.split
         rows = placed.tile_rows.get(layout.index, 0)
         store = None if self.always_resident else self
@@ -161,6 +176,7 @@ class SimulatedUnit:
         self.resident = self.on_device
         self.parameters = {slot.name: placed.parameters[slot.name] for slot in layout.slots}
         dtype = layout.segments[0].dtype if layout.segments else "float32"
+        self.itemsize = OWN_BYTES[dtype]
         self.kind = "compact" if placed.kept.compact else dtype
         self.padding = layout.numel / max(sum(slot.numel for slot in layout.slots), 1)
         self.state = Residency.AT_REST
@@ -173,15 +189,22 @@ class SimulatedUnit:
         self._ready = self._written = self._began = self.left = 0.0
         memory = {tier: tier != "disk" for tier in ("device", "host", "disk")}
         self._in_memory = memory[tiers.params] and memory[tiers.states] and memory[tiers.grads]
-        per_element = (size.states + size.params + size.grads) / max(self.numel, 1) if not self._in_memory else 0
-        self._chunk_bytes = per_element
+        self._chunk_bytes = 0.0 if self._in_memory else self._staged_bytes() / max(self.numel, 1)
 
-    def chunks(self, slab: int) -> int:
-        """How many there are of a fetch; as `ChunkUpdater` cuts them, but for `MOST_CHUNKS`."""
+    def _staged_bytes(self) -> float:
+        """That pass through staging for an update of the unit; as `staged_bytes` has it of a part."""
+        size, tiers = self.size, self.tiers
+        if not self._world.on_cpu:
+            return size.states + size.params + size.grads
+        staged = (tiers.states == "disk") * size.states + (tiers.grads == "disk") * self.numel * GRAD_BYTES
+        return staged + (size.params if self.shard.tile_rows and tiers.params == "disk" else 0)
+
+    def chunk_numel(self, slab: int) -> int:
+        """Elements of a chunk of a fetch, as `ChunkUpdater` cuts them."""
         numel = READ_NUMEL
         if self._chunk_bytes and slab:
             numel = min(numel, max(int(slab / self._chunk_bytes) // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS)
-        return min(max(-(-self.numel // numel), 1), MOST_CHUNKS)
+        return min(numel, max(self.numel, 1))
 
     @property
     def fetch_bytes(self) -> int:
@@ -213,7 +236,7 @@ class SimulatedUnit:
             self._ready, self._job = world.move(IN, world.now, self.nbytes, self.name), None
         else:
             after = () if self.written else (cast(Job, self._job),)
-            self._job = world.submit(self._steps(updates, fetch, self.chunks(slab)), after)
+            self._job = world.submit(self._steps(updates, fetch, self.chunk_numel(slab)), after)
         self.state, self._began = Residency.FETCHING, began
 
     def _seconds(self, updates: bool, fetch: bool, part: float) -> tuple[float, float]:
@@ -226,7 +249,8 @@ class SimulatedUnit:
         numel = self.numel * part
         return tuple(copied + numel / machine.update_rate(self.kind, full) for full in (False, True))  # type: ignore[return-value]
 
-    def _steps(self, updates: bool, fetch: bool, chunks: int) -> Iterator[Step]:
+    def _steps(self, updates: bool, fetch: bool, numel: int) -> Iterator[Step]:
+        chunks = min(-(-self.numel // numel), MOST_CHUNKS)
         world, size, tiers, name = self._world, self.size, self.tiers, self.name
         on_disk = {
             kind: getattr(size, kind) / chunks * (getattr(tiers, kind) == "disk")
@@ -239,7 +263,8 @@ class SimulatedUnit:
             reads += on_disk["states"] + (0 if kept else on_disk["grads"])
             writes = on_disk["states"] + on_disk["params"]
 
-        def begin(_: object) -> Sequence[Transfer]:
+        def begin(slabs: Sequence[Any]) -> Sequence[Transfer]:
+            world.touch(slabs, staged)
             return [_At(world, world.move(READS, world.belt_now, reads, name))] if reads else ()
 
         def finish() -> Sequence[Transfer]:
@@ -248,7 +273,7 @@ class SimulatedUnit:
                 world.work(half, whole, name)
             ends = []
             if not world.on_cpu and tiers.params != "device":
-                ends.append(world.move(IN, world.belt_now, self.nbytes / chunks / self._ranks, name))
+                ends.append(world.move(IN, world.belt_now, self.nbytes / chunks / self.ranks, name))
                 self._ready = max(self._ready, ends[-1])
             if writes:
                 ends.append(world.move(WRITES, world.belt_now, writes, name))
@@ -256,6 +281,7 @@ class SimulatedUnit:
             self._ready = max(self._ready, world.belt_now)
             return [_At(world, end) for end in ends]
 
+        staged = self._chunk_bytes * numel
         slab = int(not self._in_memory and (updates or not world.on_cpu))
         for _ in range(chunks):
             yield Step(begin, finish, slab)
@@ -288,14 +314,12 @@ class SimulatedUnit:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def lay_down(self) -> None:
+    def lay_down(self, last: int) -> None:
         """The gradients of the unit come to where they rest, or to where they are written from."""
         world, grads = self._world, self.size.grads
         if self.split:
             world.move(COLLECTIVES, world.now, self.nbytes, f"{self.name} gradients")
-        if self.tiers.grads == "device":
-            world.ledger.add("device/grads", grads)
-        else:
+        if self.tiers.grads != "device":  # else they stay where autograd made them
             account = "host/grads" if self.tiers.grads == "host" else "host/grads in flight"
             if account.endswith("flight") or not self._has_grads:
                 world.ledger.add(account, grads)
@@ -304,7 +328,7 @@ class SimulatedUnit:
                 world.move(OUT, world.now, grads, self.name)
             else:
                 world.advance(3 * grads / world.machine.host_memory + UNIT_SECONDS, f"{self.name} gradients")
-        world.note()
+        world.note(world.live + (0 if self.tiers.grads == "device" else last))
 
     def write_grads(self) -> None:
         """To disk."""

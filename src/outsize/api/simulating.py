@@ -11,7 +11,8 @@ from typing import Any, cast, final
 from torch import nn
 
 from outsize.api.capacity import capacity_of, spare_of
-from outsize.api.counting import Counted, Event
+from outsize.api.counter import Event
+from outsize.api.counting import Counted
 from outsize.api.modules import modules_of
 from outsize.api.placed import PlacedModel
 from outsize.api.simulated import UNIT_SECONDS, SimulatedPlace, SimulatedUnit, World
@@ -61,7 +62,7 @@ class Simulation:
         staging = placed.budgets.staging_bytes if staged else 0
         slabs = pipeline_depth(staging)
         self._slab = slab_bytes(staging, element, slabs)
-        self._world = world = World(machine, slabs)
+        self._world = world = World(machine, slabs, self._slab)
         self._events, self._config, self._placed, self._counted = counted.events, config, placed, counted
         pairs = [
             (layout, size, tiers)
@@ -90,8 +91,6 @@ class Simulation:
 
     def _rest(self) -> None:
         ledger = self._world.ledger
-        if self._world.belt.slabs and self._slab:
-            ledger.add("host/staging", self._slab * self._world.belt.slabs)
         for unit in self._units:
             for kind in ("params", "states"):
                 nbytes, tier = getattr(unit.size, kind), getattr(unit.tiers, kind)
@@ -167,7 +166,7 @@ class Simulation:
         kernels and the allocator take."""
         peak = dict(self._world.peak)
         largest = sorted((unit.size.grads for unit in self._units if unit.tiers.grads == "disk"), reverse=True)
-        passing = self._world.ledger.peak.get("host/grads in flight", 0)
+        passing = self._world.passing
         peak["host"] += max(sum(largest[:PASSING_UNITS]) - passing, 0)
         if self._world.on_cpu:
             peak["device"] += SLACK_BYTES + round(SLACK * (peak["device"] + peak["host"]))
@@ -211,8 +210,11 @@ class Simulation:
             unit = self._home[event.name]
             missing = self._missing[unit.index]
             missing.discard(event.name)
+            nbytes = unit.parameters[event.name].numel() * unit.itemsize
+            if unit.tiers.grads == "device":  # where autograd made it
+                world.ledger.add("device/grads", nbytes if unit.on_device else nbytes // unit.ranks)
             if not missing:
-                self._complete(unit)
+                self._complete(unit, nbytes)
 
     def _use(self, unit: SimulatedUnit) -> None:
         if unit.resident:
@@ -228,20 +230,18 @@ class Simulation:
             return
         self._streamer.acquire(cast(Unit, unit))
 
-    def _complete(self, unit: SimulatedUnit) -> None:
-        """The unit's gradients are in."""
+    def _complete(self, unit: SimulatedUnit, last: int = 0) -> None:
+        """The unit's gradients are in; the last one of so many bytes is there twice while it is copied."""
         self._missing[unit.index] = set()
         if not unit.size.grads or unit.resident:
-            if unit.size.grads:
-                self._world.ledger.add("device/grads", unit.size.grads)
-                self._world.note()
+            self._world.note()
             return
         place = self._places[unit.index]
         self._streamer.finished(cast(Unit, unit))
         if unit.tiers.grads == "disk":
             self._streamer.room.make(unit.size.grads)
             place.held = True
-        unit.lay_down()
+        unit.lay_down(last)
         if self._config.update == "backward":
             unit.keeps_grads = place.held
             self._streamer.update_now(cast(Unit, unit), {"": SlotUpdate({}, AS_IT_IS)})

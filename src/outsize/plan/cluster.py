@@ -83,7 +83,7 @@ class Cluster:
         return Machine(
             "accelerator",
             cores,
-            {f"mmnt/{dtype}": products for dtype in ("bfloat16", "float16")},
+            dict.fromkeys(("bfloat16", "float16"), products),
             memory=float(self.accelerator_bandwidth),
             host_memory=self.host_bandwidth / here,
             updates={"": (min(usual[0], by_memory), min(usual[1], by_memory))},

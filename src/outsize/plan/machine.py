@@ -15,7 +15,6 @@ Curve = tuple[tuple[float, float], ...]
 
 GIGA = 1e9
 CPU, ACCELERATOR = "cpu", "accelerator"
-SHOWN = {"mmnt": "products", "mmnn": "products, untransposed", "convolution": "convolutions", "attention": "attention"}
 _FLOPS = {CPU: 40e9, ACCELERATOR: 60e12}
 _HALF = {CPU: 0.5, ACCELERATOR: 5.0}
 """How many times as fast products of 16 bits are."""
@@ -32,15 +31,13 @@ class Machine:
     device: str = CPU
     cores: int = 1
     """That updates may use."""
-    operations: Mapping[str, Curve] = field(default_factory=dict)
-    """By "name/dtype": seconds by FLOPs of products, attention and convolutions, by bytes of others, and of "thin"
-    products, which few rows bound by the bytes of their weights. Products are "mmnt" where only the second operand is
-    transposed, and so on: "mmnn", "mmtn", "mmtt"."""
+    products: Mapping[str, Curve] = field(default_factory=dict)
+    """By dtype: seconds by FLOPs of products of matrices; attention and convolutions count as such."""
     memory: float = _MEMORY[CPU]
     """Of a copy on the computing device, read and written bytes together."""
     host_memory: float = _MEMORY[CPU]
     operation_seconds: float = 10e-6
-    """Between two operations, in Python and torch."""
+    """Of an operation beside its work, in Python, torch and autograd."""
     updates: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {"": (2e8, 4e8)})
     """By the format of the state: elements that the AdamW kernel updates a second, on half of the cores and on all."""
     disk_read: float = 1.5e9
@@ -59,7 +56,7 @@ class Machine:
     """Whose figures they are, where somebody wrote them down in place of measuring."""
 
     def __post_init__(self) -> None:
-        pairs = {**self.operations, "collectives": self.collectives, "updates": tuple(self.updates.values())}
+        pairs = {**self.products, "collectives": self.collectives, "updates": tuple(self.updates.values())}
         flat = {
             name: [each for amount, seconds in found for each in (amount, seconds)] for name, found in pairs.items()
         }
@@ -75,19 +72,15 @@ class Machine:
     def measured(self) -> bool:
         return not (self.typical or self.source)
 
-    def seconds_of(self, name: str, dtype: str, flops: float, nbytes: float) -> float:
+    def seconds_of(self, dtype: str, flops: float, nbytes: float) -> float:
         """Of one operation on the computing device."""
-        curve = self.operations.get(f"{name}/{dtype}")
-        if curve is not None:
-            thin = self.operations.get(f"thin {name}/{dtype}")
-            return max(seconds_on(curve, flops or nbytes), 0.0 if thin is None else seconds_on(thin, nbytes))
-        if flops:
-            alike = self.operations.get(f"mmnt/{dtype}")
+        curve = self.products.get(dtype)
+        if curve is None:
             kind = CPU if self.device == CPU else ACCELERATOR
             rate = _FLOPS[kind] * (self.cores if kind == CPU else 1) * (1 if dtype == "float32" else _HALF[kind])
-            return max(flops / rate if alike is None else seconds_on(alike, flops), nbytes / self.memory)
-        alike = self.operations.get("add/float32")
-        return nbytes / self.memory if alike is None else seconds_on(alike, nbytes)
+            curve = ((1.0, 1 / rate),)
+        products = seconds_on(curve, flops) if flops else 0.0
+        return self.operation_seconds + max(products, nbytes / self.memory)
 
     def update_rate(self, kind: str, all_cores: bool) -> float:
         """Elements a second."""
@@ -100,7 +93,9 @@ class Machine:
     def of_json(cls, found: Mapping[str, Any]) -> Machine:
         """Raises `ValueError`, `TypeError` or `KeyError` for what is no machine."""
         known = {each.name: found[each.name] for each in fields(cls)}
-        known["operations"] = {name: tuple(map(tuple, curve)) for name, curve in found["operations"].items()}
+        if found.keys() - known:
+            raise KeyError(f"{', '.join(found.keys() - known)} is no figure of a machine")
+        known["products"] = {name: tuple(map(tuple, curve)) for name, curve in found["products"].items()}
         known["updates"] = {name: tuple(pair) for name, pair in found["updates"].items()}
         known["collectives"] = tuple(map(tuple, found["collectives"]))
         known["typical"] = frozenset(found["typical"])
@@ -117,13 +112,12 @@ class Machine:
         def row(name: str, what: str, value: float, unit: str, remark: str = "") -> None:
             rows.append((what, f"{value:,.3g} {unit}", "typical" if name in self.typical else remark))
 
-        for key, curve in sorted(self.operations.items()):
-            name, _, dtype = key.partition("/")
-            if name in SHOWN:
-                row("operations", f"{SHOWN[name]}, {dtype}", max(x / y for x, y in curve) / GIGA, "GFLOP/s", "at best")
-        if "operations" in self.typical:
-            row("operations", "products", 1 / self.seconds_of("mmnt", "float32", 1, 0) / GIGA, "GFLOP/s")
-        row("operation_seconds", "between operations", self.operation_seconds * 1e6, "us")
+        for dtype, curve in sorted(self.products.items()):
+            rate = max(x / y for x, y in curve) / GIGA
+            row("products", f"products, {dtype}", rate, "GFLOP/s", "at best")
+        if "products" in self.typical:
+            row("products", "products", 1 / (self.seconds_of("float32", GIGA, 0) - self.operation_seconds), "GFLOP/s")
+        row("operation_seconds", "of an operation, in Python", self.operation_seconds * 1e6, "us")
         row("memory", "memory of the device", self.memory / GIGA, "GB/s", "copy, read + write")
         row("host_memory", "memory of the host", self.host_memory / GIGA, "GB/s", "copy, read + write")
         for name, (half, full) in self.updates.items():

@@ -13,10 +13,9 @@ _ATTENTION = "_scaled_dot_product"
 
 
 class Operation(NamedTuple):
-    """Its name and dtype, the FLOPs of a product (0: none), the bytes that it reads and writes, its results that have
-    memory of their own."""
+    """Its dtype, the FLOPs of a product (0: none), the bytes that it reads and writes, its results that have memory of
+    their own."""
 
-    name: str
     dtype: str
     flops: int
     nbytes: int
@@ -64,20 +63,13 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Operation | None:
     elif name.startswith("_embedding_bag") and "backward" not in name:
         tensors = [inputs[0][:1].expand(inputs[1].numel(), -1), *outputs]
     nbytes = sum(each.numel() * each.element_size() for each in tensors if each.layout is torch.strided)
-    if name in _PRODUCTS:  # of which kernels differ by how their operands lie
-        name = "mm" + "".join("t" if _is_transposed(each) else "n" for each in inputs[-2:])
-    return Operation(name, str(dtype).removeprefix("torch."), flops, nbytes, made, there)
+    return Operation(str(dtype).removeprefix("torch."), flops, nbytes, made, there)
 
 
 _FLASH = "_scaled_dot_product_flash_attention"
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 _OF_NO_WORK = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
 _LOOK_UPS = frozenset(("embedding", "index", "gather", "index_select"))
 """They read what they look up, not all that there is."""
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.stride(-1) != 1 and tensor.stride(-2) == 1
 
 
 def _home(tensor: torch.Tensor) -> int:
