@@ -146,7 +146,7 @@ def test_probe_prints_what_it_measures_and_leaves_nothing_on_the_drive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    less = {"WIDTHS": ((16, 64),), "THIN_WIDTHS": (64,), "COPIED_BYTES": 1 << 16, "UPDATED_NUMEL": 1 << 12}
+    less = {"WIDTHS": (64,), "SUSTAINED_SECONDS": 0.0, "COPIED_BYTES": 1 << 16, "UPDATED_NUMEL": 1 << 12}
     for name, value in less.items():
         monkeypatch.setattr(probing, name, value)
     (tmp_path / "drive").mkdir()

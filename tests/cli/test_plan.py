@@ -169,7 +169,7 @@ def test_a_cluster_gives_each_rank_its_share(tmp_path: Path) -> None:
     assert cluster.share(1) == (10e9, 80e9, 4e12)
     machine = cluster.machine(8)
     assert (machine.disk_read, machine.disk_write, machine.to_device) == (2e9, 1e9, 10e9)
-    assert machine.seconds_of("mmnt", "bfloat16", 1e14, 0) == pytest.approx(1)
+    assert machine.seconds_of("bfloat16", 1e14, 0) == pytest.approx(1, rel=1e-4)
     assert not machine.measured
     near, far = (seconds_on(cluster.machine(ranks).collectives, 1e10) for ranks in (4, 8))
     assert near == pytest.approx(0.75 * 1e10 / 100e9, rel=1e-3)
