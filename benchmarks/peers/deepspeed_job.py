@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "extensions")
 
 import deepspeed
 import torch

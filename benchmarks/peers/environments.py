@@ -13,9 +13,13 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 OURS = "outsize"
 """The environment that runs this."""
 
-DEEPSPEED = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "DS_BUILD_CPU_ADAM": "1", "DS_BUILD_AIO": "1"}
+DEEPSPEED = {
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
+    **dict.fromkeys(("DS_BUILD_CPU_ADAM", "DS_BUILD_AIO", "DS_BUILD_SHM_COMM"), "1"),
+}
 """Its operations are compiled when it is installed. They need g++ and the headers of libaio (`apt-get install
-libaio-dev`)."""
+libaio-dev`). One that is missing is compiled by the first job, within its time."""
 
 
 def python_of(name: str) -> str:
