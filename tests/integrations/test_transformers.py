@@ -242,6 +242,8 @@ def test_resumed_training_is_bit_for_bit_the_same(
     shutil.rmtree(tmp_path / "run" / "checkpoint-5" / STATE)
     with pytest.raises(ValueError, match="checkpoint-5 was saved without outsize: it has no folder 'outsize'"):
         trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    with pytest.raises(ValueError, match="checkpoint-6 is no checkpoint of a Trainer"):
+        trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def _load(ours: Ours, models: list[Any], input_dir: str) -> None:
 
 
 def _register_last(accelerator: Any, kind: str, hook: Callable[..., None]) -> None:
-    """The hook stays behind those that the user registers later: they are given our models too, and Accelerate is not."""
+    """The hook stays behind those that the user registers later, so they are given our models too."""
     name, hooks = f"register_{kind}_state_pre_hook", getattr(accelerator, f"_{kind}_model_state_pre_hook")
     register = getattr(accelerator, name)
     own = register(hook)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.trainer import TRAINER_STATE_NAME
 
 import outsize
 from outsize.integrations.accelerate import STATE, prepare
@@ -98,6 +99,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"there is no complete checkpoint in {self.args.output_dir}")
+        if resume_from_checkpoint and not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
+            raise ValueError(f"{resume_from_checkpoint} is no checkpoint of a Trainer: it has no {TRAINER_STATE_NAME}")
         found = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._saving is not None:
             self._saving.wait()
@@ -163,7 +166,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 def _is_complete(checkpoint: Path) -> bool:
     """`outsize.save` makes its folder appear complete; the Trainer's own state is written after it."""
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text())
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
     except (OSError, ValueError):
         return False
     return (checkpoint / STATE).is_dir()
