@@ -135,7 +135,9 @@ def measure(name: str, directory: str) -> dict[str, Any]:
             base = _trim()
             model, example = make()
             options = fields(model, "disk" if placement == "warm-up" else placement, own, dtype)
+            before = _trim()
             plan = outsize.plan(model, torch.optim.AdamW(model.parameters()), example=example, **options)
+            base += _trim() - before  # what the timed layers of the plan leave in the allocator
             with PeakRss() as memory:
                 trained = _train(model, example, options, 2 if placement == "warm-up" else STEPS)
             assert plan.prediction is not None
