@@ -126,7 +126,7 @@ def _trim() -> int:
 
 
 def measure(name: str, directory: str) -> dict[str, Any]:
-    """One training on each placement, in this process."""
+    """One training on each placement, in this process; then the plans, which leave memory in the allocator."""
     make, dtype = MODELS[name]
     found: dict[str, Any] = {}
     for placement in ("warm-up", *PLACEMENTS):
@@ -135,22 +135,21 @@ def measure(name: str, directory: str) -> dict[str, Any]:
             base = _trim()
             model, example = make()
             options = fields(model, "disk" if placement == "warm-up" else placement, own, dtype)
-            before = _trim()
-            plan = outsize.plan(model, torch.optim.AdamW(model.parameters()), example=example, **options)
-            base += _trim() - before  # what the timed layers of the plan leave in the allocator
             with PeakRss() as memory:
                 trained = _train(model, example, options, 2 if placement == "warm-up" else STEPS)
-            assert plan.prediction is not None
-            found[placement] = {
-                "predicted": plan.step_seconds,
-                **trained,
-                "peak_predicted": sum(plan.prediction.peak_bytes[tier] for tier in ("device", "host")),
-                "peak": memory.peak - base,
-                "busy": dict(plan.prediction.busy),
-                "waits": plan.prediction.wait_seconds,
-            }
-            del model, plan
+            found[placement] = {**trained, "peak": memory.peak - base}
+            del model
     del found["warm-up"]
+    for placement, each in found.items():
+        with tempfile.TemporaryDirectory(dir=directory) as own:
+            model, example = make()
+            options = fields(model, placement, own, dtype)
+            plan = outsize.plan(model, torch.optim.AdamW(model.parameters()), example=example, **options)
+            assert plan.prediction is not None
+            each["predicted"] = plan.step_seconds
+            each["peak_predicted"] = sum(plan.prediction.peak_bytes[tier] for tier in ("device", "host"))
+            each |= {"busy": dict(plan.prediction.busy), "waits": plan.prediction.wait_seconds}
+            del model, plan
     return found
 
 

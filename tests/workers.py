@@ -23,6 +23,9 @@ import pytest
 LOOK_SECONDS = 1.0
 """How often workers that say nothing are looked after."""
 
+ENDING_SECONDS = 60.0
+"""How long a worker may take to end, when its tests are over."""
+
 context = multiprocessing.get_context("fork")
 _RANGE = struct.Struct("ii")
 
@@ -86,7 +89,9 @@ class _Worker:
             self.report_death()
             return
         if said is None:
-            self.process.join()
+            self.process.join(ENDING_SECONDS)
+            if self.process.exitcode != 0:
+                self.report_death()
             self.ended = True
         elif isinstance(said, int):
             self.index = said
@@ -95,7 +100,8 @@ class _Worker:
             self._report(config.hook.pytest_report_from_serializable(config=config, data=said))
 
     def report_death(self) -> None:
-        """Fail the test that ran, and stop: other tests that the process had taken are lost."""
+        """Fail the test that ran last, and stop: other tests that the process had taken are lost."""
+        self.process.kill()
         self.process.join()
         item = self.session.items[self.index or 0]
         why = f"the process that ran this test ended with {self.process.exitcode}"

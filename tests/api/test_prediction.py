@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_a_plan_of_this_machine_times_a_step_and_leaves_no_trace() -> None:
     with torch.device("meta"):
         assert outsize.plan(Slow(), example=example, host_memory="1GiB", device="cpu").step_seconds >= min(TOOK)
     assert len(TOOK) > count  # a model without memory is timed, too
+
+
+def test_a_step_that_cannot_be_timed_goes_by_rates_and_the_plan_says_why(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"disk": tmp_path, "device": "cpu"}
+    table, ids = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8)), torch.full((2, 3), 10)
+    unknown = outsize.plan(table, example=ids, host_memory="64MiB", **fields)
+    large = outsize.plan(stack(), example=BATCHES, host_memory="4MiB", **fields)
+    for plan, reason in (
+        (unknown, "could not be timed.*out of range"),
+        (large, r"take \d+ MiB to time, and 4 MiB are"),
+    ):
+        assert plan.step_seconds > 0
+        assert re.search(f"by rates: .*{reason}", str(plan))
+
+
+def test_a_model_that_rests_on_disk_is_timed(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"disk": tmp_path, "device": "cpu"}
+    with outsize.init(host_memory="512KiB", **fields):
+        model = Model(64, [""] * 4)
+    plan = outsize.plan(model, example=torch.zeros(2, 32, dtype=torch.long), host_memory="64MiB", **fields)
+    assert "by rates" not in str(plan)
 
 
 def test_a_step_of_a_sparse_table_takes_as_long_as_its_rows() -> None:

@@ -74,6 +74,11 @@ class Counter:
         self._results: dict[nn.Module, Any] = {}
 
     @property
+    def times(self) -> bool:
+        """Whether the step runs on memory, and is timed."""
+        return self._device is not None
+
+    @property
     def path(self) -> str:
         """The module that runs."""
         return next((each for each in reversed(self._path) if each), "")
@@ -150,7 +155,7 @@ class Counter:
         """What was done since the last event."""
         if self._device is not None:
             if self._device.type != CPU:
-                torch.accelerator.synchronize()
+                torch.accelerator.synchronize(self._device)
             self._seconds = time.perf_counter() - self._lap
         if self._seconds or self._most > self._live:
             most = max(self._most, self._live)
@@ -170,10 +175,10 @@ class Counter:
         first = {self._named[param] for module in self._like.values() for param in module.parameters()}
         return {*self._named.values()} - (standing - first)
 
-    @property
-    def nbytes(self) -> int:
-        """That a step takes where layers stand for others."""
-        sizes = {name: param.numel() * param.element_size() for param, name in self._named.items()}
+    def nbytes(self, dtype: torch.dtype | None) -> int:
+        """That a step takes where layers stand for others, computing in `dtype`."""
+        width = 0 if dtype is None else dtype.itemsize
+        sizes = {name: param.numel() * max(param.element_size(), width) for param, name in self._named.items()}
         return sum(sizes[name] for name in self.needed) + max((event.most for event in self.events), default=0)
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
@@ -196,6 +201,7 @@ class Counter:
 
     def call(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of a child of a list."""
+        self.flush()
         inputs = _graded((args, kwargs))
         key = module in self._results, _looks(module), tuple(map(_look, tree_leaves((args, kwargs))))
         first = self._first.setdefault(key, module) if inputs and torch.is_grad_enabled() else None
@@ -203,7 +209,7 @@ class Counter:
         if first is None or first is module or first not in self._results:
             if first is module:
                 inputs[0].register_hook(partial(self._passes, "past", module))
-            self.flush()
+            self._lap = time.perf_counter()
             out = forward(*args, **kwargs)
             self.flush()
             if _attributes(module) == before:  # else others need what it left behind: each one runs
@@ -339,6 +345,8 @@ class _Hooks:
         self._handles: list[Any] = []
         kept = [each for module in model.modules() for each in (vars(module), *vars(module).values())]
         self._before = [(each, each.copy()) for each in kept if type(each) in (dict, list, OrderedDict)]
+        held = [each for each in tree_leaves([plain for _, plain in self._before]) if type(each) is torch.Tensor]
+        self._values = [(each, each.clone()) for each in held] if counter.times else []
 
     def __enter__(self) -> None:
         listed = {
@@ -362,3 +370,6 @@ class _Hooks:
         for each, before in self._before:  # tensors without memory must not stay in a cache of the model
             each.clear()
             (each.extend if isinstance(each, list) else each.update)(before)
+        with torch.no_grad():
+            for value, earlier in self._values:  # that a pass may have written
+                value.copy_(earlier)

@@ -42,6 +42,8 @@ class Counted:
     events: tuple[Event, ...]
     items: int
     unit: str
+    untimed: str = ""
+    """Why the seconds are those of rates, where the step was to be timed."""
 
     @property
     def seconds(self) -> float:
@@ -63,14 +65,13 @@ def count_step(
         buffers = {name: _twin(buffer, dtype, buffer=True) for name, buffer in model.named_buffers()}
         batch = tree_map(_without_memory, (args, kwargs))
         _run_step(counter, twins, buffers, batch, EachOperation(counter.around))
-    if timing is not None and counter.nbytes <= timing.room and counter.seconds <= MOST_SECONDS:
-        _time_step(counter, (args, kwargs), dtype, timing.device)
+    untimed = "" if timing is None else _try_to_time(counter, (args, kwargs), dtype, timing)
     leaves = [each for each in tree_leaves(example) if isinstance(each, torch.Tensor)]
     numbers = next((each for each in leaves if not each.is_floating_point() and each.dim() > 1), None)
     items = leaves[0].shape[0] if numbers is None and leaves and leaves[0].dim() else 1
     if numbers is not None:
-        return Counted(counter.expanded(), numbers.numel(), "tokens")
-    return Counted(counter.expanded(), items, "samples")
+        return Counted(counter.expanded(), numbers.numel(), "tokens", untimed)
+    return Counted(counter.expanded(), items, "samples", untimed)
 
 
 def _run_step(
@@ -114,7 +115,8 @@ def _run_step(
 # kernels that are good or bad. So where the plan is for this machine, the step runs on memory too, after it was
 # counted, for about a second. Layers that stand for others run alone, as in the count: the memory is that of one layer
 # of each kind. Weights are random numbers, in memory of their own. The seconds between two events of the count become
-# those of the operations that were counted there. Where the memory or the time is too much, rates say it all.
+# those of the operations that were counted there. Where the memory or the time is too much, or a layer fails on random
+# weights, rates say it all, and the plan says why.
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,27 @@ class Timing:
 
 
 MOST_SECONDS = 10.0
-"""Of a step that is timed, as rates have it."""
+"""Of the least passes together, as rates have it."""
 ENOUGH_SECONDS, PASSES = 1.0, (3, 12)
 """Of all passes together; the least and the most of them. The first does not count."""
+FILLED_AT_ONCE = 1 << 16
+
+
+def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing: Timing) -> str:
+    """Time the step; why that could not be."""
+    needed, seconds = counter.nbytes(dtype), counter.seconds * (PASSES[0] + 1)
+    if needed > timing.room:
+        return f"the layers take {needed >> 20} MiB to time, and {max(timing.room, 0) >> 20} MiB are free"
+    if seconds > MOST_SECONDS:
+        return f"the layers take about {seconds:.0f} s to time"
+    try:
+        _time_step(counter, batch, dtype, timing.device)
+    except (RuntimeError, ValueError) as error:  # also where memory is short after all
+        return f"the layers could not be timed ({error})"
+    finally:
+        if timing.device.type != CPU:
+            torch.get_device_module(timing.device).empty_cache()
+    return ""
 
 
 def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -186,19 +206,25 @@ def _retime(events: list[Event], passes: Sequence[Sequence[float]]) -> None:
 
 def _filled(param: torch.Tensor, dtype: torch.dtype | None, device: torch.device, needed: bool) -> torch.Tensor:
     """Random values in the shape of a parameter; without memory where nothing is computed with them."""
-    twin = _twin(param[(0,) * param.dim()] if not needed else param, dtype, buffer=True, device=device)
+    kind, shape = _kind_of(param, dtype), tuple(param.shape)
     if not needed:
-        return twin.expand(param.shape)
-    return twin.normal_(0, 0.02) if twin.is_floating_point() else twin.zero_()
+        return torch.empty((), dtype=kind, device=device).expand(shape)
+    twin = torch.zeros(shape, dtype=kind, device=device)
+    if twin.is_floating_point():
+        block = torch.randn(FILLED_AT_ONCE, device=device).mul_(0.02).to(kind)
+        for part in twin.view(-1).split(FILLED_AT_ONCE):
+            part.copy_(block[: part.numel()])
+    return twin
 
 
 def _copied(value: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
     """A copy with memory of its own; zeros of what has none."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.device.type == "meta":
-        return torch.zeros_like(value, device=device)
-    kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    kind = _kind_of(value, dtype)
+    if value.device.type == "meta" or (device.type != CPU and not value.is_floating_point()):
+        # An id that is out of range ends the use of an accelerator.
+        return torch.zeros(tuple(value.shape), dtype=kind, device=device)
     return value.detach().to(device, kind, copy=True)
 
 
@@ -225,10 +251,13 @@ def _twin(
     tensor: torch.Tensor, dtype: torch.dtype | None, buffer: bool = False, device: torch.device | str = CPU
 ) -> torch.Tensor:
     """A new one of the same shape."""
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.empty(tuple(tensor.shape), dtype=kind, device=device)
+        made = torch.empty(tuple(tensor.shape), dtype=_kind_of(tensor, dtype), device=device)
     return made if buffer else nn.Parameter(made, tensor.requires_grad)
+
+
+def _kind_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _without_memory(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.api.budgets import available_memory
 from outsize.api.counting import Timing, count_step
 from outsize.api.placed import PlacedModel
 from outsize.api.placing import element_bytes, place_model
@@ -59,15 +60,19 @@ def predict(
             else found.step_seconds - simulated(more).step_seconds
         )
         gains[tier] = max(saved, 0.0)
-    return replace(found, gains=gains, source=machine.source, assumed=tuple(_assumed(optimizer, config)))
+    assumed = [f"its computation is by rates: {counted.untimed}"] if counted.untimed else []
+    return replace(found, gains=gains, source=machine.source, assumed=(*assumed, *_assumed(optimizer, config)))
 
 
 def _timing(placed: PlacedModel, config: Config) -> Timing | None:
-    """On this machine, within the budget of the device."""
-    device, budgets = config.compute_device, placed.budgets.by_tier
+    """On this machine, within the budget of the device and in memory that is free."""
+    device, budget = config.compute_device, next(iter(placed.budgets.by_tier.values()))
+    if device.type == "cpu":
+        return Timing(device, min(budget, available_memory()))
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    there = device.type == "cpu" or (here is not None and here.type == device.type)
-    return Timing(device, next(iter(budgets.values()))) if there else None
+    if here is None or here.type != device.type:
+        return None
+    return Timing(device, min(budget, torch.get_device_module(device).mem_get_info(device)[0]))
 
 
 def _assumed(optimizer: torch.optim.Optimizer | None, config: Config) -> Iterator[str]:

@@ -109,8 +109,8 @@ def plan(
     `plan.peak_bytes` by tier, and `plan.prediction`, which says what bounds the step. The model's operations are
     counted on tensors without memory; the figures are those of `machine`, by default what `outsize.probe` has measured
     here, else usual values. Without `machine` a layer of each kind also runs here for about a second, with weights of
-    its own, if that fits the budget and takes no longer than seconds. Raises `ValueError` where the example does not
-    fit the model.
+    its own, if that fits the budget and free memory and takes less than ten seconds. Hooks of yours run with it. Raises
+    `ValueError` where the example does not fit the model.
 
     >>> plan = outsize.plan(model, optimizer, host_memory="4GiB", disk="disk")  # prints as a table
     >>> plan.bytes_on("disk")

@@ -250,7 +250,7 @@ class SimulatedUnit:
         return tuple(copied + numel / machine.update_rate(self.kind, full) for full in (False, True))  # type: ignore[return-value]
 
     def _steps(self, updates: bool, fetch: bool, numel: int) -> Iterator[Step]:
-        chunks = min(-(-self.numel // numel), MOST_CHUNKS)
+        chunks = max(min(-(-self.numel // numel), MOST_CHUNKS), 1)
         world, size, tiers, name = self._world, self.size, self.tiers, self.name
         on_disk = {
             kind: getattr(size, kind) / chunks * (getattr(tiers, kind) == "disk")

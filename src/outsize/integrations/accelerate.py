@@ -66,9 +66,11 @@ def prepare(accelerator: Any, *objects: Any, **fields: Any) -> Any:
         optimizer = _Optimizer(own, accelerator.scaler, model)
     ours = vars(accelerator).setdefault("_of_outsize", {})
     if not ours:
-        accelerator.register_save_state_pre_hook(partial(_save, ours))
+        held: list[Any] = []
+        first = accelerator.register_save_state_pre_hook(partial(_save, ours, held))
+        accelerator._save_model_state_pre_hook.move_to_end(first.id, last=False)
         accelerator.register_load_state_pre_hook(partial(_load, ours))
-        _register_last(accelerator, "save", partial(_leave_no_weights, ours))
+        _register_last(accelerator, "save", partial(_leave_no_weights, held))
         _register_last(accelerator, "load", partial(_leave_no_models, ours))
     ours[model] = optimizer
     return accelerator.prepare(*(optimizer if isinstance(each, torch.optim.Optimizer) else each for each in objects))
@@ -132,7 +134,9 @@ def _trained(ours: Ours, models: list[Any], inside: str) -> Iterator[tuple[Path,
             yield Path(inside, f"{STATE}_{number}" if number else STATE), model, optimizer
 
 
-def _save(ours: Ours, models: list[Any], weights: list[Any], output_dir: str) -> None:
+def _save(ours: Ours, held: list[Any], models: list[Any], weights: list[Any], output_dir: str) -> None:
+    """`held`: the weights of ours, for `_leave_no_weights`; hooks of the user may take some out before."""
+    held[:] = [each for model, each in zip(models, weights, strict=True) if model in ours]
     for folder, model, optimizer in _trained(ours, models, output_dir):
         base_too = not hasattr(model, "peft_config")  # PEFT's base stays where it is
         outsize.save(folder, model, optimizer.optimizer, frozen=base_too).wait()
@@ -158,8 +162,9 @@ def _register_last(accelerator: Any, kind: str, hook: Callable[..., None]) -> No
     setattr(accelerator, name, registered)
 
 
-def _leave_no_weights(ours: Ours, models: list[Any], weights: list[Any], output_dir: str) -> None:
-    weights[:] = [each for model, each in zip(models, weights, strict=False) if model not in ours]
+def _leave_no_weights(held: list[Any], models: list[Any], weights: list[Any], output_dir: str) -> None:
+    weights[:] = [each for each in weights if not any(each is one for one in held)]
+    held.clear()
 
 
 def _leave_no_models(ours: Ours, models: list[Any], input_dir: str) -> None:
