@@ -19,7 +19,7 @@ AIO = {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "ove
 
 
 def configuration(task: Task, largest: int) -> dict[str, Any]:
-    """Buffers as small as the largest parameter allows: larger ones take more memory and are no faster here."""
+    """Buffers as small as the largest parameter allows."""
     zero: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": largest,
