@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import os
 import sys
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "extensions")
+if (found := ctypes.util.find_library("aio")) is not None:
+    ctypes.CDLL(found, ctypes.RTLD_GLOBAL)  # its operation for the drive is not linked with it
 
 import deepspeed
 import torch
