@@ -39,8 +39,8 @@ def configuration(task: Task, largest: int) -> dict[str, Any]:
     }
     if task.variant == "disk":
         place = {"device": "nvme", "nvme_path": task.disk, "pin_memory": True}
-        zero["offload_param"] = {**place, "buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0}
-        zero["offload_optimizer"] = {**place, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
+        zero["offload_param"] = {**place, "buffer_count": 20, "buffer_size": largest, "max_in_cpu": 0}
+        zero["offload_optimizer"] = {**place, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
     return {
         "train_micro_batch_size_per_gpu": task.sequences,
         "gradient_clipping": CLIP,
