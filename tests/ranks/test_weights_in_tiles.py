@@ -24,7 +24,7 @@ STEPS = 2
 
 
 class Wide(nn.Module):
-    """An embedding with its head tied to it, linear layers, a convolution and a stack of experts."""
+    """An embedding with a bag and a head tied to it, linear layers, a convolution and a stack of experts."""
 
     def __init__(self, penalty: bool) -> None:
         super().__init__()
@@ -34,10 +34,11 @@ class Wide(nn.Module):
         self.image = nn.Conv1d(WIDTH, HIDDEN, 1)
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 10)
         self.head = nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.words.weight
+        self.bag = nn.EmbeddingBag(WORDS, WIDTH, mode="max")
+        self.head.weight = self.bag.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.down(torch.tanh(self.up(self.words(ids)))) / 30
+        x = self.words(ids) + self.bag(ids)[:, None] / 30 + self.down(torch.tanh(self.up(self.words(ids)))) / 30
         x = x + torch.bmm(x.flatten(0, 1).expand(EXPERTS, -1, -1), self.experts).mean(0).view_as(x)
         x = x + functional.linear(torch.tanh(x), self.experts[4].t())
         if self.penalty:  # needs all of a weight

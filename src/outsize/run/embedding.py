@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outsize.run.streamer import Streamer
     from outsize.run.unit import Unit
 
-_LOOKUPS: dict[Any, inspect.Signature] = {each: inspect.signature(each) for each in (F.embedding, F.embedding_bag)}
+LOOKUPS: dict[Any, inspect.Signature] = {each: inspect.signature(each) for each in (F.embedding, F.embedding_bag)}
 
 
 def tables_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -102,8 +102,7 @@ class Table:
             self.unit.owners.prefetch(ids)
 
     def rows_for(self, ids: torch.Tensor, padding: int | None) -> _Fetched:
-        """What the operation is given: all rows where they rest where it computes, else those that it needs, that of
-        the `padding` among them: torch sums bags in another order where there is none."""
+        """What the operation is given: all rows where they rest where it computes, else those that it needs."""
         rows = self.rows
         self._streamer.live.check()
         if self.seen is not None:
@@ -116,16 +115,30 @@ class Table:
         whole = rows.whole() if self.unit.owners is None else None
         if whole is not None and whole["params"].device == ids.device:
             return _Fetched(whole["params"], ids, padding, None)
-        every = ids.reshape(-1) if padding is None else torch.cat([ids.reshape(-1), ids.new_tensor([padding])])
-        wanted, among = torch.unique(every, return_inverse=True)
-        wanted, among = wanted.to(torch.int64), among.to(ids.dtype)
+        wanted, among, place = distinct(ids, padding)
         with self._streamer.live.waiting():
             if self.unit.owners is None:
                 values = rows.get_params(wanted.to(rows.device))
             else:
                 values = self.unit.owners.get_params(wanted.cpu())
-        place = None if padding is None else int(among[-1])
-        return _Fetched(values.to(ids.device), among[: ids.numel()].view(ids.shape), place, wanted)
+        return _Fetched(values.to(ids.device), among, place, wanted)
+
+
+def row_of_padding(given: Mapping[str, Any], rows: int, name: str) -> int | None:
+    """The row that `padding_idx` names among the arguments of a lookup."""
+    padding: int | None = given.get("padding_idx")
+    if padding is not None and not -rows <= padding < rows:
+        raise IndexError(f"padding_idx={padding}, and table {name!r} has {rows} rows")
+    return None if padding is None else padding % rows
+
+
+def distinct(ids: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """The rows that are asked for, ascending, that of the `padding` among them; the ids and the padding, counted among
+    these. torch sums bags in another order where there is no padding."""
+    every = ids.reshape(-1) if padding is None else torch.cat([ids.reshape(-1), ids.new_tensor([padding])])
+    wanted, among = torch.unique(every, return_inverse=True)
+    place = None if padding is None else int(among[-1])
+    return wanted.to(torch.int64), among[: ids.numel()].to(ids.dtype).view(ids.shape), place
 
 
 class _Fetched(NamedTuple):
@@ -163,7 +176,7 @@ class _Rows(torch.autograd.Function):
 
 def look_up(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on a table; `NotImplemented` where it needs all of it."""
-    signature = _LOOKUPS.get(func)
+    signature = LOOKUPS.get(func)
     if signature is None:
         return NotImplemented
     given = signature.bind(*args, **kwargs).arguments
@@ -177,12 +190,7 @@ def look_up(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
             f"make a gradient of all its rows: pass sparse=True"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        padding = given.get("padding_idx")
-        if padding is not None:
-            if not -table.count <= padding < table.count:
-                raise IndexError(f"padding_idx={padding}, and table {table.name!r} has {table.count} rows")
-            padding %= table.count
-        fetched = table.rows_for(given["input"], padding)
+        fetched = table.rows_for(given["input"], row_of_padding(given, table.count, table.name))
         given |= {"input": fetched.ids, "padding_idx": fetched.padding}
         given["weight"] = _Rows.apply(table.param, engine, [fetched])
         operation: Callable[..., Any] = func

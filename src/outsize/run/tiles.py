@@ -26,6 +26,7 @@ from outsize.move.shard import Gathering, read_tile
 from outsize.move.store import DTYPES
 from outsize.plan.layout import page_range
 from outsize.run.buffers import collecting_dtype
+from outsize.run.embedding import LOOKUPS, distinct, row_of_padding
 from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack
 from outsize.run.vocabulary import Largest, Losses
 
@@ -55,8 +56,8 @@ def can_use_tiles(module: nn.Module, param: torch.Tensor) -> bool:
         return True
     if param.dim() < 2 or param is not getattr(module, "weight", None):
         return False
-    if isinstance(module, nn.Embedding):
-        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return module.max_norm is None and not module.sparse
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return module.groups == 1
     return isinstance(module, nn.Linear)
@@ -308,8 +309,6 @@ class _Sum(NamedTuple):
 class _Rows(NamedTuple):
     """`y = w[ids]`, of rows or of matrices."""
 
-    padding: int | None
-
     def forward(self, tiles: Tiles, ids: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows, width = tiles.rows, tiles.param.shape[1:]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
@@ -322,9 +321,8 @@ class _Rows(NamedTuple):
         return result
 
     def backward(self, tiles: Tiles, ids: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
-        padding = -1 if self.padding is None else self.padding
         for tile in tiles.all:
-            here = (ids >= tile.start) & (ids < tile.end) & (ids != padding)
+            here = (ids >= tile.start) & (ids < tile.end)
             rows = grad[here].flatten(1), ids[here] - tile.start
             tiles.take(tile, torch.ops.aten.embedding_dense_backward(*rows, tile.end - tile.start, -1, False))
         return None, None
@@ -400,6 +398,8 @@ def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[
         part = part_of(func, args, kwargs, partial(run_in_tiles, engine), connect)
         if part is not None:
             return part
+    if func in LOOKUPS:
+        return _look_up(engine, func, LOOKUPS[func].bind(*args, **kwargs).arguments)
     reader = _READERS.get(func)
     read = reads_stack(func, args, kwargs) or (None if reader is None else reader(*args, **kwargs))
     if read is None:
@@ -417,6 +417,19 @@ def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[
         dtype = torch.get_autocast_dtype(x.device.type)
         operation, x, bias = operation._replace(dtype=dtype), x.to(dtype), None if bias is None else bias.to(dtype)
     return _run(engine, tiles, operation, x, bias)
+
+
+def _look_up(engine: Engine, func: Any, given: dict[str, Any]) -> Any:
+    """torch's own lookup, in the rows that the batch needs."""
+    tiles = engine.tiles.get(id(given["weight"]))
+    if tiles is None or tiles.is_stack or not _is_usable(tiles):
+        return NotImplemented
+    if given.get("max_norm") is not None or given.get("sparse", False):
+        return NotImplemented
+    engine.check_use(tiles.param, func.__name__)
+    wanted, among, padding = distinct(given["input"], row_of_padding(given, tiles.rows, tiles.name))
+    rows = _run(engine, tiles, _Rows(), wanted, None)
+    return func(**given | {"input": among, "weight": rows, "padding_idx": padding})
 
 
 def _run(engine: Engine, tiles: Tiles, operation: Any, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -440,31 +453,11 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _Sum(F.linear, -1, None), input, weight, bias
 
 
-def _embedding(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    if max_norm is not None or scale_grad_by_freq or sparse or weight.dim() != 2:
-        return None
-    negative = padding_idx is not None and padding_idx < 0
-    return (
-        _Rows(weight.shape[0] + padding_idx if negative and padding_idx is not None else padding_idx),
-        input,
-        weight,
-        None,
-    )
-
-
 def _indexing(weight: torch.Tensor, index: Any) -> Any:
     """`weight[ids]` of several rows or matrices."""
     if isinstance(weight, Part) or not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
         return None
-    return _Rows(None), torch.where(index < 0, index + weight.shape[0], index), weight, None
+    return _Rows(), torch.where(index < 0, index + weight.shape[0], index), weight, None
 
 
 def _selection(input: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
@@ -493,7 +486,6 @@ def _convolution(
 
 _READERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
-    F.embedding: _embedding,
     torch.Tensor.__getitem__: _indexing,
     **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _selection),
     **{function: partial(_convolution, function) for function in _CONVOLUTIONS},
