@@ -59,9 +59,9 @@ def make(task: Task) -> Step:
     deepspeed.init_distributed(dist_backend="gloo")
     model = checkpointed(task.model())
     largest = max(param.numel() for param in model.parameters())
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration(task, largest)
-    )
+    made = configuration(task, largest)
+    deepspeed.zero.Init(module=model, config_dict_or_path=made, dtype=task.compute)  # else parameters on NVMe are bf16
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=made)
 
     def step(batch: torch.Tensor) -> float:
         loss = engine(input_ids=batch, labels=batch).loss
