@@ -154,6 +154,13 @@ def test_all_that_has_no_counterpart_is_one_error() -> None:
     assert "pass args=" in lines["gradient_clipping"]
 
 
+@pytest.mark.parametrize("stage", ["auto", "3", 5, True])
+def test_a_stage_that_there_is_not_is_refused(stage: Any) -> None:
+    given = {"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}}
+    with pytest.raises(ValueError, match=f"zero_optimization.stage: it is {stage!r}; outsize knows 0, 1, 2 and 3$"):
+        config_from(given)
+
+
 @pytest.mark.parametrize(
     ("section", "kind", "options"),
     [

@@ -18,7 +18,13 @@ lightning = pytest.importorskip("lightning")
 
 from lightning.fabric.plugins import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
@@ -377,6 +383,14 @@ class Without(Net):
         return None
 
 
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, *_: Any) -> None:
+        pass
+
+    def finetune_function(self, *_: Any) -> None:
+        pass
+
+
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
@@ -389,6 +403,8 @@ class Without(Net):
         (new, {"plugins": [TorchCheckpointIO()]}, "leave the CheckpointIO out"),
         (new, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging holds a second model.*outsize.gathered"),
         (new, {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging holds a second model"),
+        (new, {"callbacks": [Unfreezes()]}, "Unfreezes compares.*optimizer.add_param_group"),
+        (new, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning writes.*outsize.gathered"),
         (new, {"fields": {"host_memory": "1 apple"}}, "1 apple"),
         (new, {"fields": {"host_memroy": 1}}, "did you mean 'host_memory'"),
         (new, {"fields": {"find_unused_parameters": True}}, "unknown field 'find_unused_parameters'"),

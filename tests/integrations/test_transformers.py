@@ -240,7 +240,7 @@ def test_resumed_training_is_bit_for_bit_the_same(
         assert losses(again, "learning_rate") == losses(whole, "learning_rate")
         assert_same_weights(again.model, whole.model, atol=0)
     shutil.rmtree(tmp_path / "run" / "checkpoint-5" / STATE)
-    with pytest.raises(ValueError, match="checkpoint-5 was saved without outsize: it has no folder 'outsize'"):
+    with pytest.raises(ValueError, match="checkpoint-5 has weights and no state of a training"):
         trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
     with pytest.raises(ValueError, match="checkpoint-6 is no checkpoint of a Trainer"):
         trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
@@ -345,9 +345,10 @@ def prepared(model: Any) -> Any:
     ("spoil", "message"),
     [
         (lambda model: {"model": torch.nn.DataParallel(model)}, "wrapped in DataParallel.*pass the model itself"),
-        (lambda model: {"model": prepared(model)}, "pass the optimizer that was prepared"),
+        (lambda model: {"model": prepared(model)}, r"pass the optimizer that was prepared.*outsize.release\(model\)"),
         (lambda model: {"model_init": lambda: model}, "model_init is given.*pass the model"),
         (lambda model: {"model": model, "torch_compile": True}, "torch_compile is on.*layers"),
+        (lambda model: {"model": model, "sync_ref_model": True}, "sync_ref_model is on.*outsize.gathered"),
         (lambda model: {"model": model, "_n_gpu": 2}, "one process sees 2 accelerators.*torchrun"),
         (lambda model: {"model": model, "host_memory": "1 apple"}, "1 apple"),
     ],
@@ -355,8 +356,8 @@ def prepared(model: Any) -> Any:
 def test_what_cannot_train_is_refused_with_the_remedy(spoil: Any, message: str, tmp_path: Path) -> None:
     given = spoil(language_model())
     args = arguments(tmp_path)
-    for name in ("torch_compile", "_n_gpu"):
-        setattr(args, name, given.pop(name, getattr(args, name)))
+    for name in ("torch_compile", "_n_gpu", "sync_ref_model"):
+        setattr(args, name, given.pop(name, getattr(args, name, False)))
     with pytest.raises(ValueError, match=message):
         Trainer(args=args, train_dataset=rows(), **given)
 

@@ -303,6 +303,21 @@ def test_the_cache_of_a_training_forward_is_what_torch_has_or_cannot_be_read(twi
     recomputed.train(1)
 
 
+def only_the_last_block(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    model.decoder.block[-1].requires_grad_(True)
+    return model
+
+
+def test_a_layer_that_stays_in_memory_may_ask_the_cache_about_itself(twins: Make) -> None:
+    fields = dict.fromkeys(("params", "grads", "states"), "auto")
+    pair = twins("t5", change=only_the_last_block, host_memory="740KiB", **fields)
+    rests = {unit.name: unit.tiers.params for unit in outsize.plan(pair.model).units}
+    assert (rests["decoder.block.0"], rests["decoder.block.1"]) == ("disk", "device")
+    pair.train(2)
+    pair.check_weights()
+
+
 def test_gradients_flow_through_the_cache_of_kept_layers_as_in_torch(twins: Make) -> None:
     pair = twins("llama", activations="keep")
     ids = pair.batch(torch.Generator().manual_seed(9))["input_ids"]

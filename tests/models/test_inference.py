@@ -60,11 +60,11 @@ def answers(model: Any, tokens: torch.Tensor, new: int = 6, **how: Any) -> torch
     return found
 
 
-def prepare(workshop: Workshop, model: Any, share: float) -> Any:
+def prepare(workshop: Workshop, model: Any, share: float, **fields: Any) -> Any:
     """A budget of a share of the model beside the staging arena, and no directory on disk."""
     budget = int(bytes_of(model) * share) + (512 << 10)
     place = {"disk": None, "params": "auto", "grads": "auto", "states": "auto"}
-    workshop.prepare(model, host_memory=budget, **place)
+    workshop.prepare(model, host_memory=budget, **place, **fields)
     return model
 
 
@@ -81,6 +81,14 @@ def test_logits_and_greedy_tokens_are_those_of_plain_transformers(
         assert torch.equal(model(prompts()).logits, plain(prompts()).logits)
     assert torch.equal(answers(model, prompts()), answers(plain, prompts()))
     assert outsize.memory(model).bytes_written == 0
+
+
+def test_what_layers_save_moves_to_no_disk_where_there_is_no_directory(workshop: Workshop, folder: Path) -> None:
+    plain = load(folder)
+    for tenths in range(5, 11):
+        model = prepare(workshop, load(folder), tenths / 10, activations="auto")
+        torch.testing.assert_close(model(prompts()).logits, plain(prompts()).logits)
+        del model
 
 
 def read_for_each_token(model: Any, tokens: torch.Tensor, new: int = 6) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
 import outsize
@@ -624,6 +625,27 @@ def test_a_step_of_an_optimizer_that_was_not_passed_is_refused(workshop: Worksho
         other.step()
     pair.optimizer.zero_grad()
     pair.train(batches(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_steps_of_other_models_are_of_no_concern(workshop: Workshop) -> None:
+    """torch has one list of hooks for all optimizers: it may not change while one steps, and compiled steps read it."""
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager", fullgraph=False)
+    def step(x: torch.Tensor) -> None:
+        plain(x).sum().backward()
+        optimizer.step()
+
+    workshop.pair(tier="host")
+    hooks = len(_global_optimizer_pre_hooks)
+    workshop.pair(tier="host")
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == hooks
+    before = plain.weight.detach().clone()
+    step(torch.ones(2, 4))
+    torch.testing.assert_close(plain.weight, before - 0.2)
 
 
 def test_where_nothing_moves_another_optimizer_may_step(workshop: Workshop) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import outsize
@@ -255,6 +256,31 @@ class Normalized(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+class Borrowed(nn.Module):
+    """The weights get a parametrization for each forward, as PEFT gives one to those of experts."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.first, self.second):
+                parametrize.register_parametrization(layer, "weight", nn.Tanh(), unsafe=True)
+                x = layer(x)
+                parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :4]
+
+
 class Bilinear(nn.Module):
     """Operations that take several parameters at once."""
 
@@ -285,6 +311,11 @@ def test_it_trains_as_in_torch(workshop: Workshop, tier: str, build: type[nn.Mod
     pair.train(batches(4, SHAPES.get(build, 16)), rel=2e-6, clip=1.0)
     for mine, theirs in zip(pair.model.buffers(), pair.plain.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_weights_may_get_a_parametrization_for_a_forward(workshop: Workshop) -> None:
+    pair = workshop.pair(Borrowed, tier="squeezed")
+    pair.train(batches(3), rel=2e-6)
 
 
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)

@@ -132,6 +132,7 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
         frozenset(rule.codes) if config.state_format == "compact" else frozenset(),
         rule.whole,
         rule.row_values,
+        rule.not_of_tables,
     )
 
 
@@ -185,7 +186,9 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
-    on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers) or _moves_to_disk(config)
+    on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers) or (
+        config.activations == "offload" and _may_use_disk(config)
+    )
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
@@ -197,9 +200,9 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     return Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox, on_disk)
 
 
-def _moves_to_disk(config: Config) -> bool:
-    """Whether activations may go to disk."""
-    return config.activations == "offload" and config.activations_tier != "host" and bool(config.directories)
+def _may_use_disk(config: Config) -> bool:
+    """Whether activations that move may go to disk."""
+    return config.activations_tier != "host" and bool(config.directories)
 
 
 def _open_activations(
@@ -217,7 +220,7 @@ def _open_activations(
     host = disk = None
     if lanes is not None and config.activations_tier != "disk":
         host = HostPlace(lanes, ledger, lambda: room("host", plan.budgets.host), ranks and ranks.await_device)
-    if _moves_to_disk(config) or (chosen and resources.disk is not None and config.activations_tier != "host"):
+    if _may_use_disk(config) and (config.activations == "offload" or resources.disk is not None):
         file = resources.open_scratch("activations", max(min(room("disk", plan.budgets.disk or 0), LARGEST_FILE), 0))
         disk = DiskPlace(file, resources.conveyor, lanes, ledger)
     if host is None and disk is None:

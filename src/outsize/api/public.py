@@ -68,8 +68,8 @@ def prepare(
     for name, param in known_parameters(model):
         if prepared_of(param) is not None:
             raise ValueError(
-                f"the model is already prepared (parameter {name!r}); prepare it once, and go on with the optimizer "
-                f"that was prepared with it"
+                f"the model is already prepared (parameter {name!r}); go on with the optimizer that was prepared with "
+                f"it, or make the model a plain one: outsize.release(model)"
             )
     take_accelerator(made.compute_device)
     assemble(model, optimizer, made, page_in, methods_of(model))

@@ -59,7 +59,10 @@ def prepare(accelerator: Any, *objects: Any, **fields: Any) -> Any:
     if fields or prepared is None:
         outsize.prepare(model, own, **{"device": accelerator.device, **fields})
     elif prepared.optimizer is not own:
-        raise ValueError("the model is prepared: pass the optimizer that was prepared with it")
+        raise ValueError(
+            "the model is prepared: pass the optimizer that was prepared with it, or make the model a plain one first: "
+            "outsize.release(model)"
+        )
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # casts as the accelerator says
     model.no_sync = partial(outsize.no_sync, model)  # which `accumulate` looks for
     if own is not None and not isinstance(optimizer, _Optimizer):

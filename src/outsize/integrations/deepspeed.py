@@ -210,7 +210,9 @@ class _Reader:
             elif place == "nvme":
                 disks.append(path)
         states, params = places["offload_optimizer"], places["offload_param"]
-        if params != "device" and stage != 3:
+        if type(stage) is not int or stage not in range(4):
+            self._refuse(f"{ZERO}.stage", f"it is {stage!r}; outsize knows 0, 1, 2 and 3")
+        elif params != "device" and stage != 3:
             self._refuse(f"{ZERO}.offload_param", f"stage {stage} keeps whole parameters on the device; use stage 3")
         disk = {"disk": list(dict.fromkeys(disks))} if disks else {}
         return {"stage": stage, "params": params, "grads": states, "states": states, **disk}

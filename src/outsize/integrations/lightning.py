@@ -29,7 +29,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -53,7 +53,20 @@ STATE = "lightning"
 OF_DDP = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout")
 """Arguments of Lightning's strategies that ours take too; a precision plugin has another name in each."""
 
-AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+_AVERAGES = "holds a second model in memory", "average in a callback of your own, inside outsize.gathered"
+CALLBACKS = {
+    WeightAveraging: _AVERAGES,
+    StochasticWeightAveraging: _AVERAGES,
+    BaseFinetuning: (
+        "compares the values of all parameters",
+        "in a callback of your own set requires_grad and call optimizer.add_param_group",
+    ),
+    ModelPruning: (
+        "writes to weights between steps",
+        "prune in a callback of your own, inside outsize.gathered(model, modify=True)",
+    ),
+}
+"""Callbacks that cannot work on parameters at rest: why, and the remedy."""
 
 
 class _OnRanks:
@@ -167,7 +180,6 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
     def _refuse_what_cannot_train(self, callbacks: Any) -> None:
         model, precision = self.lightning_module, type(self.precision_plugin)
         taken = self._fits and _is_prepared(model) and model not in self.prepared
-        averaging = next((each for each in callbacks if isinstance(each, AVERAGING)), None)
         for refused, what, remedy in (
             (taken, "the model is prepared already", "pass a plain one: outsize.release(model) makes it so"),
             (model._compiler_ctx, "the model is compiled", "call .compile() of its layers"),
@@ -176,10 +188,10 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
                 f"{precision.__name__} is of another strategy",
                 'pass precision="bf16-mixed" or the like',
             ),
-            (
-                averaging,
-                f"{type(averaging).__name__} holds a second model in memory",
-                "average in a callback of your own, inside outsize.gathered",
+            *(
+                (isinstance(each, kind), f"{type(each).__name__} {why}", remedy)
+                for each in callbacks
+                for kind, (why, remedy) in CALLBACKS.items()
             ),
         ):
             if refused:

@@ -78,6 +78,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         for refused, what, remedy in (
             (self.args.torch_compile, "torch_compile is on", "call .compile() of the model's layers"),
             (self.args.n_gpu > 1, f"one process sees {self.args.n_gpu} accelerators", "start one each, with torchrun"),
+            (
+                getattr(self.args, "sync_ref_model", False),
+                "sync_ref_model is on",
+                "copy the weights in a callback of your own, inside outsize.gathered(model)",
+            ),
             (self.model_init is not None, "model_init is given", "pass the model"),
         ):  # fmt: skip
             if refused:
@@ -98,7 +103,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"there is no complete checkpoint in {self.args.output_dir}")
+                raise ValueError(
+                    f"there is no complete checkpoint in {self.args.output_dir}; one that was saved with "
+                    f"save_only_model=True has no state to go on with"
+                )
         if resume_from_checkpoint and not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
             raise ValueError(f"{resume_from_checkpoint} is no checkpoint of a Trainer: it has no {TRAINER_STATE_NAME}")
         found = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -133,8 +141,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         if checkpoint is not None:
             if not Path(checkpoint, STATE).is_dir():
                 raise ValueError(
-                    f"{checkpoint} was saved without outsize: it has no folder {STATE!r}. Begin anew with its weights, "
-                    f"which from_pretrained opens"
+                    f"{checkpoint} has weights and no state of a training: it was saved with save_only_model=True, or "
+                    f"without outsize. Begin anew with its weights, which from_pretrained opens"
                 )
             extra = outsize.load(Path(checkpoint, STATE), self.model, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])

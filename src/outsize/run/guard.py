@@ -315,6 +315,10 @@ class OpenParameter(ResidentParameter):
     def data(self, value: torch.Tensor) -> None:
         ResidentParameter.data.fset(self, value)  # type: ignore[attr-defined]
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """`register_parametrization` sets a parameter to itself, which is no write."""
+        return self if args and args[0] is self else super().set_(*args, **kwargs)  # type: ignore[misc]
+
 
 @final
 class Classes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -176,18 +176,33 @@ def _leave_parameters() -> None:
     """In place of `flatten_parameters`, which lets cuDNN move the weights to memory of its own, also in `.to(...)`."""
 
 
-def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+_Optimizer = torch.optim.Optimizer
+_OWN: weakref.WeakKeyDictionary[Engine, weakref.ref[_Optimizer] | None] = weakref.WeakKeyDictionary()
+"""The optimizer that `prepare` was given, by engine."""
+
+
+def refuse_other_optimizers(engine: Engine, optimizer: _Optimizer | None) -> None:
     """Refuse steps of optimizers that `prepare` was not given: they would change values that are at rest.
 
-    What wraps the model's own optimizer has the same groups, and is let through to it.
+    What wraps the model's own optimizer has the same groups, and is let through to it. torch has one list of hooks for
+    all optimizers, which must not change while one steps: so there is one hook, from the first `prepare` on.
     """
-    prepared = weakref.ref(engine)
-    own = None if optimizer is None else weakref.ref(optimizer)  # the hook is torch's, and must keep nothing alive
+    _register_check()
+    _OWN[engine] = None if optimizer is None else weakref.ref(optimizer)
 
-    def check(stepping: torch.optim.Optimizer, *_: object) -> None:
-        engine, known = prepared(), None if own is None else own()
-        if engine is None or stepping is known or (known and stepping.param_groups is known.param_groups):
-            return
+
+@cache
+def _register_check() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(stepping: _Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for engine, ref in list(_OWN.items()):
+        known = None if ref is None else ref()
+        if stepping is known or (known and stepping.param_groups is known.param_groups):
+            continue
         parameters = engine.parameters
         for param in (each for group in stepping.param_groups for each in group["params"]):
             if parameters.owns(param) and param.grad is not None and not parameters.unit_of(param)[0].resident:
@@ -197,9 +212,6 @@ def refuse_other_optimizers(engine: Engine, optimizer: torch.optim.Optimizer | N
                     f"`outsize.prepare(model, optimizer)`; a model has one optimizer, with several parameter groups if "
                     f"need be"
                 )
-
-    handle: Any = register_optimizer_step_pre_hook(check)
-    weakref.finalize(engine, handle.remove)
 
 
 def _checked_apply(engine: Engine, module: nn.Module) -> Callable[..., nn.Module]:
