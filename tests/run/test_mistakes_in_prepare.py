@@ -1,0 +1,163 @@
+"""What `prepare` cannot take is said with the name, the numbers and the remedy, and nothing has happened."""
+
+import errno
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from tests.conftest import (
+    Stack,
+    Workshop,
+    adamw,
+    batches,
+    squared_error,
+)
+
+
+def refused(model: nn.Module, optimizer: torch.optim.Optimizer | None, match: str, **fields: Any) -> None:
+    """`prepare` raises and the model still works."""
+    before = {name: type(param) for name, param in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError), match=match):
+        outsize.prepare(model, optimizer, **fields)
+    assert {name: type(param) for name, param in model.named_parameters()} == before
+
+
+def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256))
+    refused(
+        model, adamw(model), r"unit '1.*' needs 5.* KiB.*host_memory is 5.* KiB; raise host_memory to at least",
+        host_memory="500KiB", device="cpu",
+    )  # fmt: skip
+
+
+def test_a_budget_error_has_the_numbers_of_its_message_and_survives_a_pickle() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256))
+    with pytest.raises(outsize.BudgetError) as caught:
+        outsize.prepare(model, adamw(model), host_memory="500KiB", device="cpu")
+    error = caught.value
+    assert (error.field, error.available) == ("host_memory", 500 << 10)
+    with pytest.raises(outsize.BudgetError):
+        outsize.plan(model, host_memory=error.needed - 1, device="cpu", units=nn.Linear)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+
+def test_a_model_that_fits_nowhere_says_what_to_add() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(64)])
+    refused(model, adamw(model), r"do not fit host_memory=.* no disk is given; pass disk=", host_memory="1MiB")
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "read-only"])
+def test_an_unusable_disk_directory_is_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "place" / "disk" if kind == "missing" else tmp_path / "place"
+    if kind == "file":
+        place.write_text("x")
+    elif kind == "read-only":
+        place.mkdir()
+        read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))  # root may write to any mode: the drive refuses
+        monkeypatch.setattr(os, "mkdir", Mock(side_effect=read_only))
+    model = Stack()
+    refused(model, adamw(model), str(place), disk=place, params="disk", host_memory="64MiB")
+
+
+def test_a_disk_directory_is_made_when_something_goes_there(tmp_path: Path, device: str) -> None:
+    place, model = tmp_path / "place", Stack()
+    fields: dict[str, Any] = {"disk": place, "host_memory": "64MiB", "device": device}
+    assert outsize.plan(model, **fields, params="disk").budgets.disk
+    with pytest.raises(outsize.BudgetError):
+        outsize.prepare(model, adamw(model), **fields, disk_space="4KiB", states="disk")
+    with outsize.init(**fields):
+        model = Stack()
+    assert not place.exists()
+    outsize.prepare(model, adamw(model), **fields, params="disk")
+    assert len(list(place.iterdir())) == 1
+    outsize.release(model)
+    assert place.is_dir() and not list(place.iterdir())
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(workshop: Workshop) -> None:
+    model = Stack()
+    fields = workshop.fields("disk", disk_space="100KiB")
+    refused(model, adamw(model), r"do not fit the disk: 100.0 KiB may be used there", **fields)
+    assert not os.listdir(workshop.disk)
+
+
+def test_a_full_disk_in_prepare_leaves_the_model_usable(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = Stack()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        outsize.prepare(model, adamw(model), **workshop.fields("disk"))
+    assert str(workshop.disk) in str(caught.value)
+    assert not os.listdir(workshop.disk)
+    squared_error(model, batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"host_memroy": "1GiB"}, "host_memroy.*did you mean 'host_memory'"),
+        ({"host_memory": -1}, "host_memory is -1"),
+        ({"host_memory": "lots"}, "host_memory is 'lots'"),
+        ({"params": "tape"}, "params is 'tape'; it must be one of"),
+        ({"params": "disk"}, "params='disk' needs a directory"),
+        ({"tiles": 4}, "tiles is 4; it must be 'auto' or False"),
+        ({"stage": 4}, "stage is 4"),
+        ({"units": "nowhere"}, "units names 'nowhere'"),
+        ({"device": "moon"}, "device is 'moon'"),
+        ({"compute_dtype": torch.int8}, "compute_dtype is torch.int8"),
+    ],
+    ids=str,
+)
+def test_unknown_fields_and_values_are_refused(fields: dict[str, Any], match: str) -> None:
+    model = Stack()
+    refused(model, adamw(model), match, **fields)
+
+
+def test_what_is_no_model_or_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not list"):
+        outsize.prepare([], None)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="a model has one optimizer; give it several parameter groups"):
+        outsize.prepare(nn.Linear(2, 2), [], host_memory="1MiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, not dict"):
+        outsize.prepare(Stack(), {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameters"):
+        outsize.prepare(nn.ReLU())
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    refused(Stack(), adamw(Stack()), "parameter group 0 holds a parameter of shape .* not in the model")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_parameters_that_cannot_be_trained_are_named(dtype: torch.dtype) -> None:
+    model = Stack()
+    model.odd = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=dtype is not torch.int64)
+    refused(model, adamw(model), r"parameter 'odd' is a Parameter of torch\.(complex64|int64)")
+
+
+def test_parameters_on_the_meta_device_are_named() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    refused(model, adamw(model), r"parameter 'blocks\.0\.norm\.weight' is on the meta device")
+
+
+def test_lazy_modules_are_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    refused(model, None, r"parameter '0\.(weight|bias)' of a lazy module")
+
+
+def test_preparing_twice_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    with pytest.raises(ValueError, match="already prepared"):
+        outsize.prepare(pair.model, pair.optimizer)
+    pair.train(batches(2))
