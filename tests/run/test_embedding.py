@@ -121,30 +121,6 @@ def test_rows_get_the_bits_of_plain_torch_on_every_tier(workshop: Workshop, opti
         check_same(Pair(pair.plain, pair.plain_optimizer, other.model, other.optimizer))
 
 
-def test_momentum_of_a_group_of_dense_layers_is_nothing_that_tables_have(workshop: Workshop, tmp_path: Path) -> None:
-    def grouped(model: nn.Module) -> torch.optim.Optimizer:
-        dense = {"params": list(model.head.parameters()), "momentum": 0.9}
-        return torch.optim.SGD([{"params": [*model.items.parameters(), *model.words.parameters()]}, dense], lr=0.1)
-
-    def build() -> nn.Module:
-        return Clicks(mode="mean", dense=True)
-
-    pair = workshop.pair(build, grouped, "disk")
-    data = batches(6)
-    train_both(pair, data[:3])
-    tables = sum(table.weight.nbytes for table in (pair.plain.items, pair.plain.words))
-    assert tables <= sum(file.stat().st_blocks * 512 for file in workshop.disk.rglob("*")) < 1.2 * tables
-    outsize.save(tmp_path / "saved", pair.model, pair.optimizer)
-    other = workshop.pair(build, grouped, "host")
-    outsize.load(tmp_path / "saved", other.model, other.optimizer)
-    pair = Pair(pair.plain, pair.plain_optimizer, other.model, other.optimizer)
-    train_both(pair, data[3:])
-    ours, plain = (each.state_dict()["state"] for each in (pair.optimizer, pair.plain_optimizer))
-    assert all(torch.allclose(ours[at]["momentum_buffer"], plain[at]["momentum_buffer"]) for at in plain)
-    for table in ("items.weight", "words.weight"):
-        torch.testing.assert_close(weights(pair.model)[table], weights(pair.plain)[table], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_that_give_way_in_a_small_cache_keep_their_bits(
@@ -232,7 +208,7 @@ def test_a_step_reads_the_pages_of_its_rows_and_hits_read_nothing(workshop: Work
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_ids_that_share_memory_are_told_apart(workshop: Workshop, order: tuple[int, int]) -> None:
-    """Also in a last batch that is shorter."""
+    """Two tables whose ids are rows of one tensor; the last batch is shorter."""
     pair = workshop.pair(lambda: Pairs(), sgd, "disk", host_memory="640KiB")
     ids = torch.randint(0, ROWS, (2, 100), generator=torch.Generator().manual_seed(0))
     parts = [part.contiguous().unbind(0) for part in ids.split(40, dim=1)]

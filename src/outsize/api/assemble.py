@@ -132,7 +132,6 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
         frozenset(rule.codes) if config.state_format == "compact" else frozenset(),
         rule.whole,
         rule.row_values,
-        rule.not_of_tables,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -25,12 +25,6 @@ class Kept:
     whole: bool = False
     row_values: tuple[str, ...] = ()
     """What tables have in place of arrays: one value a row, in host memory."""
-    not_of_tables: frozenset[str] = frozenset()
-    """Arrays that tables never need."""
-
-    def of_tables(self) -> Kept:
-        arrays = () if self.row_values else tuple(name for name in self.arrays if name not in self.not_of_tables)
-        return replace(self, arrays=arrays, compact=self.compact.intersection(arrays))
 
     def nbytes(self, dtype: str, numel: int) -> int:
         """Bytes at rest of a parameter's state, the rest of its master included."""

@@ -216,7 +216,8 @@ def _bytes_of_table(whole: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kep
     """What rests on one rank, the first, which no other has more rows than."""
     layout = slice_of(whole, 0, ranks)
     (slot,) = layout.slots
-    states = kept.of_tables().nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
+    kept = replace(kept, arrays=(), compact=frozenset()) if kept.row_values else kept
+    states = kept.nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
     return UnitBytes(layout.name or "model", layout.param_bytes, 0, states, tiles=ROWS_AT_WORK)
 
 

@@ -150,8 +150,8 @@ class Shards:
     def _layouts(self, layout: UnitLayout, segments: Sequence[Segment]) -> Layouts:
         """With values for these segments."""
         found: Layouts = {}
-        kept = self._plan.kept.of_tables() if layout.index in self._plan.tables else self._plan.kept
-        for name in kept.arrays:
+        kept = self._plan.kept
+        for name in () if kept.row_values and layout.index in self._plan.tables else kept.arrays:
             scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codes else None
             bytes_of = STATE_BYTES if scales is None else CODE_BYTES
             found[name] = array_layout(layout, bytes_of, 1, segments), scales if scales and scales.nbytes else None

@@ -210,7 +210,7 @@ class _Reader:
             elif place == "nvme":
                 disks.append(path)
         states, params = places["offload_optimizer"], places["offload_param"]
-        if type(stage) is not int or stage not in range(4):
+        if isinstance(stage, bool) or stage not in range(4):
             self._refuse(f"{ZERO}.stage", f"it is {stage!r}; outsize knows 0, 1, 2 and 3")
         elif params != "device" and stage != 3:
             self._refuse(f"{ZERO}.offload_param", f"stage {stage} keeps whole parameters on the device; use stage 3")

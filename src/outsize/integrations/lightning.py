@@ -63,7 +63,7 @@ CALLBACKS = {
     ),
     ModelPruning: (
         "writes to weights between steps",
-        "prune in a callback of your own, inside outsize.gathered(model, modify=True)",
+        "set weights to zero in a callback of your own, inside outsize.gathered(model, modify=True)",
     ),
 }
 """Callbacks that cannot work on parameters at rest: why, and the remedy."""

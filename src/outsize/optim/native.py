@@ -195,7 +195,6 @@ class SGDRule(NativeRule):
     """
 
     kernel, formula = staticmethod(_native.sgd), staticmethod(sgd_formula)
-    not_of_tables = frozenset({_BUFFER})
 
     def __init__(self, momentum: bool) -> None:
         self.arrays = (_BUFFER,) if momentum else ()
@@ -212,7 +211,7 @@ class SGDRule(NativeRule):
     def apply_rows(self, piece: Piece) -> dict[str, object]:
         options = self.read(Options(piece.hyper))
         sgd([piece.param], [piece.grad], [None], has_sparse_grad=True, foreach=False, fused=False, **options)
-        return self.next_scalars({"first": True}, ())
+        return self.next_scalars({"first": not piece.state.initialised}, ())
 
     def next_scalars(self, options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {_BUFFER: None} if self.arrays and options["first"] and not names else {}

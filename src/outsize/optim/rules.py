@@ -74,9 +74,6 @@ class Rule(ABC):
     """What a table has in place of arrays: one value a row, in host memory. Else its arrays have values for it too, of
     which only the rows that a batch touches move."""
 
-    not_of_tables: frozenset[str] = frozenset()
-    """Arrays that a table never needs: `check_rows` refuses the options for which there are such."""
-
     only_rows: bool = False
     """Whether it updates rows of tables and nothing else."""
 

@@ -14,12 +14,12 @@ from torch import nn
 # reads it in the usual loop, but the keys and values of all layers in it would be more than recomputed layers keep
 # otherwise. So these get none, and the cache stays empty. Read after all, it would give wrong values to the next
 # forward: so it refuses to be read, with a refusal that lies in the cache itself, where copies of it have it too.
-# Layers that are not recomputed get it, and may ask about themselves by their number.
+# Layers that are not recomputed get it, and may ask how long they are themselves, by their number.
 # A cache with earlier tokens in it goes to the layers as it is, and they are not recomputed.
 
 
-_READS = {"get_seq_length": 0, "get_mask_sizes": 1}
-"""What a forward asks of a cache before anything else; which argument is the number of a layer."""
+_READS = ("get_seq_length", "get_mask_sizes")
+"""What a forward asks of a cache before anything else."""
 
 
 @final
@@ -28,13 +28,16 @@ class _LeftEmpty:
     """Takes the place of each of a cache's `_READS`. See Note [Caches of keys and values]."""
 
     layer: str
-    cache: weakref.ref[Any]
-    name: str
+    lengths: weakref.ref[Any] | None = None
+    """The cache whose layers may ask how long they are."""
+
+    def __reduce__(self) -> Any:
+        return _LeftEmpty, (self.layer,)  # copies tell nobody
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, at = self.cache(), _READS[self.name]
-        if cache is not None and kwargs.get("layer_idx", args[at] if len(args) > at else 0):
-            return getattr(type(cache), self.name)(cache, *args, **kwargs)  # a layer asks about itself
+        cache = None if self.lengths is None else self.lengths()
+        if cache is not None and any((*args, *kwargs.values())):  # a layer asks about itself, by its number
+            return type(cache).get_seq_length(cache, *args, **kwargs)
         raise RuntimeError(
             f"this cache of keys and values comes from a forward that recorded gradients, and is empty: layer "
             f"{self.layer} is recomputed in the backward, and did not fill it. To use the cache of such a forward, "
@@ -60,4 +63,4 @@ def refuse_reading(cache: Any, layer: str) -> None:
         if is_cache(part):
             refuse_reading(part, layer)
     for name in _READS:
-        setattr(cache, name, _LeftEmpty(layer, weakref.ref(cache), name))
+        setattr(cache, name, _LeftEmpty(layer, weakref.ref(cache) if name == "get_seq_length" else None))

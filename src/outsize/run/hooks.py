@@ -199,8 +199,11 @@ def _register_check() -> None:
 def _check_step(stepping: _Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():
         return
-    for engine, ref in list(_OWN.items()):
-        known = None if ref is None else ref()
+    for engine in (each() for each in _OWN.keyrefs()):  # a list: others may prepare meanwhile
+        if engine is None:
+            continue
+        own = _OWN.get(engine)
+        known = None if own is None else own()
         if stepping is known or (known and stepping.param_groups is known.param_groups):
             continue
         parameters = engine.parameters
