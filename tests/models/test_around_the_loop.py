@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -314,6 +315,27 @@ def test_a_layer_that_stays_in_memory_may_ask_the_cache_about_itself(twins: Make
     pair = twins("t5", change=only_the_last_block, host_memory="740KiB", **fields)
     rests = {unit.name: unit.tiers.params for unit in outsize.plan(pair.model).units}
     assert (rests["decoder.block.0"], rests["decoder.block.1"]) == ("disk", "device")
+    pair.train(2)
+    pair.check_weights()
+
+
+def only_the_first_layer(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    model.model.layers[0].requires_grad_(True)
+    return model
+
+
+def test_layers_are_recomputed_after_one_that_fills_the_cache(twins: Make) -> None:
+    fields = dict.fromkeys(("params", "grads", "states"), "auto")
+    pair = twins("llama", {"num_hidden_layers": 6}, only_the_first_layer, host_memory="680KiB", **fields)
+    rests = {unit.name: unit.tiers.params for unit in outsize.plan(pair.model).units}
+    assert (rests["model.layers.0"], rests["model.layers.1"]) == ("device", "disk")
+    batch = pair.batch(torch.Generator().manual_seed(9))
+    cache = getattr(pair.model(**batch, use_cache=True), cache_name(pair.plain))
+    with pytest.raises(RuntimeError, match=r"layer 'model.layers.1' is recomputed in the backward"):
+        cache.get_seq_length()
+    with pytest.raises(RuntimeError, match=r"layer 'model.layers.1' is recomputed in the backward"):
+        pickle.loads(pickle.dumps(cache.get_seq_length))(1)
     pair.train(2)
     pair.check_weights()
 

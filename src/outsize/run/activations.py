@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from outsize.move.activations import ActivationStore
 from outsize.move.pool import Pool
-from outsize.run.caches import is_cache, is_filled, refuse_reading
+from outsize.run.caches import is_cache, is_filled, number_of, refuse_reading
 from outsize.run.choice import Choice
 from outsize.run.costs import Cost, Lease, Measurement, Moving
 from outsize.run.layer_state import LayerState, version_of
@@ -109,6 +109,7 @@ class Layer:
         activations: Activations,
     ) -> None:
         self._modules = list(module.modules())
+        self._number = number_of(self._modules)
         self._short, self._name = name, f"{name} ({type(module).__name__})"
         self._forward = forward
         self._mode = mode
@@ -130,7 +131,7 @@ class Layer:
         mode = self._mode if torch.is_grad_enabled() and not self._activations.shown(self._modules) else "keep"
         if mode != "keep" or self._parts.count > 1:
             caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-            if any(is_filled(cache) for cache in caches) or (caches and not torch.is_grad_enabled()):
+            if any(is_filled(cache, self._number) for cache in caches) or (caches and not torch.is_grad_enabled()):
                 return self._forward(*args, **kwargs)  # a part, or the second forward, would append once more
             for cache in caches:
                 refuse_reading(cache, self._short)

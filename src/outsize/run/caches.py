@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -51,8 +52,20 @@ def is_cache(value: object) -> bool:
     return not isinstance(value, (torch.Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))
 
 
-def is_filled(cache: Any) -> bool:
-    return not isinstance(cache.get_seq_length, _LeftEmpty) and int(cache.get_seq_length()) > 0
+def is_filled(cache: Any, layer: int) -> bool:
+    """Whether it has earlier tokens of the layer of this number: one before it may have filled its own by now."""
+    if isinstance(cache.get_seq_length, _LeftEmpty):
+        return False
+    try:
+        return int(cache.get_seq_length(layer)) > 0
+    except (TypeError, ValueError):  # of another library, or a layer that knows no length
+        return int(cache.get_seq_length()) > 0
+
+
+def number_of(modules: Iterable[nn.Module]) -> int:
+    """By which a layer of these modules asks a cache."""
+    numbers = (getattr(each, "layer_idx", None) for each in modules)
+    return next((number for number in numbers if isinstance(number, int)), 0)
 
 
 def refuse_reading(cache: Any, layer: str) -> None:
