@@ -16,6 +16,10 @@ QUICK = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "f
 """Where a CPU has no instructions for bf16, torch takes ten times as long for it as for fp32."""
 
 
+FEW: Mapping[str, int] = {} if QUICK == "bfloat16" else {"tokens": 16}
+"""For what is in bf16 all the same."""
+
+
 @dataclass(frozen=True)
 class Job:
     """`module` runs it, in the environment of a peer; `says` is what a table says of its precision."""
@@ -84,7 +88,7 @@ class Contest:
 def _alone(size: str, compact: bool = False) -> Contest:
     """The budget leaves room in 3 GiB for the interpreter, torch, and what a layer computes."""
     fields: dict[str, Any] = {"host_memory": "1GiB", **({"state_format": "compact"} if compact else {})}
-    task = {**SHAPES[size], "batches": 1, "warmup": 1, "steps": 2, "predict": True, "fields": fields}
+    task = {**SHAPES[size], "batches": 1, "warmup": 1, "steps": 2, "predict": True, "fields": fields, **FEW}
     return Contest(f"{size} B", ["outsize, disk"], task, limit_seconds=3600)
 
 

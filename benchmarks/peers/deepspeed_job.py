@@ -60,7 +60,7 @@ def make(task: Task) -> Step:
     model = checkpointed(task.model())
     largest = max(param.numel() for param in model.parameters())
     made = configuration(task, largest)
-    deepspeed.zero.Init(module=model, config_dict_or_path=made, dtype=task.compute)  # else parameters on NVMe are bf16
+    deepspeed.zero.Init(module=model, config_dict_or_path=made)  # else it takes bf16 for the parameters on NVMe
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=made)
 
     def step(batch: torch.Tensor) -> float:
