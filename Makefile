@@ -17,7 +17,7 @@ SIMULATOR := tests/accelerator/build/_sim.so
 SIMULATOR_SOURCES := $(wildcard tests/accelerator/*.cpp tests/accelerator/*.hpp)
 
 # What runs on the simulated accelerator too; tests/accelerator/README.md has the command that runs all.
-ON_SIMULATOR := $(foreach name,activations amp choice delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
+ON_SIMULATOR := $(foreach name,activations amp bags_in_tiles choice delayed_update frozen gathered gradients kept_gradients optimizers parity same_bits \
 	stacks_in_tiles streaming tiled update_in_backward weights_in_tiles wrappers,tests/run/test_$(name).py) tests/api/test_release.py
 
 .PHONY: setup test types accelerator train format bench docs clean
