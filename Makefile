@@ -75,7 +75,7 @@ test: $(STAMP) $(SIMULATOR)
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(SIMULATOR_SOURCES)
 	$(MAKE) --jobs=2 --output-sync types accelerator  # mypy takes one core for half a minute
-	$(BIN)/python -m pytest --workers 4 --ignore tests/accelerator
+	$(BIN)/python -m pytest --workers 3 --ignore tests/accelerator
 
 types: $(STAMP)
 	$(BIN)/mypy
