@@ -391,6 +391,11 @@ def test_ids_outside_the_table_are_refused_with_its_name_and_range(workshop: Wor
     with pytest.raises(IndexError, match=rf"table 'items\.weight' has the rows 0 to {ROWS - 1}, and .* {wrong}"):
         pair.model((items, words, each))
     train_both(pair, batches(3))
+    with outsize.gathered(pair.model):
+        pass
+    with pytest.raises(IndexError, match=r"table 'items\.weight' has the rows"):
+        pair.model((items, words, each))  # which computes with the gathered rows
+    train_both(pair, batches(3))
     check_same(pair)
 
 

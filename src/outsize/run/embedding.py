@@ -101,17 +101,20 @@ class Table:
         elif self.rows.on_disk:
             self.unit.owners.prefetch(ids)
 
+    def check(self, ids: torch.Tensor) -> None:
+        """Raises `IndexError` for ids outside the table."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.count:
+            raise IndexError(
+                f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from "
+                f"{int(ids.min())} to {int(ids.max())}"
+            )
+
     def rows_for(self, ids: torch.Tensor, padding: int | None) -> _Fetched:
         """What the operation is given: all rows where they rest where it computes, else those that it needs."""
         rows = self.rows
         self._streamer.live.check()
         if self.seen is not None:
             self.seen.append(ids)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.count:
-            raise IndexError(
-                f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from "
-                f"{int(ids.min())} to {int(ids.max())}"
-            )
         whole = rows.whole() if self.unit.owners is None else None
         if whole is not None and whole["params"].device == ids.device:
             return _Fetched(whole["params"], ids, padding, None)
@@ -181,7 +184,10 @@ def look_up(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return NotImplemented
     given = signature.bind(*args, **kwargs).arguments
     table = engine.tables.get(id(given["weight"]))
-    if table is None or table.unit.current or torch._C._functorch.peek_interpreter_stack() is not None:
+    if table is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return NotImplemented
+    table.check(given["input"])
+    if table.unit.current:
         return NotImplemented
     engine.check_use(table.param, func.__name__)
     if not given.get("sparse", False) and torch.is_grad_enabled() and table.param.requires_grad:
