@@ -2,8 +2,8 @@
 
 Rows: equal token batch cache peers lora. A Llama of 86 M parameters in fp32 (0.34 GB), a budget of 96 MiB. `token`,
 `batch` and `lora` hold the process to 0.1 GB/s of the drive, where that can be done, so that the drive is the limit on
-any machine. `peers`: 3 B parameters in bf16 and 2 GiB, then 160 MiB; each process is held to the same memory, cached files
-included: accelerate's offload to disk, and AirLLM where it can be imported. `cache` has the weights in memory.
+any machine. `peers`: 3 B parameters in bf16 and 2 GiB, then 160 MiB; each process is held to the same memory, cached
+files included: accelerate's offload to disk, and AirLLM where it can be imported. `cache` has the weights in memory.
 """
 
 from __future__ import annotations
