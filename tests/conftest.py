@@ -251,6 +251,14 @@ def squeeze(model: nn.Module, units: int = 2) -> None:
     streamer.drop_idle()
 
 
+def refused(model: nn.Module, optimizer: torch.optim.Optimizer | None, match: str, **fields: Any) -> None:
+    """`prepare` raises and the model still works."""
+    before = {name: type(param) for name, param in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError), match=match):
+        outsize.prepare(model, optimizer, **fields)
+    assert {name: type(param) for name, param in model.named_parameters()} == before
+
+
 @dataclass
 class Trace:
     """What a run showed: one entry a step."""

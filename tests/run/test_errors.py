@@ -1,10 +1,13 @@
 """What goes wrong around the loop is said with the name, the numbers and the remedy, and nothing is lost."""
 
 import copy
+import gc
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from tests.conftest import (
     Stack,
     Workshop,
     batches,
+    prepared,
     squared_error,
     train,
 )
@@ -354,3 +358,41 @@ def test_an_error_of_the_update_reaches_the_user_with_its_message(workshop: Work
         squared_error(model, batches(1)[0])
     with pytest.raises(RuntimeError, match=r"training stopped after an error .*thirteen is too many"):
         squared_error(model, batches(1)[0])
+
+
+def test_an_error_without_text_is_named_by_its_type(workshop: Workshop) -> None:
+    pair = workshop.pair(tier="disk")
+    prepared(pair.model).engine.streamer.live.stop(MemoryError())
+    with pytest.raises(RuntimeError, match=r"training stopped after an error \(MemoryError\);"):
+        pair.model(batches(1)[0][0])
+
+
+def test_a_parameter_is_shown_by_its_name_and_tier_and_nothing_moves(workshop: Workshop, tier: str) -> None:
+    model = workshop.pair(tier=tier).model
+    weight, before = model.head.weight, outsize.memory(model)
+    place = {"squeezed": "disk"}.get(tier, tier)
+    shown = f"Parameter('head.weight', shape=(4, 16), dtype=torch.float32, tier={place!r})"
+    assert repr(weight) == f"{weight}" == str(weight) == shown
+    assert str([weight]) == f"[{shown}]"
+    assert outsize.memory(model) == before
+    with outsize.gathered(weight):
+        assert repr(weight) == shown
+
+
+def test_a_parameter_whose_model_is_gone_is_shown(workshop: Workshop) -> None:
+    pair = workshop.pair()
+    weight = pair.model.head.weight
+    del pair
+    gc.collect()
+    assert repr(weight) == "Parameter(shape=(4, 16), dtype=torch.float32, managed by outsize)"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda grad: grad.numpy(), lambda grad: grad.tolist(), np.asarray, lambda grad: grad.detach().cpu().numpy()],
+)
+def test_a_gradient_at_rest_that_is_read_names_the_remedy(workshop: Workshop, read: Callable[[Tensor], Any]) -> None:
+    model = workshop.pair().model
+    squared_error(model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"the gradient of 'head.weight' is at rest .*gathered\(param, grads=True\)"):
+        read(model.head.weight.grad)

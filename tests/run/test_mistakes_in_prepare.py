@@ -17,16 +17,9 @@ from tests.conftest import (
     Workshop,
     adamw,
     batches,
+    refused,
     squared_error,
 )
-
-
-def refused(model: nn.Module, optimizer: torch.optim.Optimizer | None, match: str, **fields: Any) -> None:
-    """`prepare` raises and the model still works."""
-    before = {name: type(param) for name, param in model.named_parameters()}
-    with pytest.raises((ValueError, TypeError), match=match):
-        outsize.prepare(model, optimizer, **fields)
-    assert {name: type(param) for name, param in model.named_parameters()} == before
 
 
 def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers() -> None:
@@ -161,3 +154,8 @@ def test_preparing_twice_is_refused(workshop: Workshop) -> None:
     with pytest.raises(ValueError, match="already prepared"):
         outsize.prepare(pair.model, pair.optimizer)
     pair.train(batches(2))
+
+
+def test_an_embedding_that_writes_its_weight_is_refused_in_prepare(workshop: Workshop) -> None:
+    model = nn.Sequential(nn.Embedding(8, 16, max_norm=1.0), nn.Linear(16, 4))
+    refused(model, adamw(model), r"'0' has max_norm=1\.0, which writes its weight", **workshop.fields("disk"))
