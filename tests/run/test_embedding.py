@@ -209,11 +209,20 @@ def test_a_step_reads_the_pages_of_its_rows_and_hits_read_nothing(workshop: Work
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_ids_that_share_memory_are_told_apart(workshop: Workshop, order: tuple[int, int]) -> None:
     """Two tables whose ids are rows of one tensor; the last batch is shorter."""
-    pair = workshop.pair(lambda: Pairs(), sgd, "disk", host_memory="640KiB")
+    pair = workshop.pair(lambda: Pairs(), sgd, "disk", host_memory="4MiB")
     ids = torch.randint(0, ROWS, (2, 100), generator=torch.Generator().manual_seed(0))
     parts = [part.contiguous().unbind(0) for part in ids.split(40, dim=1)]
     data = [tuple(part[at] for at in order) for part in parts]
-    train_both(pair, data, lambda each: outsize.lookahead(each, pair.model))
+    missed = []
+
+    def ahead(data: Any) -> Iterator[Any]:
+        for batch in outsize.lookahead(data, pair.model):
+            yield batch
+            report = outsize.memory(pair.model)
+            missed.append(report.rows - report.row_hits)
+
+    train_both(pair, data, ahead)
+    assert missed[0] < missed[1] == missed[2], "the first two batches tell whose the ids are; the third misses none"
     check_same(pair)
 
 
