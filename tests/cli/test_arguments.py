@@ -114,8 +114,9 @@ def test_mistake_gives_one_line_and_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert part in error and error.count("\n") == 1
+    assert "model states" not in out, "the plan comes after the mistakes"
     assert not any(tmp_path.iterdir())
 
 

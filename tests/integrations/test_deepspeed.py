@@ -162,6 +162,16 @@ def test_a_stage_that_there_is_not_is_refused(stage: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "what"), [('{"zero_optimization": {,}', "is no JSON: .*line 1"), ("[]", "holds a list")]
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str, what: str) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"ds_config.json {what}"):
+        config_from(file)
+
+
+@pytest.mark.parametrize(
     ("section", "kind", "options"),
     [
         ({"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}, torch.optim.AdamW, {"lr": 0.1}),

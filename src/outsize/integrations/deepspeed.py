@@ -149,8 +149,17 @@ def config_from(source: str | os.PathLike[str] | Mapping[str, Any], args: Any = 
     >>> found.fields["params"], found.fields["states"], found.fields["compute_dtype"], found.max_grad_norm
     ('host', 'host', torch.bfloat16, 1.0)
     """
-    given = source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))
-    return _Reader(given, args).read()
+    return _Reader(source if isinstance(source, Mapping) else _read(Path(source)), args).read()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}; a configuration of DeepSpeed is an object: {{...}}")
+    return found
 
 
 @final
