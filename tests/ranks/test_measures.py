@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.move.memory import Ledger
 from outsize.run.buffers import Buffers
-from tests.ranks.launching import run_on_ranks
+from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import assert_near, named_weights, prepared
 
 BF16 = torch.bfloat16
@@ -81,9 +82,9 @@ def expected_bytes(numel: int, stage: int, ranks: int, dtype: torch.dtype) -> fl
 def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
     cases = [
         (stage, tier, dtype, ROOMY, 2)
-        for stage in (0, 1, 2, 3)
-        for tier in ("device", "host", "disk")
         for dtype in (torch.float32, BF16)
+        for stage in ((0, 3) if ranks == 1 else (0, 1, 3) if dtype is BF16 else (0, 2, 3))  # 1 and 2 are the same to us
+        for tier in ("device", "host", "disk")
         if (stage == 3 or tier != "disk") and (ranks < 4 or (tier != "host" and dtype is BF16))
     ]
     found = run_on_ranks(ranks, measure_all, cases, str(tmp_path)) if ranks > 1 else [measure_all(cases, str(tmp_path))]
@@ -105,8 +106,8 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
     memory = "680KiB"  # of six units of 96 KiB three stay
-    cases = [(stage, "host", torch.float32, ROOMY, 4) for stage in (0, 1, 2)]
-    cases.append((3, "disk", torch.float32, memory, 4))
+    cases = [(stage, "host", torch.float32, ROOMY, 3) for stage in (0, 1 if ranks == 2 else 2)]
+    cases.append((3, "disk", torch.float32, memory, 3))
     for rank in run_on_ranks(ranks, measure_all, cases, str(tmp_path)):
         for (stage, *_), each in zip(cases, rank, strict=True):
             numel, sent = each["numel"], each["sent"]
@@ -115,17 +116,17 @@ def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
                 assert sent["gather"] == numel
             if stage == 3:
                 assert 1.4 * numel < sent["gather"] <= 2 * numel
-            assert each["calls"]["reduce calls"] == 4 * each["units"]  # one collective a unit and step
+            assert each["calls"]["reduce calls"] == 3 * each["units"]  # one collective a unit and step
             assert each["agreed"][0] > each["units"]
             assert each["agreed"][-1] == 1, "a step that repeats the one before is agreed on once"
 
 
 def train_preset(name: str, disk: str) -> list[float]:
-    model = wide_model(BF16)
+    model = wide_model(BF16, layers=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, **outsize.presets[name])
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         loss = model(torch.ones(2, WIDTH, dtype=BF16)).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -173,7 +174,7 @@ def train_branches(stage: int | None, disk: str) -> dict[str, torch.Tensor]:
     if stage is not None:
         places = {} if stage in (1, 2) else {"params": "disk"}
         outsize.prepare(model, optimizer, host_memory="16MiB", disk=disk, stage=stage, **places)
-    for step in range(4):
+    for step in range(3):
         rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         rows = rows if stage is None else rows[2 * rank : 2 * rank + 2]
         model(rows, step % 2 == 0).square().mean().backward()
@@ -184,7 +185,7 @@ def train_branches(stage: int | None, disk: str) -> dict[str, torch.Tensor]:
 
 
 def train_branches_on_stages(disk: str) -> list[dict[str, torch.Tensor]]:
-    return [train_branches(stage, disk) for stage in (0, 1, 2, 3)]
+    return [train_branches(stage, disk) for stage in (0, 2, 3)]
 
 
 def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ def bytes_of_runs(budgets: list[str], disk: str) -> list[tuple[int, int]]:
 
 def test_two_ranks_read_and_write_together_what_one_does(tmp_path: Path) -> None:
     """Of 12 units of memory some stay from the forward to the backward, and from there to the next forward."""
-    budgets = ["1024KiB", "1152KiB", "1344KiB", "1792KiB"]
+    budgets = ["1024KiB", "1344KiB"]
     one = bytes_of_runs(budgets, str(tmp_path))
     two = [bytes for rank in run_on_ranks(2, bytes_of_runs, budgets, str(tmp_path)) for bytes in rank]
     assert sum(written for _, written in two) == sum(written for _, written in one)
@@ -370,7 +371,8 @@ def table_of_stages(disk: str) -> list[str]:
     rows = []
     for stage in range(4):
         entries = [entry(stage, [{"params": tier}]) for tier in TIERS]
-        entries.append(entry(stage, [{"grads": grads, "states": states} for grads in TIERS for states in TIERS]))
+        pairs = itertools.permutations(TIERS, 2)  # test_parity.py has both on the same tier
+        entries.append(entry(stage, [{"grads": grads, "states": states} for grads, states in pairs]))
         rows.append(f"| stage {stage} | {' | '.join(entries)} |")
     return rows
 
@@ -382,7 +384,7 @@ def test_the_table_of_stages_and_tiers_is_what_happens(tmp_path: Path) -> None:
 
 
 def refused(fields: dict[str, Any], kind: str, disk: str) -> str:
-    model = wide_model(torch.float32, layers=2)
+    model = wide_model(torch.float32, layers=1)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     if kind == "whole":
         optimizer = torch.optim.Adafactor(model.parameters())
@@ -393,17 +395,13 @@ def refused(fields: dict[str, Any], kind: str, disk: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "words"),
-    [
+def test_what_makes_no_sense_is_refused_with_the_reason(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"stage": 2, "params": "host"}, "", "stage=3"),
         ({"stage": 1, "params": "disk"}, "", "stage=3"),
         ({"stage": 3}, "whole", "stage=0"),
         ({"stage": 0}, "whole", ""),
-    ],
-)
-def test_what_makes_no_sense_is_refused_with_the_reason(
-    fields: dict[str, Any], kind: str, words: str, tmp_path: Path
-) -> None:
-    for said in run_on_ranks(2, refused, fields, kind, str(tmp_path)):
-        assert (words in said) if words else not said
+    ]
+    for rank in run_on_ranks(2, in_turn, *((refused, fields, kind, str(tmp_path)) for fields, kind, _ in cases)):
+        for said, (fields, _, words) in zip(rank, cases, strict=True):
+            assert (words in said) if words else not said, fields

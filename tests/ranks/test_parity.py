@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,32 @@ from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import Result, Setting, plain, train_all
 
 BF16 = torch.bfloat16
-BASE = Setting(clip=0.1)
-SHORT = replace(BASE, steps=2)
+BASE = Setting(clip=0.1, steps=2)
 MANNERS = {
     "plain": BASE,
-    "unclipped": replace(SHORT, clip=None),
-    "accumulated": replace(SHORT, accumulate=2),
-    "accumulated without synchronisation": replace(SHORT, accumulate=2, no_sync=True),
-    "uneven batches": replace(SHORT, uneven=True),
-    "recomputed": replace(SHORT, fields={"activations": "recompute"}),
-    "moved out": replace(SHORT, fields={"activations": "offload", "micro_batches": 2}),
-    "updated in the backward": replace(SHORT, clip=None, fields={"update": "backward"}),
-    "in small units": replace(SHORT, fields={"units": ["Linear", "LayerNorm"]}),
+    "unclipped": replace(BASE, clip=None),
+    "accumulated": replace(BASE, accumulate=2),
+    "accumulated without synchronisation": replace(BASE, accumulate=2, no_sync=True),
+    "uneven batches": replace(BASE, uneven=True),
+    "recomputed": replace(BASE, fields={"activations": "recompute"}),
+    "moved out": replace(BASE, fields={"activations": "offload", "micro_batches": 2}),
+    "updated in the backward": replace(BASE, clip=None, fields={"update": "backward"}),
+    "in small units": replace(BASE, fields={"units": ["Linear", "LayerNorm"]}),
 }
+"""All of them at stage 3. The first at every stage, and of the others each second one at stage 0, the rest at stage 1
+or 2, which are the same to outsize."""
+
+WITH_THREE = ("plain", "accumulated without synchronisation", "uneven batches")
 
 
-WITH_FOUR = ("plain", "accumulated without synchronisation", "uneven batches")
+def manners_of(stage: int, ranks: int) -> dict[str, Setting]:
+    if ranks == 3:
+        return {name: replace(MANNERS[name], stage=stage) for name in WITH_THREE}
+    found = {}
+    for number, (name, manner) in enumerate(MANNERS.items()):
+        if stage == 3 or not number or number % 2 == bool(stage):
+            found[name] = replace(manner, stage=2 if stage == 1 and number % 4 == 3 else stage)
+    return found
 
 
 def tiers_of(stage: int) -> list[str]:
@@ -57,11 +68,11 @@ def assert_same_bits(one: Result, other: Result) -> None:
         assert torch.equal(value, other.weights[name]), name
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (3, 2), (3, 3)])
 def test_ranks_train_what_torch_trains_on_the_whole_batch_on_every_tier(stage: int, ranks: int, tmp_path: Path) -> None:
-    manners = MANNERS if ranks == 2 else {name: MANNERS[name] for name in WITH_FOUR}
+    manners = manners_of(stage, ranks)
     tiers = tiers_of(stage) if ranks == 2 else ["device", tiers_of(stage)[-1]]
-    settings = settings_of({name: replace(each, stage=stage) for name, each in manners.items()}, tiers, stage % 2)
+    settings = settings_of(manners, tiers, stage % 2)
     of_ranks = run_on_ranks(ranks, train_all, [setting for _, setting in settings], str(tmp_path))
     expected = {name: plain(each, ranks) for name, each in manners.items()}
     first: dict[str, Result] = {}
@@ -76,13 +87,13 @@ def test_ranks_train_what_torch_trains_on_the_whole_batch_on_every_tier(stage: i
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_train_in_bf16_to_the_same_bits_on_every_tier(stage: int, tmp_path: Path) -> None:
-    base = Setting(stage, clip=0.5, dtype=BF16)
+    base = Setting(stage, clip=0.5, dtype=BF16, steps=2)
     manners = {
         "plain": base,
         "compact": replace(base, fields={"state_format": "compact"}),
         "accumulated": replace(base, accumulate=2),
         "reduced as they are": replace(base, fields={"reduce_dtype": None}),
-        "delayed": replace(base, fields={"delayed_update": 2}),
+        "delayed": replace(base, steps=3, fields={"delayed_update": 2}),
     }
     settings = settings_of(manners, tiers_of(stage))
     one, two = run_on_ranks(2, train_all, [setting for _, setting in settings], str(tmp_path))
@@ -93,15 +104,20 @@ def test_ranks_train_in_bf16_to_the_same_bits_on_every_tier(stage: int, tmp_path
     assert_as_plain(one[0], plain(base, 2), loss=2e-2, weight=4e-2)
 
 
-def test_ranks_of_a_mesh_train_copies_that_stay_alike(tmp_path: Path) -> None:
-    once, twice = (replace(SHORT, uneven=True, accumulate=count) for count in (1, 2))
-    settings = [replace(once, stage=3, mesh=mesh) for mesh in ((4,), (1, 4), (4, 1))] + [
-        replace(once, stage=0, mesh=(1, 4))
-    ]
-    settings += [replace(twice, stage=stage, mesh=(2, 2)) for stage in (0, 2, 3)]
-    expected = {each.accumulate: plain(each, 4) for each in (once, twice)}
-    of_ranks = run_on_ranks(4, train_all, settings, str(tmp_path))
-    for setting, *found in zip(settings, *of_ranks, strict=True):
-        for other in found[1:]:
-            assert_same_bits(found[0], other)
-        assert_as_plain(found[0], expected[setting.accumulate])
+@pytest.mark.parametrize(
+    ("meshes", "accumulate"),
+    [({(2,): [3], (1, 2): [0, 3], (2, 1): [3]}, 1), ({(2, 2): [0, 2, 3]}, 2)],
+    ids=["two ranks", "four ranks"],
+)
+def test_ranks_of_a_mesh_train_copies_that_stay_alike(
+    meshes: dict[tuple[int, ...], list[int]], accumulate: int, tmp_path: Path
+) -> None:
+    """`meshes`: with the stages of each."""
+    base = replace(BASE, uneven=True, accumulate=accumulate)
+    settings = [replace(base, stage=stage, mesh=mesh) for mesh, stages in meshes.items() for stage in stages]
+    ranks = prod(settings[0].mesh)
+    expected = plain(base, ranks)
+    for found, *others in zip(*run_on_ranks(ranks, train_all, settings, str(tmp_path)), strict=True):
+        for other in others:
+            assert_same_bits(found, other)
+        assert_as_plain(found, expected)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import outsize
-from tests.ranks.launching import run_on_ranks
+from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import WIDTH, Block, assert_near, same_bits
 
 BLOCKS, MICRO_BATCHES, STEPS, CLIP = 8, 4, 2, 0.05
@@ -85,6 +85,10 @@ DEVICE, HOST, DISK = Place("device"), Place("host"), Place("disk")
 RECOMPUTED, OFFLOADED = Place("disk", "recompute"), Place("disk", "offload")
 
 
+MORE = {SINGLE[0]: (HOST, OFFLOADED), SINGLE[1]: (RECOMPUTED,), SEVERAL[0]: (OFFLOADED,), SEVERAL[-1]: (RECOMPUTED,)}
+"""Beside the device and the disk, without --every-tier."""
+
+
 def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
     """The losses, where this rank has the last stage, and the weights of this rank's stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -142,26 +146,26 @@ def test_stages_at_rest_train_as_torch_does_under_every_schedule(
     name: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Other ways of activations give the same bits, too."""
-    places = [DEVICE, DISK]
     if request.config.getoption("--every-tier"):
-        places += [HOST, OFFLOADED, RECOMPUTED]
+        places = [DEVICE, DISK, HOST, OFFLOADED, RECOMPUTED]
     elif ranks == 2:
-        places += [HOST, OFFLOADED] if name in SINGLE else [RECOMPUTED]
+        places = [DEVICE, DISK, *MORE.get(name, ())]
     elif name not in (SINGLE[1], SEVERAL[0], SEVERAL[-1]):
         pytest.skip("with --every-tier")
+    else:
+        places = [DISK]
     assert_as_plain(run_on_ranks(ranks, train_in, name, places, str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", [SEVERAL[-1], V_SHAPED[0]])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_gradients_that_a_schedule_sets_are_averaged(name: str, tmp_path: Path) -> None:
+def test_gradients_that_a_schedule_sets_are_averaged(tmp_path: Path) -> None:
     """Zero-bubble schedules do, with two ranks a stage. What is set is reduced with what the next backward of its unit
     leaves, so where units are cut otherwise sums are rounded otherwise."""
-    places = [Place("device", data=2), Place("disk", data=2)]
+    calls = [(train, SEVERAL[-1], Place(tier, data=2), str(tmp_path)) for tier in ("device", "disk")]
+    calls.append((train, V_SHAPED[0], Place("disk", data=2), str(tmp_path)))
     _, expected = plain()
-    for of_rank in run_on_ranks(4, train_in, name, places, str(tmp_path)):
-        (_, first), (_, other) = of_rank
-        for found in (first, other):
+    for of_rank in run_on_ranks(4, in_turn, *calls):
+        for _, found in of_rank:
             assert_near(found.values(), [expected[each] for each in found])
 
 

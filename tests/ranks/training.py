@@ -30,9 +30,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
         self.head = nn.Linear(WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,9 +123,9 @@ def fields_of(setting: Setting, disk: str) -> dict[str, Any]:
     }
 
 
-def make(setting: Setting, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(setting: Setting, seed: int = 0, depth: int = DEPTH) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Stack().to(setting.dtype)
+    model = Stack(depth).to(setting.dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
