@@ -219,6 +219,7 @@ def test_run_that_diverges_ends_in_one_line_with_the_way_on(words: list[str], tm
     assert main([*words, "--lr", "1e30", "--clip", "0", "--save-every", "1", "--warmup", "0"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the training diverged at step" in error
+    assert "Nothing was updated. Lower the learning rate (--lr);" in error and "zero_grad" not in error
     assert f"the newest checkpoint is {tmp_path / 'run'}/checkpoint-" in error
     assert (tmp_path / "run" / "report.png").exists()
 
