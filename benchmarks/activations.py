@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 import outsize
 from benchmarks.common import PeakRss, Row, rss_bytes, run_child, run_rows
 from benchmarks.drives import can_limit, limited
-from outsize.plan.choice import Chosen
+from outsize.planning.choice import Chosen
 
 MIB = 1 << 20
 WIDTH, TOKENS = 256, 8192

@@ -28,7 +28,7 @@ from outsize.checkpoint.background import Saving
 from outsize.checkpoint.unit_files import WRITE_BYTES
 from outsize.move.generations import Generation
 from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 ON_DISK: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
 IN_HOST: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "host")

@@ -19,9 +19,9 @@ from torch import nn
 import outsize
 from outsize.cli.largest import largest, member
 from outsize.cli.planning import budgets_of
-from outsize.plan.cluster import cluster_of
-from outsize.plan.machine import Machine
-from outsize.plan.tables import zero_rows
+from outsize.planning.cluster import cluster_of
+from outsize.planning.machine import Machine
+from outsize.planning.tables import zero_rows
 from tests.ranks import activations
 
 ROOT = Path(__file__).parent.parent

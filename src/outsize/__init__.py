@@ -1,43 +1,25 @@
-"""outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM."""
+"""outsize: train PyTorch models whose state is larger than the accelerator's memory, and larger than RAM.
 
-from importlib.metadata import version
+The public names are those of `outsize.api`, which is imported when the first of them is asked for. So `import outsize`
+takes no longer than `import torch`.
+"""
 
-from outsize.api.ahead import lookahead
-from outsize.api.building import init
-from outsize.api.exporting import export
-from outsize.api.gather import gathered, no_sync
-from outsize.api.loading import load
-from outsize.api.monitor import Monitor
-from outsize.api.probing import probe
-from outsize.api.public import plan, prepare
-from outsize.api.releasing import release
-from outsize.api.report import memory
-from outsize.api.saving import save
-from outsize.config import Config, presets
-from outsize.move.tracing import trace
-from outsize.plan.errors import BudgetError
-from outsize.run.activations import tiled
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = version("outsize")
+if TYPE_CHECKING:
+    from outsize.api import *  # noqa: F403
+else:
 
-__all__ = [
-    "BudgetError",
-    "Config",
-    "Monitor",
-    "__version__",
-    "export",
-    "gathered",
-    "init",
-    "load",
-    "lookahead",
-    "memory",
-    "no_sync",
-    "plan",
-    "prepare",
-    "presets",
-    "probe",
-    "release",
-    "save",
-    "tiled",
-    "trace",
-]
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_") and name not in ("__all__", "__version__"):  # `_native` too, which `api` imports
+            raise AttributeError(f"module 'outsize' has no attribute {name!r}")
+        api = import_module("outsize.api")
+        globals().update({each: getattr(api, each) for each in api.__all__})
+        try:
+            return api.__all__ if name == "__all__" else globals()[name]
+        except KeyError:
+            raise AttributeError(f"module 'outsize' has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return [*__getattr__("__all__"), "optim"]

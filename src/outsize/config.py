@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 
-from outsize.plan.sizes import parse_bytes
+from outsize.planning.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

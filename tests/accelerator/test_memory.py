@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.plan.layout import PAGE_ELEMENTS
+from outsize.planning.layout import PAGE_ELEMENTS
 from tests.conftest import Stack, Workshop, adamw, prepared
 
 KIB = 1 << 10

@@ -16,7 +16,7 @@ from torch import nn
 
 import outsize
 from benchmarks.common import PeakRss, rss_bytes
-from outsize.plan.machine import Machine
+from outsize.planning.machine import Machine
 
 FAST = 1e18
 RATE = 1e9

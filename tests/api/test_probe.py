@@ -12,7 +12,7 @@ import torch
 import outsize
 from outsize.api import probing
 from outsize.api.probing import recall
-from outsize.plan.machine import Machine, seconds_on, typical_machine
+from outsize.planning.machine import Machine, seconds_on, typical_machine
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import outsize
 from outsize.move.tracing import begun, tracing
-from outsize.plan.machine import typical_machine
-from outsize.plan.trace import LANES, Trace
+from outsize.planning.machine import typical_machine
+from outsize.planning.trace import LANES, Trace
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:

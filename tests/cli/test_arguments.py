@@ -136,11 +136,19 @@ def test_missing_extra_names_the_pip_command(
 
 
 @pytest.mark.slow
-def test_importing_outsize_and_asking_for_help_leave_the_extras_out() -> None:
+def test_importing_outsize_imports_nothing_and_asking_for_help_leaves_the_extras_out() -> None:
     rooms = ("transformers", "rich", "matplotlib", "accelerate")
-    code = f"import sys, outsize.cli as c; c.build_parser(); print([name for name in {rooms} if name in sys.modules])"
+    code = f"""
+import sys, outsize
+assert "torch" not in sys.modules and "outsize.api" not in sys.modules
+import outsize.optim, outsize.planning.layout  # in any order: a name stays what it is
+assert callable(outsize.plan) and outsize.optim.Lion and "plan" in dir(outsize)
+import outsize.cli as c; c.build_parser(); print([name for name in {rooms} if name in sys.modules])
+"""
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="module 'outsize' has no attribute 'prepared'"):
+        outsize.prepared  # noqa: B018
 
 
 def test_probe_prints_what_it_measures_and_leaves_nothing_on_the_drive(

@@ -11,8 +11,8 @@ import torch
 import outsize
 from outsize.cli import main, watch
 from outsize.cli.largest import largest, layers_of, member
-from outsize.plan.cluster import cluster_of
-from outsize.plan.machine import seconds_on
+from outsize.planning.cluster import cluster_of
+from outsize.planning.machine import seconds_on
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:

@@ -15,7 +15,7 @@ from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
 from outsize.move.memory import Ledger
 from outsize.move.transfer import ARRIVED, Promise, Transfer
-from outsize.plan.layout import ParamInfo, UnitLayout, lay_out
+from outsize.planning.layout import ParamInfo, UnitLayout, lay_out
 
 PAGE = 4096
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
-from outsize.plan.choice import segment_length
+from outsize.planning.choice import segment_length
 from tests.conftest import TIERS, Workshop, assert_same_gradients
 
 DEPTH, WIDTH, ROWS = 36, 16, 1024

@@ -17,7 +17,7 @@ from torch import nn
 
 import outsize
 from outsize.move.memory import Ledger
-from outsize.plan.sizes import format_bytes, parse_bytes
+from outsize.planning.sizes import format_bytes, parse_bytes
 from tests.conftest import Stack, Workshop, adamw, batches, forget_last_graph, prepared, squared_error, train, weights
 from tests.scripts import Script
 
@@ -459,7 +459,7 @@ def test_a_model_that_keeps_its_output_is_closed_too(workshop: Workshop) -> None
 SCRIPT = """
 import os, signal, sys, torch, outsize
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-from outsize.plan.sizes import format_bytes, parse_bytes
+from outsize.planning.sizes import format_bytes, parse_bytes
 from tests.conftest import Stack, adamw, batches, train
 model = Stack()
 optimizer = adamw(model)

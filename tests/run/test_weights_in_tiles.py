@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from outsize.plan.layout import PAGE_ELEMENTS, tile_rows
+from outsize.planning.layout import PAGE_ELEMENTS, tile_rows
 from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, weights
 
 WIDTH, HIDDEN, WORDS = 64, 4608, 4400

@@ -40,8 +40,8 @@ from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule
 from outsize.optim.update import ChunkUpdater, UpdateClock
-from outsize.plan.choice import Chosen
-from outsize.plan.placement import accumulates_whole, pipeline_depth, slab_bytes
+from outsize.planning.choice import Chosen
+from outsize.planning.placement import accumulates_whole, pipeline_depth, slab_bytes
 from outsize.run import hooks
 from outsize.run.activations import Activations
 from outsize.run.attached import Attached, refuse_own_step

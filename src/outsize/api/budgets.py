@@ -12,7 +12,7 @@ from outsize.api.ranks import local_ranks
 from outsize.checkpoint.folder import remove_leftovers
 from outsize.config import Config
 from outsize.move.disk import dead_saves, free_bytes
-from outsize.plan.placement import Budgets
+from outsize.planning.placement import Budgets
 
 HOST_MARGIN = 0.8
 DEVICE_MARGIN = 0.7

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from outsize.api.placed import PlacedModel
-from outsize.plan.placement import KINDS, accumulates_whole
+from outsize.planning.placement import KINDS, accumulates_whole
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.unit import Unit
 from outsize.run.wrappers import known

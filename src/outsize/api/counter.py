@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from outsize.move.memory import KEPT_BLOCK_BYTES
-from outsize.plan.machine import CPU, Machine
+from outsize.planning.machine import CPU, Machine
 from outsize.run.operations import Operation
 from outsize.run.wrappers import known_parameters
 

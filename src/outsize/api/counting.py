@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outsize.api.counter import Counter, Event
-from outsize.plan.machine import CPU, Machine
+from outsize.planning.machine import CPU, Machine
 from outsize.run.operations import EachOperation
 from outsize.run.wrappers import known_parameters
 

@@ -41,7 +41,7 @@ from outsize.formats.weights import files_of, merged_folder, runs_of, write_shar
 from outsize.move.comm import Ranks
 from outsize.move.progress import Progress
 from outsize.move.store import DTYPES
-from outsize.plan.sizes import parse_bytes
+from outsize.planning.sizes import parse_bytes
 
 MAX_SHARD_SIZE = "5GB"
 """As in the Hugging Face libraries."""

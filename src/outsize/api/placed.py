@@ -9,8 +9,8 @@ from torch import nn
 
 from outsize.move.codes import BLOCK
 from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
-from outsize.plan.layout import ParamInfo, UnitLayout
-from outsize.plan.placement import Budgets, UnitBytes, UnitTiers, UsedTogether
+from outsize.planning.layout import ParamInfo, UnitLayout
+from outsize.planning.placement import Budgets, UnitBytes, UnitTiers, UsedTogether
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 

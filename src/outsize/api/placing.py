@@ -15,7 +15,7 @@ from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_wha
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.move.store import DTYPES, MASTER_BYTES, OWN_BYTES, STATE_BYTES, TRAINED_DTYPES
-from outsize.plan.layout import (
+from outsize.planning.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
     ModuleInfo,
@@ -28,7 +28,7 @@ from outsize.plan.layout import (
     tile_rows,
     with_whole_rows,
 )
-from outsize.plan.placement import (
+from outsize.planning.placement import (
     UnitBytes,
     UsedTogether,
     least_staging,

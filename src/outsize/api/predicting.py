@@ -17,8 +17,8 @@ from outsize.api.placing import element_bytes, place_model
 from outsize.api.probing import recall
 from outsize.api.simulating import Simulation
 from outsize.config import Config
-from outsize.plan.machine import Machine
-from outsize.plan.time import Prediction
+from outsize.planning.machine import Machine
+from outsize.planning.time import Prediction
 
 GIB = 1 << 30
 FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memory", "disk": "disk_space"}

@@ -30,7 +30,7 @@ from outsize.move.store import MASTER_DTYPE
 from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
 from outsize.optim.update import update_threads
-from outsize.plan.machine import CPU, Curve, Machine, typical_machine
+from outsize.planning.machine import CPU, Curve, Machine, typical_machine
 
 BLOCK_BYTES = 8 << 20
 THREADS = 4  # requests in flight: one alone does not fill a fast drive

@@ -17,9 +17,9 @@ from outsize.api.stages import part_of_a_rank, shape_of, width_of
 from outsize.config import Config, Fields, make_config, shows_fields
 from outsize.move.store import OWN_BYTES
 from outsize.optim.choice import rule_for
-from outsize.plan.machine import Machine
-from outsize.plan.parallel import Parallel, sent_for_a_token, sent_in_a_step
-from outsize.plan.tables import Plan, PlannedUnit, planned
+from outsize.planning.machine import Machine
+from outsize.planning.parallel import Parallel, sent_for_a_token, sent_in_a_step
+from outsize.planning.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
 from outsize.run.wrappers import known, known_parameters
 

@@ -14,8 +14,8 @@ from torch.distributed.rendezvous import rendezvous
 from outsize.checkpoint.peers import PeerFailedError, Peers, together
 from outsize.config import Config, has_chosen_accelerator
 from outsize.move.comm import Ranks
-from outsize.plan.layout import ParamInfo
-from outsize.plan.placement import Budgets
+from outsize.planning.layout import ParamInfo
+from outsize.planning.placement import Budgets
 from outsize.run.local import is_distributed
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from outsize.checkpoint.values import NOT_HYPER, encode, inline
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.optim.rules import Rule
-from outsize.plan.layout import ParamInfo
+from outsize.planning.layout import ParamInfo
 from outsize.run.local import is_distributed, local
 from outsize.run.paging import PagedParameter
 from outsize.run.unit import Unit

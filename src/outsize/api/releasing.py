@@ -12,7 +12,7 @@ from torch import nn
 from outsize.api.assemble import Prepared
 from outsize.api.budgets import available_memory
 from outsize.api.saving import ready, settle, take_state
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 from outsize.run import hooks
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_distributed, like

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from torch import nn
 
 from outsize.api.assemble import require
-from outsize.plan.sizes import format_bytes
-from outsize.plan.text import html_lines, html_table, text_table
+from outsize.planning.sizes import format_bytes
+from outsize.planning.text import html_lines, html_table, text_table
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
-from outsize.plan.layout import Slot
+from outsize.planning.layout import Slot
 from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
 from outsize.run.grads import RestingGrad

@@ -30,10 +30,10 @@ from outsize.move.store import (
     Store,
 )
 from outsize.optim.rules import Rule
-from outsize.plan.errors import BudgetError
-from outsize.plan.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
-from outsize.plan.placement import UnitTiers
-from outsize.plan.sizes import format_bytes
+from outsize.planning.errors import BudgetError
+from outsize.planning.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
+from outsize.planning.placement import UnitTiers
+from outsize.planning.sizes import format_bytes
 from outsize.run.buffers import KEPT
 
 COPIED_BYTES = 4 << 20

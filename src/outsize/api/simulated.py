@@ -13,11 +13,11 @@ from outsize.move.shard import READ_NUMEL, SlotUpdate
 from outsize.move.store import OWN_BYTES
 from outsize.move.transfer import Transfer
 from outsize.optim.update import LIGHT_NUMEL
-from outsize.plan.layout import PAGE_ELEMENTS, UnitLayout, round_up
-from outsize.plan.machine import Machine, seconds_on
-from outsize.plan.placement import UnitBytes, UnitTiers
-from outsize.plan.time import Drive, Lane
-from outsize.plan.trace import COLLECTIVES, COMPUTE, IN, OUT, READS, UPDATES, WRITES, Trace
+from outsize.planning.layout import PAGE_ELEMENTS, UnitLayout, round_up
+from outsize.planning.machine import Machine, seconds_on
+from outsize.planning.placement import UnitBytes, UnitTiers
+from outsize.planning.time import Drive, Lane
+from outsize.planning.trace import COLLECTIVES, COMPUTE, IN, OUT, READS, UPDATES, WRITES, Trace
 from outsize.run.unit import Residency
 
 # Note [Two clocks]

@@ -20,11 +20,11 @@ from outsize.config import Config
 from outsize.move.conveyor import Conveyor
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotUpdate
-from outsize.plan.choice import cheapest
-from outsize.plan.machine import Machine
-from outsize.plan.placement import pipeline_depth, slab_bytes
-from outsize.plan.time import Prediction
-from outsize.plan.trace import COLLECTIVES, IN, READS, Trace
+from outsize.planning.choice import cheapest
+from outsize.planning.machine import Machine
+from outsize.planning.placement import pipeline_depth, slab_bytes
+from outsize.planning.time import Prediction
+from outsize.planning.trace import COLLECTIVES, IN, READS, Trace
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.live_state import LiveState
 from outsize.run.room import Room

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from outsize.api.ranks import dimensions
-from outsize.plan.parallel import Parallel
+from outsize.planning.parallel import Parallel
 from outsize.run.local import is_distributed
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -16,7 +16,7 @@ from outsize.move.row_values import own_rows, own_value
 from outsize.move.shard import SlotState, StateArray, UnitShard
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, Write, write_all
 from outsize.optim.rules import split_master
-from outsize.plan.layout import PAGE_ELEMENTS, Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
+from outsize.planning.layout import PAGE_ELEMENTS, Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8

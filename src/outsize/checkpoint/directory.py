@@ -15,7 +15,7 @@ from pathlib import Path
 from outsize.checkpoint.files import open_manifest, read_manifest
 from outsize.checkpoint.folder import HEAD_BYTES, foreign_in, is_stranded, set_aside
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
 _SERIES = re.compile(r"(.*?)\d+")

@@ -29,8 +29,8 @@ from outsize.move.disk import naming as naming
 from outsize.move.generations import crc32c
 from outsize.move.memory import HostBuffer, memory_of
 from outsize.optim.rules import join_master
-from outsize.plan.layout import round_up
-from outsize.plan.sizes import format_bytes
+from outsize.planning.layout import round_up
+from outsize.planning.sizes import format_bytes
 
 ALIGN_BYTES = 64
 SPARE_FILES = 64

@@ -15,7 +15,7 @@ from outsize.checkpoint.regions import AnyRegion, Region, narrow, natural, regio
 from outsize.checkpoint.values import decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.grad_ops import GradOps
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 FORMAT = "outsize checkpoint"
 VERSION = 5

@@ -23,7 +23,7 @@ from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.cli.options import DTYPES
 from outsize.formats.pieces import stored_weights
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
-from outsize.plan.sizes import format_bytes, parse_bytes
+from outsize.planning.sizes import format_bytes, parse_bytes
 
 STATE = "outsize"  # the folder of `outsize.save` in a checkpoint of the Trainer
 SUMMARY = "list, verify, export and prune checkpoints"

@@ -19,7 +19,7 @@ import outsize
 from outsize.api.budgets import find_budgets
 from outsize.cli.options import DTYPES, at_least
 from outsize.config import Config
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 SUMMARY = "answer prompts with a model that may be larger than memory"
 DESCRIPTION = (

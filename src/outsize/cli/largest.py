@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.plan.errors import BudgetError
-from outsize.plan.sizes import format_bytes
-from outsize.plan.tables import Plan
-from outsize.plan.text import text_table
+from outsize.planning.errors import BudgetError
+from outsize.planning.sizes import format_bytes
+from outsize.planning.tables import Plan
+from outsize.planning.text import text_table
 
 STEP = 128
 """By which widths grow: elements of a head."""

@@ -19,9 +19,9 @@ from outsize.api.budgets import DEVICE_MARGIN, DISK_MARGIN, HOST_MARGIN
 from outsize.cli import models
 from outsize.cli.largest import FAMILIES, largest, table
 from outsize.cli.options import add_memory_arguments, at_least, config_fields
-from outsize.plan.cluster import PRESETS, Cluster, cluster_of
-from outsize.plan.sizes import format_bytes
-from outsize.plan.tables import zero_table
+from outsize.planning.cluster import PRESETS, Cluster, cluster_of
+from outsize.planning.sizes import format_bytes
+from outsize.planning.tables import zero_table
 
 T = TypeVar("T")
 SUMMARY = "say what would go where, without allocating anything"

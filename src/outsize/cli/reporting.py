@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.cli import options
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 SUMMARY = "write the report of a run again"
 DESCRIPTION = (

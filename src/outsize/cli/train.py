@@ -18,7 +18,7 @@ from accelerate import PartialState
 import outsize
 from outsize.cli import corpus, models, options, reporting, watch
 from outsize.integrations.transformers import Trainer, last_checkpoint
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 HELD_OUT_TOKENS = 4096  # the held-out loss is the mean over so many tokens, spread over the held-out text
 SAMPLE_TOKENS = 40

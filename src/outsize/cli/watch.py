@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 import outsize
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 LINE_SECONDS = 10.0  # the least time between two lines where there is no terminal
 Record = dict[str, Any]

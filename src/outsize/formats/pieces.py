@@ -15,7 +15,7 @@ from outsize.checkpoint.peers import Cut
 from outsize.move.shard import StateArray, UnitShard
 from outsize.move.store import DTYPES, MASTER
 from outsize.optim.rules import join_master
-from outsize.plan.layout import Slot
+from outsize.planning.layout import Slot
 
 EXPORT_NUMEL = 1 << 22
 """Elements of one read of what rests: a drive is busy with one large request, not with one small one."""

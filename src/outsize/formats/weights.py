@@ -21,7 +21,7 @@ from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.folder import sync, write_text
 from outsize.move.memory import PAGE_BYTES
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

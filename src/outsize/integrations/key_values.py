@@ -16,10 +16,10 @@ from outsize.config import Config
 from outsize.move.conveyor import Job
 from outsize.move.memory import PAGE_BYTES
 from outsize.move.tokens import SLABS, TokenStore, form_of, row_bytes, slab_bytes
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 ALIGNED = 64
-"""Bytes: values begin there behind the keys. See Note [Alignment] in plan/layout.py."""
+"""Bytes: values begin there behind the keys. See Note [Alignment] in planning/layout.py."""
 
 SUM_BYTES = 6
 """What `Generation` keeps in memory for each page."""

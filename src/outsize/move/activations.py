@@ -26,9 +26,9 @@ from outsize.move.generations import crc32c, merged
 from outsize.move.made_of import MadeOf
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
-from outsize.plan.errors import RoomError
-from outsize.plan.layout import round_up
-from outsize.plan.sizes import format_bytes
+from outsize.planning.errors import RoomError
+from outsize.planning.layout import round_up
+from outsize.planning.sizes import format_bytes
 
 LEAST_BYTES = 256
 """What is smaller stays where it is."""

@@ -24,9 +24,9 @@ from outsize._native import DiskEngine as DiskEngine
 from outsize.move.memory import PAGE_BYTES, memory_of
 from outsize.move.tracing import begun, ended
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import round_up
-from outsize.plan.sizes import format_bytes
-from outsize.plan.trace import READS, WRITES
+from outsize.planning.layout import round_up
+from outsize.planning.sizes import format_bytes
+from outsize.planning.trace import READS, WRITES
 
 SPARE_FILES = 512
 """Open files that are left to the user's own program."""

@@ -17,8 +17,8 @@ from outsize.move.transfer import Transfer
 
 # Note [Read in place]
 # The tensors of a safetensors file begin at any byte, and operations need them at a fixed distance from a page
-# boundary (Note [Alignment] in plan/layout.py). So they are copied, by the disk engine: it reads whole blocks past the
-# page cache, and puts any bytes of them anywhere in memory (Note [Direct reads of any bytes] in csrc/native.hpp).
+# boundary (Note [Alignment] in planning/layout.py). So they are copied, by the disk engine: it reads whole blocks past
+# the page cache, and puts any bytes of them anywhere in memory (Note [Direct reads of any bytes] in csrc/native.hpp).
 
 
 @final

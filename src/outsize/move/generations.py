@@ -16,7 +16,7 @@ from outsize import _native
 from outsize.move.disk import StripedFile
 from outsize.move.memory import PAGE_BYTES, HostBuffer
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 COPY_BYTES = 1 << 20
 _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)

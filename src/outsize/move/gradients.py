@@ -16,7 +16,7 @@ from outsize.move.memory import HostBuffer, Ledger
 from outsize.move.outbox import Outbox
 from outsize.move.store import DTYPES, OWN_BYTES, STATE_BYTES, DiskStore, Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
+from outsize.planning.layout import PAGE_ELEMENTS, ArrayLayout, Slot, UnitLayout, array_layout, round_up
 
 
 @final

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from outsize.move.tracing import begun, ended
 from outsize.move.transfer import Transfer
 from outsize.move.watch import Watch
-from outsize.plan.trace import COLLECTIVES
+from outsize.planning.trace import COLLECTIVES
 
 # Note [One order of collectives]
 # The collectives of one group must start in the same order on every rank. Where they do not, gloo ends the process (two

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outsize.move.tracing import counted, tracing
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20

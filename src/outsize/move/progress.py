@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar, final
 
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 logger = logging.getLogger("outsize")
 

@@ -24,7 +24,7 @@ from outsize.move.memory import HostBuffer
 from outsize.move.rows import Rows
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, OWN_BYTES, SCALE_BYTES, STATE_DTYPES, DiskStore, Store
 from outsize.move.transfer import Transfer
-from outsize.plan.layout import (
+from outsize.planning.layout import (
     PAGE_ELEMENTS,
     ArrayLayout,
     Segment,
@@ -33,7 +33,7 @@ from outsize.plan.layout import (
     array_layout,
     chunk_ranges,
 )
-from outsize.plan.placement import UnitTiers
+from outsize.planning.placement import UnitTiers
 
 SENT_AS = DTYPES | {"float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """What a gather takes the elements for: gloo has no collectives of 8-bit floats."""

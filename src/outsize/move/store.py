@@ -12,7 +12,7 @@ import torch
 from outsize.move.generations import Generations, page_runs
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 TRAINED_DTYPES = {
     "float32": torch.float32,

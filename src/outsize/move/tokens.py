@@ -14,7 +14,7 @@ from outsize.move.device import EventTransfer, Lanes
 from outsize.move.generations import Generations
 from outsize.move.memory import PAGE_BYTES, HostBuffer
 from outsize.move.transfer import ARRIVED, Transfer
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 SLABS = 4
 SLAB_BYTES = 2 << 20

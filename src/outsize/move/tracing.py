@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outsize.plan.trace import Trace
+from outsize.planning.trace import Trace
 
 _open: list[Trace] = []
 """Those of `outsize.trace` that are being taken; the last one counts."""

@@ -20,7 +20,7 @@ from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, STATE_BY
 from outsize.move.tracing import ended
 from outsize.move.transfer import Promise, Transfer
 from outsize.optim.rules import Piece, Rule
-from outsize.plan.layout import (
+from outsize.planning.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
     ArrayLayout,
@@ -30,7 +30,7 @@ from outsize.plan.layout import (
     round_up,
     slots_in,
 )
-from outsize.plan.trace import UPDATES
+from outsize.planning.trace import UPDATES
 
 LIGHT_NUMEL = 1 << 17
 """Elements of a unit that our kernels have updated before a thread would have woken up."""

@@ -9,7 +9,7 @@ import torch
 
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, give_back_pages
 from outsize.move.store import DTYPES
-from outsize.plan.layout import UnitLayout, round_up
+from outsize.planning.layout import UnitLayout, round_up
 
 TAKEN, KEPT = "device/whole gradients", "device/kept buffers"
 PASSING_UNITS = 2

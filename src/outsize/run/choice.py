@@ -19,7 +19,7 @@ import torch
 from outsize.move.activations import ActivationStore
 from outsize.move.comm import Ranks
 from outsize.move.memory import Ledger
-from outsize.plan.choice import Chosen, cheapest, segment_length
+from outsize.planning.choice import Chosen, cheapest, segment_length
 from outsize.run.costs import MOST_FORMS, Cost, Figures, Key, Lease, Shapes
 from outsize.run.segments import Segments
 from outsize.run.storages import Storages

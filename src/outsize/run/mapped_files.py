@@ -14,7 +14,7 @@ from typing import final
 import torch
 
 from outsize.move.memory import PAGE_BYTES, give_back_pages
-from outsize.plan.layout import round_up
+from outsize.planning.layout import round_up
 
 MAPPED_BYTES = 64 << 20
 """Resident pages of mapped files that may come together before they are given back."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from outsize.move.memory import Ledger
-from outsize.plan.placement import Budgets, format_at_least
-from outsize.plan.sizes import format_bytes
+from outsize.planning.placement import Budgets, format_at_least
+from outsize.planning.sizes import format_bytes
 
 NAMED_UNITS = 4
 """How many units a warning names; it counts the others."""

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 from outsize.move.disk import RunDirectory, StripedFile, open_engine
 from outsize.move.memory import PAGE_BYTES, Ledger, give_back_pages, keep_huge_pages_inside
 from outsize.move.transfer import Transfer
-from outsize.plan.errors import BudgetError
-from outsize.plan.layout import round_up
-from outsize.plan.sizes import format_bytes
+from outsize.planning.errors import BudgetError
+from outsize.planning.layout import round_up
+from outsize.planning.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
 from outsize.run.mapped_files import MappedFiles, is_modified
 

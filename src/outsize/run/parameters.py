@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from outsize.move.buffer import alone
-from outsize.plan.layout import Slot
+from outsize.planning.layout import Slot
 from outsize.run.buffers import unused
 from outsize.run.local import bind, is_distributed, local, shared_as
 from outsize.run.unit import Unit

@@ -13,8 +13,8 @@ from outsize.move.grad_ops import AS_IT_IS, GradOps, accumulate_, add_contributi
 from outsize.move.gradients import GradShard
 from outsize.move.shard import SlotUpdate
 from outsize.move.tracing import begun, ended
-from outsize.plan.layout import Slot
-from outsize.plan.trace import OUT
+from outsize.planning.layout import Slot
+from outsize.planning.trace import OUT
 from outsize.run.unit import Unit
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import final
 
 from outsize.move.memory import Ledger
-from outsize.plan.placement import Budgets
-from outsize.plan.schedule import Schedule
+from outsize.planning.placement import Budgets
+from outsize.planning.schedule import Schedule
 from outsize.run.activations import in_backward
 from outsize.run.buffers import PASSING_UNITS, collecting_sizes
 from outsize.run.live_state import LiveState

@@ -13,7 +13,7 @@ import torch
 from outsize.move.shard import SlotState, UnitShard
 from outsize.move.store import DTYPES, MASTER
 from outsize.optim.rules import Rule, join_master, split_master
-from outsize.plan.layout import Slot
+from outsize.planning.layout import Slot
 from outsize.run.local import like, local
 from outsize.run.owner import Owner
 from outsize.run.parameters import Parameters

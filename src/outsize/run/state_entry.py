@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from outsize.move.row_values import own_rows, own_value
 from outsize.move.shard import SlotState, UnitShard
 from outsize.optim.rules import Rule
-from outsize.plan.layout import Slot
+from outsize.planning.layout import Slot
 from outsize.run.guard import TO_NUMPY
 from outsize.run.local import like, local
 from outsize.run.unit import Unit

@@ -14,7 +14,7 @@ from outsize.move.progress import progress_over
 from outsize.move.shard import Pending
 from outsize.move.tracing import turned
 from outsize.optim.update import ChunkUpdater
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 from outsize.run.activations import in_backward
 from outsize.run.live_state import LiveState
 from outsize.run.room import Room

@@ -24,7 +24,7 @@ from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.memory import Ledger
 from outsize.move.shard import Gathering, read_tile
 from outsize.move.store import DTYPES
-from outsize.plan.layout import page_range
+from outsize.planning.layout import page_range
 from outsize.run.buffers import collecting_dtype
 from outsize.run.embedding import LOOKUPS, distinct, row_of_padding
 from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack

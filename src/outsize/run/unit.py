@@ -18,7 +18,7 @@ from outsize.move.owners import Owners
 from outsize.move.shard import Gathering, Pending, UnitShard, read_steps
 from outsize.move.tracing import begun, ended
 from outsize.optim.update import ChunkUpdater
-from outsize.plan.trace import IN
+from outsize.planning.trace import IN
 from outsize.run.local import is_distributed
 from outsize.run.wrappers import Inner
 

@@ -11,7 +11,7 @@ import torch
 from outsize.move.grad_ops import GradOps
 from outsize.move.shard import Pending
 from outsize.move.store import OWN_BYTES
-from outsize.plan.layout import Slot
+from outsize.planning.layout import Slot
 from outsize.run.activations import in_backward
 from outsize.run.collecting import Collector
 from outsize.run.grads import RestingGrad

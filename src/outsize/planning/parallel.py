@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 EXAMPLE_MICRO_BATCHES = 8
 

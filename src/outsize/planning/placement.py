@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outsize.plan.errors import BudgetError
-from outsize.plan.layout import PAGE_ELEMENTS
-from outsize.plan.sizes import format_bytes
+from outsize.planning.errors import BudgetError
+from outsize.planning.layout import PAGE_ELEMENTS
+from outsize.planning.sizes import format_bytes
 
 KINDS = ("params", "grads", "states")
 """In the order in which memory is given out: bytes moved per byte stored fall in this order."""

@@ -7,12 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from outsize.plan.choice import Chosen
-from outsize.plan.parallel import Parallel
-from outsize.plan.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, accumulates_whole, most_at_once
-from outsize.plan.sizes import format_bytes
-from outsize.plan.text import Rows, html_lines, html_table, text_table
-from outsize.plan.time import Prediction
+from outsize.planning.choice import Chosen
+from outsize.planning.parallel import Parallel
+from outsize.planning.placement import (
+    KINDS,
+    Budgets,
+    UnitBytes,
+    UnitTiers,
+    UsedTogether,
+    accumulates_whole,
+    most_at_once,
+)
+from outsize.planning.sizes import format_bytes
+from outsize.planning.text import Rows, html_lines, html_table, text_table
+from outsize.planning.time import Prediction
 
 COMPACT_MOMENT_BYTES = 1 + 4 / 64
 """An 8-bit code, and its share of the fp32 scale of 64 of them."""

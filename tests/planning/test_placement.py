@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan.errors import BudgetError
-from outsize.plan.placement import (
+from outsize.planning.errors import BudgetError
+from outsize.planning.placement import (
     MIN_DEPTH,
     Budgets,
     UnitBytes,
@@ -17,7 +17,7 @@ from outsize.plan.placement import (
     place,
     slab_bytes,
 )
-from outsize.plan.sizes import parse_bytes
+from outsize.planning.sizes import parse_bytes
 
 MIB = 1 << 20
 AUTO = {"params": "auto", "grads": "auto", "states": "auto"}

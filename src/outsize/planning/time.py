@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from outsize.plan.machine import Machine
-from outsize.plan.sizes import format_bytes
-from outsize.plan.trace import READS, WRITES, Trace
+from outsize.planning.machine import Machine
+from outsize.planning.sizes import format_bytes
+from outsize.planning.trace import READS, WRITES, Trace
 
 
 @final

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import exp, isfinite, log
 from typing import Any
 
-from outsize.plan.text import Rows, text_table
+from outsize.planning.text import Rows, text_table
 
 Curve = tuple[tuple[float, float], ...]
 """(amount of work, seconds that it takes), ascending."""

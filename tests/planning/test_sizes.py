@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan.sizes import format_bytes, parse_bytes
+from outsize.planning.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan import schedule as schedule_module
-from outsize.plan.schedule import NEVER, Schedule
+from outsize.planning import schedule as schedule_module
+from outsize.planning.schedule import NEVER, Schedule
 
 FORWARD = list(range(10))
 TRAIN = FORWARD + FORWARD[::-1]

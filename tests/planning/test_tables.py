@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outsize.plan.placement import Budgets, UnitBytes, UnitTiers
-from outsize.plan.sizes import format_bytes
-from outsize.plan.tables import EXACT_BYTES, Plan, planned, zero_bytes_per_device, zero_rows, zero_table
+from outsize.planning.placement import Budgets, UnitBytes, UnitTiers
+from outsize.planning.sizes import format_bytes
+from outsize.planning.tables import EXACT_BYTES, Plan, planned, zero_bytes_per_device, zero_rows, zero_table
 
 
 def test_one_rank_has_everything_at_any_stage() -> None:

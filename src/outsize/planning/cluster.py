@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outsize.plan.machine import Curve, Machine, typical_machine
-from outsize.plan.sizes import format_bytes, parse_bytes
+from outsize.planning.machine import Curve, Machine, typical_machine
+from outsize.planning.sizes import format_bytes, parse_bytes
 
 UPDATE_BYTES = 28
 """Of host memory that an update of one parameter reads and writes."""

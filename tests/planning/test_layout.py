@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan.layout import (
+from outsize.planning.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
     ModuleInfo,

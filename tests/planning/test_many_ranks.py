@@ -16,8 +16,8 @@ import outsize
 from outsize.api.assemble import require
 from outsize.move.comm import Ranks
 from outsize.move.watch import Watch
-from outsize.plan.layout import slice_of
-from outsize.plan.tables import Plan
+from outsize.planning.layout import slice_of
+from outsize.planning.tables import Plan
 
 RANKS = 1024
 FIELDS: dict[str, Any] = {"host_memory": "1GiB", "device": "cpu", "compute_dtype": torch.bfloat16}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from outsize.plan.sizes import format_bytes
+from outsize.planning.sizes import format_bytes
 
 MOST_STATES = 1 << 12
 """Sums of the first items that are followed. Layers that are alike have far fewer; of more, only every so many are."""

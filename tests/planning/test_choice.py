@@ -8,8 +8,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.plan import choice
-from outsize.plan.choice import Chosen, cheapest
+from outsize.planning import choice
+from outsize.planning.choice import Chosen, cheapest
 
 Items = list[list[tuple[int, float]]]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.plan.parallel import Parallel, sent_for_a_token, sent_in_a_step
+from outsize.planning.parallel import Parallel, sent_for_a_token, sent_in_a_step
 
 WIDTH, LAYERS = 64, 6
 
