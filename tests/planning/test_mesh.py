@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,11 +103,9 @@ def test_what_is_no_mesh_is_refused(mesh: Any, kind: type[Exception], words: str
 def of_size(parameters: float) -> nn.Module:
     """Layers of as many parameters on the meta device, computed in bf16, more of them where the model is larger."""
     layers = 32 if parameters < 5e11 else 128 if parameters < 5e12 else 512
-    side = round((parameters / layers / 12) ** 0.5 / 16) * 16
-    with torch.device("meta"):
-        return nn.Sequential(
-            *[nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(12)]) for _ in range(layers)]
-        ).to(torch.bfloat16)
+    side = round((parameters / layers / 4) ** 0.5 / 16) * 16
+    matrix = partial(nn.Linear, side, side, bias=False, device="meta", dtype=torch.bfloat16)
+    return nn.Sequential(*[nn.Sequential(*[matrix() for _ in range(4)]) for _ in range(layers)])
 
 
 GPU, MEMORY, DRIVES = "32GB", f"{1500 // 16 + 32}GB", f"{28000 // 16}GB"
@@ -135,10 +134,11 @@ ON_DEVICE = dict.fromkeys(("params", "grads", "states"), "device")
     ],
 )
 def test_the_largest_models_of_zero_infinity_fit_and_twice_as_large_ones_do_not(
-    published: float, fields: dict[str, Any]
+    published: float, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On DGX-2 nodes of 16 V100 (Rajbhandari et al. 2021, table 1, figures 1 and 6), states alone, 14 bytes a
     parameter. What is between the two is activations and the memory that a GPU's kernels take."""
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda _: None)  # there is nothing to fill
     plan = outsize.plan(of_size(published), device="cpu", **fields)
     assert plan.parallel is not None
     parts = plan.parallel.stages * plan.parallel.tensor
