@@ -48,8 +48,14 @@ STARTERS = {"Script", "run_script", "run_on_ranks", "ends_on_ranks", "first_fail
 TESTS_AT_ONCE = 8
 """So many tests of a file a worker takes at once, where none starts processes."""
 
-EVERY_TIER = ("tests/run/test_parity", "tests/run/test_same_bits", "tests/integrations")
+EVERY_TIER = (
+    *("tests/run/test_parity.py::test_twenty", "tests/run/test_parity.py::test_bf16_weights"),
+    *("tests/run/test_same_bits", "tests/integrations"),
+)
 """Where each case runs on each tier."""
+
+SIMULATED_WHOLE = ("tests/accelerator", "tests/run/test_parity", "tests/run/test_same_bits")
+"""Where each case runs on the simulated device."""
 
 SIMULATED_ON_EVERY_TIER = ("tests/accelerator", "tests/run/test_same_bits")
 """The same on the simulated device, which is slower."""
@@ -128,7 +134,7 @@ def _one_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     and those of the same bits on each tier."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        whole = item.nodeid.startswith(("tests/accelerator", *EVERY_TIER))
+        whole = item.nodeid.startswith(SIMULATED_WHOLE)
         cases.setdefault(item.nodeid if whole else item.nodeid.partition("[")[0], []).append(item)
     return [
         min(of_one, key=lambda item: (bool(_left_out(item)), zlib.crc32(item.nodeid.encode())))

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 97
 LENGTH = 12
 ROWS = 3
-STEPS = 3
+STEPS = 2
 
 Batch = dict[str, torch.Tensor]
 

@@ -18,8 +18,8 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
-VOCABULARY, LAYERS = 200, 6
-BUDGET = 2 << 20
+VOCABULARY, LAYERS = 200, 4
+BUDGET = 1536 << 10
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def batch(rows: int = 8) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, 8), generator=torch.Generator().manual_seed(2))
 
 
-def losses(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+def losses(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
     found = []
     for _ in range(steps):
         loss = model(input_ids=batch(), labels=batch()).loss
@@ -110,12 +110,12 @@ def test_a_step_writes_the_adapters_and_what_belongs_to_them_where_they_rest_on_
 
 def test_micro_batches_read_the_base_twice_a_step(workshop: Workshop, folder: Path) -> None:
     (model, optimizer), plain = adapted(folder), adapted(folder)
-    prepare(workshop, model, optimizer, micro_batches=4, units="LlamaDecoderLayer", host_memory="3MiB")
+    prepare(workshop, model, optimizer, micro_batches=4, units="LlamaDecoderLayer", host_memory="2MiB")
     found = losses(model, optimizer)
     before = outsize.memory(model).bytes_read
     found += losses(model, optimizer, 2)
     assert outsize.memory(model).bytes_read - before <= 2 * 2 * base_bytes(model)
-    assert found == pytest.approx(losses(*plain, steps=5), abs=1e-6)
+    assert found == pytest.approx(losses(*plain, steps=4), abs=1e-6)
 
 
 def test_adapters_are_saved_and_loaded_as_peft_does_it(workshop: Workshop, folder: Path, tmp_path: Path) -> None:

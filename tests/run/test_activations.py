@@ -74,7 +74,7 @@ def trained(workshop: Workshop, tier: str, build: Any = Layers, data: Any = None
 @pytest.mark.parametrize("tier", TIERS)
 def test_no_mode_changes_a_bit(workshop: Workshop, tier: str) -> None:
     """With dropout: random numbers repeat. Parts give the same up to the order of sums."""
-    build = lambda: Layers(dropout=0.1)  # noqa: E731
+    build = lambda: Layers(3, dropout=0.1)  # noqa: E731
     expected, model = trained(workshop, tier, build, activations="keep")
     wanted = weights(model)
     for name, fields in MODES.items():
@@ -154,7 +154,7 @@ def test_weights_move_once_a_step_whatever_the_number_of_micro_batches(workshop:
 
     def least(parts: int, accumulated: int, until: float = 0) -> int:
         torch.manual_seed(0)
-        model = Layers(6)
+        model = Layers(4)
         optimizer = sgd(model)
         workshop.prepare(model, optimizer, "squeezed", activations="recompute", micro_batches=parts)
         measured: list[int] = []
@@ -336,10 +336,10 @@ class Segments(Layers):
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_layers_in_one_checkpoint_of_the_users_keep_one_input(workshop: Workshop, tier: str) -> None:
-    expected, model = trained(workshop, tier, lambda: Segments(0), activations="keep")
+    expected, model = trained(workshop, tier, lambda: Segments(0), sequences(2), activations="keep")
     wanted = weights(model)
     for size, mode, inputs in ((3, "recompute", 2), (2, "auto", 3), (0, "recompute", 6)):
-        trace, model = trained(workshop, tier, partial(Segments, size), activations=mode)
+        trace, model = trained(workshop, tier, partial(Segments, size), sequences(2), activations=mode)
         assert trace == expected
         assert all(torch.equal(value, wanted[key]) for key, value in weights(model).items())
         output = model(sequences(1)[0][0])

@@ -167,8 +167,10 @@ OPTIMIZERS["Lion of a third party"] = lambda params: Lion(params)
 OPTIMIZERS["Lion"] = lambda params: outsize.optim.Lion(params, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("tier", ["device", "squeezed"])
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [(name, "squeezed") for name in OPTIMIZERS] + [(name, "device") for name in [*OPTIMIZERS][::2]],
+)
 def test_it_trains_as_in_torch(workshop: Workshop, tier: str, name: str) -> None:
     workshop.pair(lambda: Stack(depth=2), lambda model: OPTIMIZERS[name](model.parameters()), tier).train(
         batches(4), clip=1.0, rel=2e-6
@@ -252,7 +254,7 @@ WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LAMB of a third party": lambda params: Lamb(params),
 }
 if hasattr(optim, "Muon"):
-    WHOLE["Muon"] = lambda params: OPTIM.Muon([param for param in params if param.ndim == 2], lr=1e-2)
+    WHOLE["Muon"] = lambda params: OPTIM.Muon([param for param in params if param.ndim == 2], lr=1e-2, ns_steps=2)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -563,9 +565,10 @@ def reset(optimizer: torch.optim.Optimizer, how: str) -> None:
 @pytest.mark.parametrize(
     ("tier", "how", "update"),
     [
-        (tier, how, ("fetch", "backward")[(row + column) % 2])
+        (tier, how, ("fetch", "backward")[(row // 2 + column) % 2])
         for row, tier in enumerate(TIERS)
         for column, how in enumerate(["replace", "clear", "delete"])
+        if (row + column) % 2 == 0
     ],
 )
 def test_a_reset_of_the_state_begins_anew_as_in_torch(workshop: Workshop, tier: str, how: str, update: str) -> None:

@@ -186,7 +186,8 @@ def test_a_state_dict_that_cannot_be_computed_with_is_refused_by_name(
     with pytest.raises((ValueError, TypeError), match=said):
         pair.optimizer.load_state_dict(spoilt(before, key, value))
     after = pair.optimizer.state_dict()
-    assert str(after) == str(before)
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
     pair.train(batches(2))
 
 

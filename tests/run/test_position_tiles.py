@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from outsize.run import positions
 from tests.conftest import TIERS, Pair, Product, Workshop, assert_same_gradients
 
-WIDTH, HIDDEN, POSITIONS = 16, 64, 4096
-"""One MLP of these takes 4.3 MiB at least."""
+WIDTH, HIDDEN, POSITIONS = 16, 64, 2048
+"""One MLP of these takes 2.2 MiB at least."""
 
 
 class Gated(nn.Module):
@@ -65,7 +65,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def small(workshop: Workshop, tier: str = "host", build: Any = Model, **fields: Any) -> Pair:
     """A budget below what one MLP takes."""
-    budget = {"host_memory": "2MiB"} if workshop.device == "cpu" else {"device_memory": "2MiB"}
+    budget = {"host_memory": "1MiB"} if workshop.device == "cpu" else {"device_memory": "1MiB"}
     return workshop.pair(build, sgd, tier, **budget, **fields)
 
 
@@ -295,7 +295,7 @@ def test_a_budget_that_holds_a_call_cuts_nothing(workshop: Workshop, monkeypatch
         return real(*args)
 
     monkeypatch.setattr(positions, "_bytes_of_position", watch)
-    for budget, calls in (("12MiB", 4), ("64MiB", 4)):
+    for budget, calls in (("6MiB", 4), ("64MiB", 4)):
         field = "host_memory" if workshop.device == "cpu" else "device_memory"
         pair = workshop.pair(Model, sgd, "host", activations="keep", **{field: budget})
         pair.train([data(), data()])
@@ -318,9 +318,9 @@ class Shifts(nn.Module):
 
 
 def test_results_that_nobody_saves_do_not_count(workshop: Workshop) -> None:
-    """All results of a call take 16 MiB, those that last 1.3 MiB: under 4 MiB it runs whole."""
+    """All results of a call take 8 MiB, those that last 0.7 MiB: under 2 MiB it runs whole."""
     field = "host_memory" if workshop.device == "cpu" else "device_memory"
-    pair = workshop.pair(lambda: Model(Shifts), sgd, "host", activations="keep", **{field: "4MiB"})
+    pair = workshop.pair(lambda: Model(Shifts), sgd, "host", activations="keep", **{field: "2MiB"})
     pair.train([data(), data()])
     assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
 
@@ -364,12 +364,12 @@ def test_models_of_transformers(workshop: Workshop) -> None:
     ):
         pair = small(workshop, build=build)
         generator = torch.Generator("cpu").manual_seed(0)
-        tokens = torch.randint(40, (256, 32), generator=generator, device="cpu").to(torch.get_default_device())
+        tokens = torch.randint(40, (128, 32), generator=generator, device="cpu").to(torch.get_default_device())
         pair.train([tokens, tokens], loss_of=lambda model, ids: model(input_ids=ids, labels=ids).loss)
         model: Any = pair.model
         layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
         mlp = layers[0].mlp if layers is not None else model.bert.encoder.layer[0].intermediate
-        assert list(mlp.forward._layers) == [(mlp.forward._tiles(torch.empty(256, 32, 16)), 1)]
+        assert list(mlp.forward._layers) == [(mlp.forward._tiles(torch.empty(128, 32, 16)), 1)]
         assert_same_gradients(pair.model, pair.plain)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.run import layer_state
 from outsize.run.layer_state import SMALL_BUFFER_BYTES
-from tests.conftest import Pair, Workshop, assert_same_gradients, batches, squared_error
+from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, batches, squared_error
 
 REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed.*: pass activations=\"keep\""
 LARGE = SMALL_BUFFER_BYTES // 4 // 16 + 1  # rows of 16 fp32 values
@@ -136,13 +136,19 @@ def check(pair: Pair) -> None:
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    ("layer", "place", "activations"),
+    [
+        (layer, place, ("auto", "recompute")[(row + column) % 2])
+        for row, layer in enumerate(LAYERS)
+        for column, place in enumerate(("host", "disk"))
+    ],
+)
 def test_layers_that_change_their_buffers_train_as_in_torch(
     workshop: Workshop, layer: type[nn.Module], place: str, activations: str
 ) -> None:
     pair = workshop.pair(lambda: Passes(layer), tier=place, activations=activations)
-    pair.train(batches(7))
+    pair.train(batches(5))
     check(pair)
 
 
@@ -220,8 +226,10 @@ def in_place() -> nn.Module:
     return nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(16, 16))
 
 
-@pytest.mark.parametrize("keyword", [None, "input"])
-@pytest.mark.parametrize("activations", ["recompute", "offload", "selective", "auto"])
+@pytest.mark.parametrize(
+    ("keyword", "activations"),
+    [(None, "recompute"), ("input", "offload"), (None, "selective"), ("input", "auto")],
+)
 def test_a_layer_that_changes_its_input_is_refused_in_the_forward(
     workshop: Workshop, keyword: str | None, activations: str
 ) -> None:
@@ -504,20 +512,22 @@ def test_an_interrupted_recomputation_leaves_the_layer_as_it_was(monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at
-@pytest.mark.parametrize("compiled", ["model", "layers"])
+@pytest.mark.parametrize(("compiled", "activations"), [("model", "auto"), ("model", "recompute"), ("layers", "auto")])
 def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: str, device: str) -> None:
+    """Under "auto" the first step computes again."""
     models, losses = [], []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Passes(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())))
     for model in models:
+        ours = model is models[0]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if model is models[0]:
+        if ours:
             places = dict.fromkeys(("params", "grads", "states"), "host")
             outsize.prepare(model, optimizer, device=device, host_memory="64MiB", activations=activations, **places)
-        for layer in model.layers if compiled == "layers" else ():
+        for layer in model.layers if compiled == "layers" and ours else ():
             layer.compile(backend="eager")
-        runner = torch.compile(model, backend="eager") if compiled == "model" else model
+        runner = torch.compile(model, backend="eager") if compiled == "model" and ours else model
         for batch in batches(3):
             losses.append(squared_error(runner, batch))
             losses[-1].backward()
@@ -551,10 +561,10 @@ class WritesToCopy(WritesToSaved):
         return second(hidden)
 
 
-MODES = ("keep", "recompute", "offload", "selective", "auto")
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "tier"),
+    [*zip(("keep", "recompute", "offload", "selective"), TIERS, strict=True), ("auto", "host"), ("keep", "squeezed")],
+)
 def test_what_is_saved_and_written_to_is_an_error_as_in_torch(workshop: Workshop, tier: str, mode: str) -> None:
     data = batches(2)
     fields = {"activations": mode, "activations_tier": "disk", "disk": workshop.disk}
