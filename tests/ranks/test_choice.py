@@ -19,7 +19,7 @@ from outsize.run import choice
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import same_bits, weights_of
 
-WIDTH, DEPTH, ROWS, STEPS = 32, 4, 64, 3
+WIDTH, DEPTH, ROWS, STEPS = 32, 4, 64, 2
 ONCE, TWICE = DEPTH, 2 * DEPTH
 
 
@@ -119,7 +119,7 @@ def with_clocks() -> list[dict[str, Any]]:
     """Under several budgets, where each rank takes another time for everything."""
     ticks = itertools.count(step=1 + 7 * dist.get_rank())
     choice.time = SimpleNamespace(perf_counter=ticks.__next__)  # type: ignore[assignment]
-    rows = [[ROWS, ROWS // 2]] * STEPS
+    rows = [[ROWS, ROWS // 2]] * 3
     return [run(rows, host_memory=memory) for memory in range(1400 << 10, 2000 << 10, 100 << 10)]
 
 
@@ -152,7 +152,7 @@ def test_all_ranks_move_out_what_layers_save(tmp_path: Path) -> None:
 
 def others() -> list[list[int]]:
     """Where ranks cannot choose alike."""
-    same = [[ROWS, ROWS]] * STEPS
+    same = [[ROWS, ROWS]] * 3
     return [
         run(same, speaks=True)["counts"],
         run(same, unused="sync")["counts"],
@@ -164,7 +164,7 @@ def test_where_ranks_cannot_choose_alike_they_compute_again() -> None:
     one, other = run_on_ranks(2, others)
     assert one == other
     speaking, synced, holding = one
-    assert speaking == synced == [TWICE] * STEPS
+    assert speaking == synced == [TWICE] * 3
     assert holding == [TWICE, TWICE, ONCE]
 
 

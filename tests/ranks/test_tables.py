@@ -146,7 +146,7 @@ SMALL = {"host_memory": "640KiB"}
 
 ALIKE = [
     *([Way(optimizer), Way(optimizer, "disk", fields=SMALL)] for optimizer in (rowless, adagrad, rowwise)),
-    [Way(), Way(tier="disk"), Way(tier="disk", fields=SMALL), Way(tier="disk", ahead=True)],
+    [Way(), Way(tier="disk", fields=SMALL), Way(tier="disk", ahead=True)],
     [Way(accumulate=2), Way(accumulate=2, tier="disk")],
     [Way(fields={"stage": 0}), Way(tier="disk", fields={"stage": 0})],
     [Way(tier="device", fields={"stage": 2})],
@@ -154,7 +154,7 @@ ALIKE = [
 """Ways that give the same bits."""
 
 
-@pytest.mark.parametrize(("ranks", "alike"), [(2, ALIKE), (3, [ALIKE[3], *ALIKE[5:]])], ids=["two", "three"])
+@pytest.mark.parametrize(("ranks", "alike"), [(2, ALIKE), (3, [ALIKE[3][:2], *ALIKE[-1:]])], ids=["two", "three"])
 def test_ranks_train_tables_as_plain_torch_does_on_the_whole_batch(
     ranks: int, alike: list[list[Way]], tmp_path: Path
 ) -> None:

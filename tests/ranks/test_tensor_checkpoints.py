@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ import outsize
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.test_tensor_parallel import Way, llama, optimizer_of, prepared, sequence_parallel, tokens, train, whole
 
-TIED = Way(tier="disk", steps=2, tied=True)
+TIED = Way(tier="disk", steps=1, tied=True)
 WAYS = [
     TIED,
-    Way(sequence_parallel, tier="host", steps=2, dtype=torch.bfloat16),
-    Way(stage=2, tier="disk", steps=2, fields_more=(("state_format", "compact"),)),
-    Way(stage=0, tier="device", steps=2),
+    Way(sequence_parallel, tier="host", steps=1, dtype=torch.bfloat16),
+    Way(stage=2, tier="disk", steps=1, fields_more=(("state_format", "compact"),)),
+    Way(stage=0, tier="device", steps=1),
 ]
 
 
@@ -47,10 +46,10 @@ def save_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
     for index, way in enumerate(ways):
         model, optimizer, mesh = prepared(way, disk)
         steps(model, optimizer, way, 0)
-        outsize.save(Path(disk) / f"{index}" / "step-2", model, optimizer, {"step": 2}).wait()
+        outsize.save(Path(disk) / f"{index}" / "saved", model, optimizer, {"step": 1}).wait()
         backward(model, way)
         outsize.save(Path(disk) / f"{index}" / "middle", model, optimizer).wait()
-        steps(model, optimizer, replace(way, steps=1), 2)
+        steps(model, optimizer, way, 1)
         outsize.export(Path(disk) / f"{index}" / "weights", model)
         found.append(values(model, optimizer))
         del model, optimizer, mesh
@@ -61,9 +60,9 @@ def load_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
     found = []
     for index, way in enumerate(ways):
         model, optimizer, mesh = prepared(way, disk)
-        steps(model, optimizer, replace(way, steps=1), 7)  # another place
+        steps(model, optimizer, way, 7)  # another place
         outsize.load(Path(disk) / f"{index}" / "middle", model, optimizer)
-        steps(model, optimizer, replace(way, steps=1), 2)
+        steps(model, optimizer, way, 1)
         found.append(values(model, optimizer))
         del model, optimizer, mesh
     return found
@@ -71,14 +70,30 @@ def load_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
 
 def load(path: str, way: Way, disk: str) -> dict[str, Tensor]:
     model, optimizer, _ = prepared(way, disk)
-    assert outsize.load(path, model, optimizer) == {"step": 2}
+    assert outsize.load(path, model, optimizer) == {"step": 1}
     return values(model, optimizer)
 
 
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+    before: list[list[dict[str, Tensor]]]
+    """What each rank had when it had saved and gone on, by way."""
+    after: list[list[dict[str, Tensor]]]
+    """The same from the checkpoint."""
+    on_one_by_four: list[dict[str, Tensor]]
+    """What ranks of another mesh have loaded of the first way."""
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Tensor]]]]:
-    disk = tmp_path_factory.mktemp("saved")
-    return disk, run_on_ranks(4, save_and_go_on, WAYS, str(disk))
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("saved")
+    calls = (
+        (save_and_go_on, WAYS, str(folder)),
+        (load_and_go_on, WAYS, str(folder)),
+        (load, str(folder / "0" / "saved"), replace(TIED, shape=(1, 4)), str(folder)),
+    )
+    return Saved(folder, *zip(*run_on_ranks(4, in_turn, *calls, limit=120), strict=True))
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -89,22 +104,21 @@ def alone(way: Way, path: Path, disk: Path) -> tuple[nn.Module, torch.optim.Opti
     model = llama(way.dtype, way.tied, way.layers)
     optimizer = optimizer_of(model, way)
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, **dict(way.fields_more))
-    assert outsize.load(path, model, optimizer) == {"step": 2}
+    assert outsize.load(path, model, optimizer) == {"step": 1}
     return model, optimizer
 
 
-def test_going_on_is_exact(saved: Any) -> None:
-    disk, expected = saved
-    for found, wanted in zip(run_on_ranks(4, load_and_go_on, WAYS, str(disk)), expected, strict=True):
+def test_going_on_is_exact(saved: Saved) -> None:
+    for found, wanted in zip(saved.after, saved.before, strict=True):
         for one, other in zip(found, wanted, strict=True):
             assert_same(one, other)
 
 
-def test_other_ranks_load_the_same_bits(saved: Any, tmp_path: Path) -> None:
+def test_other_ranks_load_the_same_bits(saved: Saved, tmp_path: Path) -> None:
     """2 x 2 ranks, then one, 1 x 4, 2 x 1, 1 x 2 with other modules split."""
-    tied, split = (saved[0] / f"{index}" / "step-2" for index in (0, 3))
+    tied, split = (saved.folder / f"{index}" / "saved" for index in (0, 3))
     as_tied, as_split = values(*alone(TIED, tied, tmp_path)), values(*alone(WAYS[3], split, tmp_path))
-    for found in run_on_ranks(4, load, str(tied), replace(TIED, shape=(1, 4)), str(tmp_path)):
+    for found in saved.on_one_by_four:
         assert_same(found, as_tied)
     otherwise = replace(WAYS[3], stage=3, tier="host", parallelize=sequence_parallel, shape=(1, 2))
     calls = [
@@ -119,15 +133,15 @@ def test_other_ranks_load_the_same_bits(saved: Any, tmp_path: Path) -> None:
 def save_again(path: str, way: Way, disk: str) -> None:
     model, optimizer, _ = prepared(way, disk)
     outsize.load(path, model, optimizer)
-    outsize.save(Path(disk) / "again", model, optimizer, {"step": 2}).wait()
+    outsize.save(Path(disk) / "again", model, optimizer, {"step": 1}).wait()
 
 
-def test_optimizer_state_comes_back_through_other_ranks(saved: Any, tmp_path: Path) -> None:
+def test_optimizer_state_comes_back_through_other_ranks(saved: Saved, tmp_path: Path) -> None:
     """One rank, then 2 x 2, then one again: every array of every parameter, with split norms, in bf16 with masters."""
     way = WAYS[1]
-    model, optimizer = alone(way, saved[0] / "1" / "step-2", tmp_path)
+    model, optimizer = alone(way, saved.folder / "1" / "saved", tmp_path)
     first, states = values(model, optimizer), [dict(optimizer.state[param]) for param in model.parameters()]
-    outsize.save(tmp_path / "one", model, optimizer, {"step": 2}).wait()
+    outsize.save(tmp_path / "one", model, optimizer, {"step": 1}).wait()
     place = tmp_path / "disk"
     place.mkdir()
     run_on_ranks(4, save_again, str(tmp_path / "one"), way, str(place))
@@ -141,9 +155,9 @@ def test_optimizer_state_comes_back_through_other_ranks(saved: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_numpy_reads_it(index: int, saved: Any, tmp_path: Path) -> None:
+def test_numpy_reads_it(index: int, saved: Saved, tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("tests.api.numpy_reader")
-    folder = saved[0] / f"{index}" / "step-2"
+    folder = saved.folder / f"{index}" / "saved"
     model, optimizer = alone(replace(WAYS[index], dtype=torch.float32, fields_more=()), folder, tmp_path)
     weights = values(model, optimizer)
     for name, record in json.loads((folder / "manifest.json").read_text())["parameters"].items():
@@ -153,11 +167,10 @@ def test_numpy_reads_it(index: int, saved: Any, tmp_path: Path) -> None:
             assert torch.equal(torch.from_numpy(numpy_reader.array(folder, region)), state[key]), key
 
 
-def test_an_export_opens_in_transformers(saved: Any) -> None:
+def test_an_export_opens_in_transformers(saved: Saved) -> None:
     from transformers import LlamaForCausalLM
 
-    disk, expected = saved
     for index in (0, 1):
-        model = LlamaForCausalLM.from_pretrained(disk / f"{index}" / "weights", dtype=WAYS[index].dtype)
+        model = LlamaForCausalLM.from_pretrained(saved.folder / f"{index}" / "weights", dtype=WAYS[index].dtype)
         for name, param in model.named_parameters():
-            assert torch.equal(param, expected[0][index][name]), name
+            assert torch.equal(param, saved.before[0][index][name]), name

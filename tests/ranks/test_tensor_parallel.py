@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,19 +191,20 @@ def train_parallel(ways: list[Way], disk: str) -> list[tuple[Curve, dict[str, Te
 
 
 WAYS = [
-    Way(stage=0, tier="device"),
-    Way(activations="recompute", tier="disk", tied=True, layers=2),
     Way(accumulate=2, no_sync=True),
     Way(clip=0.0, tier="disk", fields_more=(("update", "backward"),)),
     Way(optimizer="SGD", clip=1e9, stage=2, tier="disk"),
     Way(sequence_parallel, stage=0, tier="device"),
-    Way(sequence_parallel, activations="recompute", tier="disk", layers=2),
-    Way(sequence_parallel, accumulate=2, stage=2),
+    Way(sequence_parallel, activations="recompute", tier="disk", accumulate=2),
     Way(shape=(2, 1, 2)),  # two copies of two tensor-parallel ranks
 ]
+ALONE = Way(shape=(1, 2))
+WAYS_ALONE = [ALONE, replace(ALONE, activations="recompute", tier="disk", tied=True, layers=2)]
+"""Without data parallelism."""
+
 OF_ONE_DTYPE = (
-    [Way(tier=tier) for tier in ("device", "disk")],
-    [Way(tier=tier, dtype=torch.bfloat16) for tier in ("device", "host", "disk")],
+    [ALONE, replace(ALONE, tier="device")],
+    [replace(ALONE, tier=tier, dtype=torch.bfloat16) for tier in ("device", "disk")],
 )
 
 
@@ -215,23 +216,15 @@ def assert_as_plain(found: tuple[Curve, dict[str, Tensor]], expected: tuple[Curv
         torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_a_llama_on_two_by_two_ranks_trains_as_plain_torch_does(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(4, train_parallel, WAYS, str(tmp_path), limit=120)
-    for way, *found in zip(WAYS, *of_ranks, strict=True):
-        expected = plain(way, 2)
-        for each in found:
-            assert_as_plain(each, expected)
-
-
 Found = dict[Any, list[Any]]
 
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of four ranks found, by function; of `train_parallel`, by dtype."""
+    """What each of four ranks found, by function."""
     disk = str(tmp_path_factory.mktemp("four"))
     calls = {
-        **{ways[0].dtype: (train_parallel, ways, disk) for ways in OF_ONE_DTYPE},
+        train_parallel: (train_parallel, WAYS, disk),
         **{function: (function, disk) for function in (read_at_rest, told, build_in_bounded_memory)},
     }
     return dict(zip(calls, zip(*run_on_ranks(4, in_turn, *calls.values(), limit=120), strict=True), strict=True))
@@ -239,19 +232,27 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of two ranks found, by function; of `train_local`, by tier."""
+    """What each of two ranks found, by function; of `train_local`, by tier; of ways of one dtype, by dtype."""
     disk = str(tmp_path_factory.mktemp("two"))
     calls = {
-        train_parallel: (train_parallel, [Way(shape=(1, 2))], disk),
+        train_parallel: (train_parallel, WAYS_ALONE, disk),
+        **{ways[0].dtype: (train_parallel, ways, disk) for ways in OF_ONE_DTYPE},
         **{tier: (train_local, tier, disk) for tier in ("host", "disk")},
         **{function: (function, disk) for function in (refused, empty_part)},
     }
     return dict(zip(calls, zip(*run_on_ranks(2, in_turn, *calls.values()), strict=True), strict=True))
 
 
-def test_every_tier_gives_the_same_bits(of_four: Found) -> None:
+def test_a_llama_on_two_by_two_ranks_trains_as_plain_torch_does(of_four: Found) -> None:
+    for way, *found in zip(WAYS, *of_four[train_parallel], strict=True):
+        expected = plain(way, 2)
+        for each in found:
+            assert_as_plain(each, expected)
+
+
+def test_every_tier_gives_the_same_bits(of_two: Found) -> None:
     for ways in OF_ONE_DTYPE:
-        for (curve, weights), *others in of_four[ways[0].dtype]:
+        for (curve, weights), *others in of_two[ways[0].dtype]:
             for other_curve, other_weights in others:
                 assert curve == other_curve
                 for name, value in weights.items():
@@ -259,8 +260,10 @@ def test_every_tier_gives_the_same_bits(of_four: Found) -> None:
 
 
 def test_tensor_parallel_ranks_alone(of_two: Found) -> None:
-    for each in of_two[train_parallel]:
-        assert_as_plain(each[0], plain(Way(), 1))
+    for way, *found in zip(WAYS_ALONE, *of_two[train_parallel], strict=True):
+        expected = plain(way, 1)
+        for each in found:
+            assert_as_plain(each, expected)
 
 
 def read_at_rest(disk: str) -> list[str]:
@@ -402,7 +405,7 @@ def build_in_bounded_memory(disk: str) -> Curve:
     weight: Any = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
     assert optimizer.state[weight]["exp_avg"].shape == (64, 64)
     expected = whole(optimizer.state[weight]["exp_avg"]).clone()
-    train(model, optimizer, way, lambda step: tokens(step + 2, group))
+    train(model, optimizer, replace(way, steps=1), lambda step: tokens(step + 2, group))
     assert not torch.equal(whole(optimizer.state[weight]["exp_avg"]), expected)
     optimizer.load_state_dict(state)
     assert torch.equal(whole(optimizer.state[weight]["exp_avg"]), expected)

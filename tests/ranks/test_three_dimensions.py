@@ -21,10 +21,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
-from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
+from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import WIDTH, Block
 
-LAYERS, MICRO_BATCHES = 4, 4
+LAYERS, MICRO_BATCHES = 4, 2
 NAMES = ("dp", "tp", "pp")
 Shape = tuple[int, int, int]
 
@@ -111,7 +111,8 @@ def run(shape: Shape, disk: str, name: str = "Schedule1F1B", split: bool = False
     fields = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "512KiB", **fields}
     outsize.prepare(model, optimizer, disk=disk, mesh=mesh, **fields)
     pipe = PipelineStage(model, stage, stages, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = getattr(schedules, name)(pipe, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    parts = max(MICRO_BATCHES, stages)
+    schedule = getattr(schedules, name)(pipe, n_microbatches=parts, loss_fn=nn.functional.mse_loss)
     return Run(model, optimizer, mesh, schedule)
 
 
@@ -160,10 +161,23 @@ def train_and_save(shapes: list[Shape], disk: str) -> list[Any]:
     return found
 
 
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+    before: tuple[Any, ...]
+    """What each rank found when it trained, by shape."""
+    after: tuple[Any, ...]
+    """Its values when it had gone on from the checkpoint, by shape."""
+    by_others: tuple[Any, ...]
+    """What ranks of other shapes have loaded."""
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    disk = tmp_path_factory.mktemp("saved")
-    return disk, run_on_ranks(4, train_and_save, SHAPES, str(disk))
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What saves and what loads runs in the same processes, as to start them takes long."""
+    folder = tmp_path_factory.mktemp("saved")
+    calls = ((train_and_save, SHAPES, str(folder)), (load_and_go_on, str(folder)), (load_and_save, str(folder)))
+    return Saved(folder, *zip(*run_on_ranks(4, in_turn, *calls, limit=120), strict=True))
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -171,10 +185,10 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_three_dimensions_train_as_torch_does_with_one_norm(number: int, saved: Any) -> None:
+def test_three_dimensions_train_as_torch_does_with_one_norm(number: int, saved: Saved) -> None:
     expected, weights = plain(2)
     seen = set()
-    for curve, trained, _ in (every[number] for every in saved[1]):
+    for curve, trained, _ in (every[number] for every in saved.before):
         for (loss, norm), (plain_loss, plain_norm) in zip(curve, expected, strict=True):
             assert loss is None or SHAPES[number][0] > 1 or loss == pytest.approx(plain_loss, rel=1e-6)
             assert norm == pytest.approx(plain_norm, rel=1e-5)
@@ -192,34 +206,42 @@ def alone(path: Path, disk: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def load_and_save(path: str, shape: Shape, disk: str) -> dict[str, Tensor]:
-    here = run(shape, disk)
-    assert outsize.load(path, here.model, here.optimizer) == {"step": 2}
-    outsize.save(Path(disk) / "again", here.model, here.optimizer, {"step": 2}).wait()
-    return values(here.model, here.optimizer)
+OTHERS: list[tuple[int, Shape]] = [(0, (1, 1, 4)), (2, (1, 1, 4)), (1, (4, 1, 1)), (2, (1, 2, 2))]
+"""The number of a shape that saves, and one that loads."""
 
 
-@pytest.mark.parametrize(("number", "shape"), [(0, (1, 1, 4)), (2, (1, 1, 4)), (1, (4, 1, 1)), (2, (1, 2, 2))])
-def test_other_shapes_load_the_same_bits(number: int, shape: Shape, saved: Any, tmp_path: Path) -> None:
+def load_and_save(folder: str) -> list[dict[str, Tensor]]:
+    found = []
+    for at, (number, shape) in enumerate(OTHERS):
+        here = run(shape, folder)
+        path = Path(folder) / f"{number}" / "step-2"
+        assert outsize.load(path, here.model, here.optimizer) == {"step": 2}
+        outsize.save(Path(folder) / f"again-{at}", here.model, here.optimizer, {"step": 2}).wait()
+        found.append(values(here.model, here.optimizer))
+        outsize.release(here.model)
+    return found
+
+
+@pytest.mark.parametrize("at", range(len(OTHERS)))
+def test_other_shapes_load_the_same_bits(at: int, saved: Saved, tmp_path: Path) -> None:
     """Then one rank loads what those have saved: weights, optimizer state, buffers."""
-    path = saved[0] / f"{number}" / "step-2"
-    model, optimizer = alone(path, tmp_path)
+    number, _ = OTHERS[at]
+    model, optimizer = alone(saved.folder / f"{number}" / "step-2", tmp_path)
     expected = values(model, optimizer)
-    for every in saved[1]:
+    for every, found in zip(saved.before, saved.by_others, strict=True):
         assert_same(every[number][1], expected)
+        assert_same(found[at], expected)
     with torch.no_grad():
         model.scale.zero_(), model.layers["3"].last.zero_()
-    for found in run_on_ranks(4, load_and_save, str(path), shape, str(tmp_path)):
-        assert_same(found, expected)
-    outsize.load(tmp_path / "again", model, optimizer)
+    outsize.load(saved.folder / f"again-{at}", model, optimizer)
     assert_same(values(model, optimizer), expected)
     assert model.scale.item() == 1.0 and model.layers["3"].last.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_an_export_holds_all_stages(number: int, saved: Any) -> None:
-    found = load_file(saved[0] / f"{number}" / "weights" / "model.safetensors")
-    for _, trained, _ in (every[number] for every in saved[1]):
+def test_an_export_holds_all_stages(number: int, saved: Saved) -> None:
+    found = load_file(saved.folder / f"{number}" / "weights" / "model.safetensors")
+    for _, trained, _ in (every[number] for every in saved.before):
         assert_same(trained, found)
     assert found.keys() == net().state_dict().keys()
 
@@ -228,7 +250,6 @@ def load_and_go_on(disk: str) -> list[dict[str, Tensor]]:
     found = []
     for number, shape in enumerate(SHAPES):
         here = run(shape, disk)
-        here.step(7)  # another place
         outsize.load(Path(disk) / f"{number}" / "step-2", here.model, here.optimizer)
         here.step(2)
         found.append(values(here.model, here.optimizer))
@@ -236,8 +257,8 @@ def load_and_go_on(disk: str) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_going_on_is_exact(saved: Any) -> None:
-    for found, before in zip(run_on_ranks(4, load_and_go_on, str(saved[0])), saved[1], strict=True):
+def test_going_on_is_exact(saved: Saved) -> None:
+    for found, before in zip(saved.after, saved.before, strict=True):
         for one, (_, _, expected) in zip(found, before, strict=True):
             assert_same(one, expected)
 
@@ -395,7 +416,18 @@ def test_gradients_that_a_script_sets_or_sees_have_one_norm(tmp_path: Path) -> N
         assert found[1::3] == pytest.approx(first[1::3])
 
 
-def bad_stages(kind: str, disk: str) -> None:
+def bad_stages(disk: str) -> dict[str, str]:
+    """What is said to each kind."""
+    said = {}
+    for kind in BAD:
+        try:
+            prepare_bad_stages(kind, disk)
+        except ValueError as error:
+            said[kind] = str(error)
+    return said
+
+
+def prepare_bad_stages(kind: str, disk: str) -> None:
     if kind == "shared":
         two_stages(with_head, lambda: net(1, 2), disk)
     elif kind == "empty":
@@ -415,19 +447,19 @@ def bad_stages(kind: str, disk: str) -> None:
         outsize.save(Path(disk) / "saved", model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("shared", "ranks 0 and 1 both have the parameter 'head.weight'"),
-        ("empty", "has no parameters"),
-        ("frozen", "stage of rank 0 has no trainable parameter"),
-        ("options", "lr of group 0 is 0.1 on rank 0 and 1.1 on rank 1"),
-        ("update", "a step of a pipeline has several"),
-        ("buffer", "another shape or dtype, 'mask'"),
-        ("budget", "host_memory"),
-        ("by place", "several have a parameter '0.norm.weight'"),
-    ],
-)
-def test_stages_that_cannot_be_are_refused_on_every_rank(kind: str, words: str, tmp_path: Path) -> None:
-    for end in ends_on_ranks(2, bad_stages, kind, str(tmp_path)):
-        assert end.kind in ("ValueError", "BudgetError") and words in str(end.error), end.trace
+BAD = {
+    "shared": "ranks 0 and 1 both have the parameter 'head.weight'",
+    "empty": "has no parameters",
+    "frozen": "stage of rank 0 has no trainable parameter",
+    "options": "lr of group 0 is 0.1 on rank 0 and 1.1 on rank 1",
+    "update": "a step of a pipeline has several",
+    "buffer": "another shape or dtype, 'mask'",
+    "budget": "host_memory",
+    "by place": "several have a parameter '0.norm.weight'",
+}
+
+
+def test_stages_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> None:
+    for said in run_on_ranks(2, bad_stages, str(tmp_path)):
+        for kind, words in BAD.items():
+            assert words in said[kind], kind
