@@ -80,6 +80,7 @@ BROKEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "another gradient": lambda model, _: setattr(model.head.weight, "grad", torch.ones(4, 16)),
     "zero_grad(set_to_none=False)": lambda model, _: model.zero_grad(set_to_none=False),
     "zero_grad": lambda model, _: model.zero_grad(),
+    "other weights": lambda model, _: model.load_state_dict({"head.weight": torch.ones(4, 16)}, strict=False),
     "two steps": lambda _, optimizer: optimizer.step(),
     "zero_grad and backward before step": lambda model, _: (
         model.zero_grad(),

@@ -50,6 +50,9 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         return
     engine = prepared.engine
     units = list(dict.fromkeys(engine.parameters.unit_of(param)[0] for param in params))
+    if modify and prepared.stepper is not None:
+        for unit in units:
+            prepared.stepper.expect_stepped(unit)
     with engine.hold(units, modify):
         before = {unit: _exact_before(unit) for unit in units} if modify else {}
         shown = _show_gradients(prepared, params) if grads else {}

@@ -84,8 +84,9 @@ class Stepper:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if unit in self._applied:
                 raise RuntimeError(
-                    f"a second backward reached {unit.name!r} before optimizer.step(): with update='backward' every "
-                    f"backward is a step; use update='fetch' (the default) to accumulate gradients"
+                    f"a second backward reached {unit.name!r} before optimizer.step(): with update='backward' the "
+                    f"first one was applied already; call step() after each, or use update='fetch' (the default) to "
+                    f"accumulate gradients or to throw some away"
                 )
             if not self._applied:
                 self.state.take()
@@ -124,6 +125,14 @@ class Stepper:
     def awaits_step(self, unit: Unit) -> bool:
         """Whether a backward has applied the unit's gradients and `step` was not called yet."""
         return unit in self._applied
+
+    def expect_stepped(self, unit: Unit) -> None:
+        """Raise before the unit's weights are written to where torch would update what was written."""
+        if self.awaits_step(unit):
+            raise RuntimeError(
+                f"the weights of {unit.name!r} cannot be written to between backward() and step(): with "
+                f"update='backward' they were updated already; call step() first, or use update='fetch' (the default)"
+            )
 
     def mark(self, factor: float) -> None:
         """Mark the update of every parameter that has a gradient, a loss scale's `factor` taken out. Raises, with
