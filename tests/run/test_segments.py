@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 def data() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator("cpu").manual_seed(3)
-    pairs = [torch.randn(2, ROWS, WIDTH, generator=generator, device="cpu") for _ in range(4)]
+    pairs = [torch.randn(2, ROWS, WIDTH, generator=generator, device="cpu") for _ in range(3)]
     return [(each[0].to(torch.get_default_device()), each[1].to(torch.get_default_device())) for each in pairs]
 
 
