@@ -221,8 +221,7 @@ def test_gradients_are_read_inside_gathered(workshop: Workshop, tier: str) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("modify", [False, True])
+@pytest.mark.parametrize(("modify", "inside"), [(False, False), (False, True), (True, False)])
 def test_looking_at_gradients_on_disk_loses_none_of_them(
     workshop: Workshop, modify: bool, inside: bool, dtype: torch.dtype
 ) -> None:
@@ -241,7 +240,7 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
             with outsize.gathered(block.up.weight, grads=True, modify=modify):
                 block.up.weight.grad.norm()
             with outsize.gathered(model, grads=True, modify=modify):
-                if inside and not modify:
+                if inside:
                     squared_error(model, batch).backward(inputs=[model.head.weight, block.down.bias])
                 else:
                     [param.grad.norm() for param in model.parameters()]

@@ -308,7 +308,7 @@ MODELS = [
 @pytest.mark.parametrize("tier", ["device", "disk", "squeezed"])
 def test_it_trains_as_in_torch(workshop: Workshop, tier: str, build: type[nn.Module]) -> None:
     pair = workshop.pair(build, lambda m: torch.optim.AdamW(m.parameters(), lr=3e-3, eps=1e-4), tier)
-    pair.train(batches(4, SHAPES.get(build, 16)), rel=2e-6, clip=1.0)
+    pair.train(batches(3, SHAPES.get(build, 16)), rel=2e-6, clip=1.0)
     for mine, theirs in zip(pair.model.buffers(), pair.plain.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -332,7 +332,7 @@ def test_evaluation_between_steps_sees_the_weights_after_the_last_step(
 ) -> None:
     pair = workshop.pair(build, lambda m: torch.optim.AdamW(m.parameters(), lr=3e-3, eps=1e-4), "squeezed")
     width = SHAPES.get(build, 16)
-    for index, batch in enumerate(batches(3, width)):
+    for index, batch in enumerate(batches(2, width)):
         outs = []
         for model, optimizer in pair.both:
             squared_error(model, batch).backward()

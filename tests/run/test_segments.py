@@ -13,7 +13,7 @@ import outsize
 from outsize.planning.choice import segment_length
 from tests.conftest import TIERS, Workshop, assert_same_gradients
 
-DEPTH, WIDTH, ROWS = 36, 16, 1024
+DEPTH, WIDTH, ROWS = 24, 16, 1024
 
 
 class Layer(nn.Module):
@@ -100,7 +100,7 @@ def test_far_fewer_inputs_stay(workshop: Workshop) -> None:
 
 def test_auto_makes_them_where_inputs_do_not_fit(workshop: Workshop) -> None:
     name = "host_memory" if workshop.device == "cpu" else "device_memory"
-    pair = workshop.pair(Deep, sgd, "host", **{name: "2560KiB"})
+    pair = workshop.pair(Deep, sgd, "host", **{name: "1792KiB"})
     pair.train(data())
     after, most = of_step(pair.model, data()[0])
     assert after <= DEPTH // 2 + 1

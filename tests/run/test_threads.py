@@ -35,7 +35,7 @@ def beside(pair: Pair, action: Callable[[], Any], times: int = 5) -> list[Any]:
 
     thread = threading.Thread(target=act)
     thread.start()
-    data = batches(40)
+    data = batches(20)
     expected = train(pair.plain, pair.plain_optimizer, data, clip=1.0)
     train(pair.model, pair.optimizer, data, clip=1.0).close_to(expected)
     thread.join()
@@ -46,7 +46,7 @@ def test_weights_gathered_in_another_thread_are_those_of_one_step(workshop: Work
     pair = workshop.pair(tier=tier)
     reference = workshop.pair(tier="disk")
     known = [weights(reference.model)]
-    for batch in batches(40):
+    for batch in batches(20):
         train(reference.model, reference.optimizer, [batch], clip=1.0)
         known.append(weights(reference.model))
     for found in beside(pair, lambda: weights(pair.model)):
