@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import re
@@ -180,6 +181,15 @@ class Slow(nn.Module):
 
 
 TOOK: list[float] = []
+
+
+def test_a_plan_leaves_no_weights_in_memory() -> None:
+    model = nn.Linear(6, 7)
+    for _ in range(2):
+        outsize.plan(model, example=torch.randn(2, 6), host_memory="1GiB", device="cpu")
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and each.shape == (7, 6)]
+    assert len(alive) == 1 and alive[0] is model.weight
 
 
 def test_a_plan_of_this_machine_times_a_step_and_leaves_no_trace() -> None:

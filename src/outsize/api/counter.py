@@ -98,6 +98,11 @@ class Counter:
         self._alive = {each.untyped_storage()._cdata: 0 for each in self._held}
         self._lap = time.perf_counter()
 
+    def let_go(self) -> None:
+        """The step is over. The collector does not see that twins hold the counter, by their hooks."""
+        self._held = []
+        self._results = {}
+
     def around(self, run: Callable[[], Any], describe: Callable[[Any], Operation | None]) -> Any:
         out = run()
         operation = describe(out)
@@ -365,6 +370,7 @@ class _Hooks:
             self._handles.append(module.register_forward_hook(after))
 
     def __exit__(self, *_: object) -> None:
+        self._counter.let_go()
         for handle in self._handles:
             handle.remove()
         for each, before in self._before:  # tensors without memory must not stay in a cache of the model
