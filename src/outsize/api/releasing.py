@@ -27,8 +27,8 @@ def release(model: nn.Module) -> None:
     same one. The run's files on disk are removed. An update that is still owed runs first.
 
     With a 16-bit `compute_dtype` the parameters are the rounded weights, and what completes the fp32 masters goes: take
-    `optimizer.state_dict()` before, which has them, and load it after the next `outsize.prepare`. With `delayed_update` the
-    gradients of the last step go, which the next step would have applied.
+    `optimizer.state_dict()` before, which has them, and load it after the next `outsize.prepare`. With `delayed_update`
+    the gradients of the last step go, which the next step would have applied.
 
     Every rank calls it, and each gets the whole values. Raises `ValueError`, with nothing changed, for a model that is
     not prepared and where memory does not hold all values at once; `RuntimeError` inside a forward or a `gathered`
