@@ -79,13 +79,17 @@ def split(files: Sequence[Path], held_out_part: float = 0.05) -> tuple[list[Piec
     return [piece for piece in pieces if piece not in held_out], [piece for piece in pieces if piece in held_out]
 
 
+def is_there(folder: Path) -> bool:
+    return (folder / HELD_OUT).exists()  # written last
+
+
 def prepare(folder: Path, text: Sequence[str], tokenizer: str | None, vocabulary: int) -> None:
     """Leave the tokenizer and the tokens in the folder, unless they are there.
 
     A tokenizer is trained unless one is given. One with more tokens than the model's `vocabulary` is refused. A process
     of its own does the work, so that its memory is not the run's.
     """
-    if (folder / HELD_OUT).exists():  # written last
+    if is_there(folder):
         return
     parts = split(text_files(text) if text else standard_library())
     folder.mkdir(parents=True, exist_ok=True)

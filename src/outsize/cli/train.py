@@ -133,7 +133,8 @@ class _Run:
         return {"disk": str(self.folder / "disk"), **options.config_fields(self.wanted)}
 
     def _prepare_folder(self, config: Any, ranks: int, tokenizer: str | None) -> None:
-        corpus.text_files(self.wanted.text or ())  # what is missing is told before the plan
+        if not corpus.is_there(self.folder / "corpus"):
+            corpus.text_files(self.wanted.text or ())  # a file that is missing is told before the plan
         (self.folder / "disk").mkdir(parents=True, exist_ok=True)
         model = models.on_meta(config)
         print(outsize.plan(model, torch.optim.AdamW(model.parameters()), ranks=ranks, **self.fields()), flush=True)
