@@ -50,6 +50,8 @@ TESTS_AT_ONCE = 8
 
 EVERY_TIER = (
     *("tests/run/test_parity.py::test_twenty", "tests/run/test_parity.py::test_bf16_weights"),
+    *("tests/run/test_parity.py::test_parameters_", "tests/run/test_parity.py::test_gradients_that_exist"),
+    *("tests/run/test_parity.py::test_a_loaded_state_dict",),
     *("tests/run/test_same_bits", "tests/integrations"),
 )
 """Where each case runs on each tier."""

@@ -142,7 +142,9 @@ def test_importing_outsize_imports_nothing_and_asking_for_help_leaves_the_extras
 import sys, outsize
 assert "torch" not in sys.modules and "outsize.api" not in sys.modules
 import outsize.optim, outsize.planning.layout  # in any order: a name stays what it is
-assert callable(outsize.plan) and outsize.optim.Lion and "plan" in dir(outsize)
+outsize.load = "what somebody has set"
+assert callable(outsize.plan) and outsize.optim.Lion and "plan" in dir(outsize) and not hasattr(outsize, "plans")
+assert outsize.load == "what somebody has set"
 import outsize.cli as c; c.build_parser(); print([name for name in {rooms} if name in sys.modules])
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

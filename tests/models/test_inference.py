@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import outsize
 from tests.conftest import Workshop, prepared
@@ -147,3 +148,16 @@ def test_a_backward_without_an_optimizer_still_gives_gradients(workshop: Worksho
     param = model.get_parameter(name)
     with outsize.gathered(param, grads=True):
         torch.testing.assert_close(param.grad, expected)
+
+
+def test_units_are_smaller_where_weights_stream_and_nothing_is_updated(workshop: Workshop) -> None:
+    """So less is at work at once, and more weights stay in memory."""
+    units = {}
+    for memory in ("6MiB", "64MiB"):
+        blocks = (nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(16))  # 0.5 MiB each
+        model = nn.Sequential(*blocks)
+        outsize.prepare(model, host_memory=memory, disk=workshop.disk, device="cpu")
+        units[memory] = [unit.name for unit in outsize.plan(model).units]
+        workshop.watch(model)
+    assert units["6MiB"][:3] == ["0.0", "0.1", "1.0"]
+    assert units["64MiB"][:3] == ["0", "1", "2"]

@@ -153,7 +153,7 @@ def test_stages_at_rest_train_as_torch_does_under_every_schedule(
     elif name not in (SINGLE[1], SEVERAL[0], SEVERAL[-1]):
         pytest.skip("with --every-tier")
     else:
-        places = [DISK]
+        places = [DEVICE, DISK] if name == SEVERAL[0] else [DISK]
     assert_as_plain(run_on_ranks(ranks, train_in, name, places, str(tmp_path)))
 
 

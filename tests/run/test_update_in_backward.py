@@ -116,6 +116,9 @@ def test_saving_between_backward_and_step_is_refused(workshop: Workshop) -> None
     pair.optimizer.step()
     outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
     again = workshop.pair(tier="host", update="backward")
+    squared_error(again.model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"cannot be written to between backward\(\) and step\(\)"):
+        outsize.load(workshop.disk.parent / "ckpt", again.model)
     outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
     pair.optimizer.zero_grad()
     expected = train(pair.model, pair.optimizer, batches(3)).losses

@@ -36,7 +36,7 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
     `modify` need all of them at any stage, and changes that differ are a `ValueError` on all, which ends the run. A
     pending update of the parameters runs first, so the values are those after the last `optimizer.step()`. Memory: the
     units of the target, above the budget if need be. Raises `ValueError` for parameters of a model that is not
-    prepared.
+    prepared, and `RuntimeError` with `modify` between a backward that updates (`update="backward"`) and its step.
 
     >>> with outsize.gathered(model):
     ...     norm = model.head.weight.norm().item()
@@ -51,8 +51,7 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
     engine = prepared.engine
     units = list(dict.fromkeys(engine.parameters.unit_of(param)[0] for param in params))
     if modify and prepared.stepper is not None:
-        for unit in units:
-            prepared.stepper.expect_stepped(unit)
+        prepared.stepper.expect_stepped(params)
     with engine.hold(units, modify):
         before = {unit: _exact_before(unit) for unit in units} if modify else {}
         shown = _show_gradients(prepared, params) if grads else {}

@@ -163,6 +163,9 @@ def _gathered_anew(prepared: Prepared) -> Iterator[None]:
 
 def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Live:
     """What is to be filled."""
+    if optimizer is None and prepared.stepper is not None:
+        for unit in prepared.engine.parameters.units:
+            prepared.stepper.expect_stepped(unit.parameters.values())
     whole_shapes = {name: tuple(param.shape) for name, param in prepared.placed.parameters.items()}
     slots = (slot for unit in prepared.engine.parameters.units for slot in unit.shard.whole.slots)
     parameters = {slot.name: (whole_shapes[slot.name], DTYPES[slot.dtype]) for slot in slots}

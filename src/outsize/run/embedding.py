@@ -103,10 +103,11 @@ class Table:
 
     def check(self, ids: torch.Tensor) -> None:
         """Raises `IndexError` for ids outside the table."""
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.count:
+        least, most = torch.stack(torch.aminmax(ids)).tolist() if ids.numel() else (0, 0)
+        if not 0 <= least <= most < self.count:
             raise IndexError(
-                f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from "
-                f"{int(ids.min())} to {int(ids.max())}"
+                f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from {least} to "
+                f"{most}"
             )
 
     def rows_for(self, ids: torch.Tensor, padding: int | None) -> _Fetched:
@@ -186,10 +187,12 @@ def look_up(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     table = engine.tables.get(id(given["weight"]))
     if table is None or torch._C._functorch.peek_interpreter_stack() is not None:
         return NotImplemented
+    is_whole = table.unit.current
+    if not is_whole:
+        engine.check_use(table.param, func.__name__)
     table.check(given["input"])
-    if table.unit.current:
+    if is_whole:
         return NotImplemented
-    engine.check_use(table.param, func.__name__)
     if not given.get("sparse", False) and torch.is_grad_enabled() and table.param.requires_grad:
         raise RuntimeError(
             f"table {table.name!r} is an embedding with sparse=True, and {func.__name__} without sparse=True would "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -126,13 +126,15 @@ class Stepper:
         """Whether a backward has applied the unit's gradients and `step` was not called yet."""
         return unit in self._applied
 
-    def expect_stepped(self, unit: Unit) -> None:
-        """Raise before the unit's weights are written to where torch would update what was written."""
-        if self.awaits_step(unit):
-            raise RuntimeError(
-                f"the weights of {unit.name!r} cannot be written to between backward() and step(): with "
-                f"update='backward' they were updated already; call step() first, or use update='fetch' (the default)"
-            )
+    def expect_stepped(self, params: Iterable[torch.Tensor]) -> None:
+        """Raise before weights are written to where torch would update what was written."""
+        for param in params:
+            unit, slot = self._parameters.unit_of(param)
+            if slot.name in self._applied.get(unit, {}):
+                raise RuntimeError(
+                    f"{slot.name!r} cannot be written to between backward() and step(): with update='backward' it was "
+                    f"updated already; call step() first, or use update='fetch' (the default)"
+                )
 
     def mark(self, factor: float) -> None:
         """Mark the update of every parameter that has a gradient, a loss scale's `factor` taken out. Raises, with
