@@ -135,6 +135,18 @@ def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Red
         )
 
 
+def check_finite_in_backward(unit: Unit, pending: Pending, applied: dict[Unit, Pending], count: int) -> None:
+    """Raises before an update in the backward, with `applied`, those before it, forgotten. `count`: of all units."""
+    if bad := not_finite({unit: pending}):
+        updated = len(applied)
+        applied.clear()
+        raise FloatingPointError(
+            f"the gradient of {bad[0]!r} is not finite; with update='backward' the units before it in the backward were "
+            f"updated already ({updated} of {count}). Load the last checkpoint, or use update='fetch' (the default), "
+            f"where such a step changes nothing"
+        )
+
+
 def average_rows(pendings: Mapping[Unit, Pending], reduction: Reduction) -> None:
     """The update of a table that is split is by the mean over the ranks, of the rows that rest here. Blocks."""
     for unit, pending in pendings.items():

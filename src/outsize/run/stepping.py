@@ -20,10 +20,10 @@ from outsize.run.state import OptimizerState
 from outsize.run.step_record import (
     average_rows,
     check_finite,
+    check_finite_in_backward,
     check_masters,
     check_promises,
     hyper_of,
-    not_finite,
     owed_to,
     told,
     unscale,
@@ -100,23 +100,12 @@ class Stepper:
             if not pending:
                 return False
             self.make_room(unit, pending)
-            self._check_finite_in_backward(unit, pending)
+            check_finite_in_backward(unit, pending, self._applied, len(self._parameters.units))
             for name in pending:
                 unit.parameters[name].grad.spent = True  # type: ignore[union-attr]
             self._applied[unit] = pending
             self._note(unit, pending)
             return self._streamer.update_now(unit, pending)
-
-    def _check_finite_in_backward(self, unit: Unit, pending: Pending) -> None:
-        bad = not_finite({unit: pending})
-        if bad:
-            updated = len(self._applied)
-            self.forget()
-            raise FloatingPointError(
-                f"the gradient of {bad[0]!r} is not finite; with update='backward' the units before it in the backward "
-                f"were updated already ({updated} of {len(self._parameters.units)}). Load the last checkpoint, or use "
-                f"update='fetch' (the default), where such a step changes nothing"
-            )
 
     def forget(self) -> None:
         """The state was replaced as a whole: nothing awaits a step."""
