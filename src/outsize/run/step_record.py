@@ -141,9 +141,9 @@ def check_finite_in_backward(unit: Unit, pending: Pending, applied: dict[Unit, P
         updated = len(applied)
         applied.clear()
         raise FloatingPointError(
-            f"the gradient of {bad[0]!r} is not finite; with update='backward' the units before it in the backward were "
-            f"updated already ({updated} of {count}). Load the last checkpoint, or use update='fetch' (the default), "
-            f"where such a step changes nothing"
+            f"the gradient of {bad[0]!r} is not finite; with update='backward' the units before it in the backward "
+            f"were updated already ({updated} of {count}). Load the last checkpoint, or use update='fetch' (the "
+            f"default), where such a step changes nothing"
         )
 
 
