@@ -103,7 +103,7 @@ class Table:
 
     def check(self, ids: torch.Tensor) -> None:
         """Raises `IndexError` for ids outside the table."""
-        least, most = torch.stack(torch.aminmax(ids)).tolist() if ids.numel() else (0, 0)
+        least, most = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
         if not 0 <= least <= most < self.count:
             raise IndexError(
                 f"table {self.name!r} has the rows 0 to {self.count - 1}, and the batch asks for ids from {least} to "
