@@ -13,6 +13,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import hypothesis
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import outsize
 import tests.seeds  # noqa: F401
@@ -34,6 +36,7 @@ TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
+DEVICES = ("sim", "cuda")
 
 torch.set_num_threads(1)  # tiny tensors: more threads only cost
 hypothesis.settings.register_profile("outsize", deadline=None)  # other work may hold up any example
@@ -64,13 +67,13 @@ SIMULATED_ON_EVERY_TIER = ("tests/accelerator", "tests/run/test_same_bits")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=("cpu", "sim"), help="where the models of the tests compute")
+    parser.addoption("--device", default="cpu", choices=("cpu", *DEVICES), help="where the models of the tests compute")
     parser.addoption("--every-tier", action="store_true", help="each case, on each tier; else in turns")
     parser.addoption("--workers", default=1, type=int, help="how many processes run tests; see tests/workers.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = config.getoption("--device") == "sim"
+    wanted = config.getoption("--device") in DEVICES
     if not config.getoption("--every-tier"):
         items[:] = (
             _take_turns(_one_of_each(items), SIMULATED_ON_EVERY_TIER) if wanted else _take_turns(items, EVERY_TIER)
@@ -125,7 +128,7 @@ def _queues(items: list[pytest.Item]) -> tuple[list[range], list[range]]:
 
 
 def _left_out(item: pytest.Item) -> str | None:
-    """Why a test does not run on the simulated device."""
+    """Why a test does not run on an accelerator."""
     if item.nodeid.startswith(DEVICE_ALONE) and any(f"[{tier}" in item.nodeid for tier in AT_REST_TIERS):
         return "computes its updates on the CPU, as without the device"
     return next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
@@ -167,8 +170,23 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if chosen == "cpu" or request.node.nodeid.startswith("tests/accelerator/"):  # which choose for themselves
         yield "cpu"
         return
-    with simulator.switched_on("hold"), torch.device(chosen):
+    with simulator.switched_on("hold") if chosen == "sim" else nullcontext(), torch.device(chosen), _DrawnOnCpu():
         yield chosen
+
+
+class _DrawnOnCpu(TorchFunctionMode):
+    """What a generator of the CPU draws lies on the default device nevertheless."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn_by = kwargs.get("generator")
+        if drawn_by is None or drawn_by.device.type != "cpu" or "device" in kwargs or _tensors_of(args):
+            return func(*args, **kwargs)
+        return func(*args, **kwargs, device="cpu").to(torch.get_default_device())
+
+
+def _tensors_of(values: Any) -> list[Tensor]:
+    return [each for each in values if isinstance(each, Tensor)]
 
 
 @pytest.fixture
@@ -433,7 +451,7 @@ def random_state() -> Tensor:
 
 def forget_last_graph() -> None:
     """The threads on which torch runs a backward keep its graph until the next one, here after an error."""
-    for place in ["cpu", *(["sim"] if torch.accelerator.is_available() else [])]:
+    for place in ["cpu", *([torch.accelerator.current_accelerator()] if torch.accelerator.is_available() else [])]:
         torch.ones((), requires_grad=True, device=place).backward()
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import outsize
+from outsize.run import selective
 from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, squared_error, train, weights
 
 MODES: dict[str, dict[str, Any]] = {
@@ -82,6 +83,29 @@ def test_no_mode_changes_a_bit(workshop: Workshop, tier: str) -> None:
             trace, model = trained(workshop, tier, build, **fields)
             assert trace == expected, name
             assert all(torch.equal(value, wanted[key]) for key, value in weights(model).items()), name
+
+
+def test_a_kept_result_that_drew_random_numbers_leaves_them_to_those_after_it(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the fused attention of a GPU does, which draws its own dropout."""
+    kept = selective._KEPT_OPERATIONS | {torch.ops.aten.native_dropout}
+    monkeypatch.setattr(selective, "_KEPT_OPERATIONS", kept)
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            dropped = torch.native_dropout(torch.tanh(self.up(x)), 0.5, True)[0]
+            return self.down(torch.rand_like(dropped) * dropped)
+
+    build = lambda: nn.Sequential(Dropping())  # noqa: E731
+    fields = {"units": [Dropping]}
+    expected, _ = trained(workshop, "host", build, batches(3), activations="keep", **fields)
+    found, _ = trained(workshop, "host", build, batches(3), activations="selective", **fields)
+    assert found == expected
 
 
 @pytest.mark.parametrize("mode", [name for name in MODES if "parts" in name])

@@ -359,10 +359,10 @@ class _Loss:
 
     def divisor(self, target: torch.Tensor) -> torch.Tensor:
         """The mean is the sum over this."""
-        kept = target[target != self.ignore_index]
+        kept = target != self.ignore_index
         if self.weight is None:
-            return torch.tensor(kept.numel(), dtype=self.dtype, device=target.device)
-        return self.weight[kept].sum()
+            return kept.sum().to(self.dtype)
+        return torch.where(kept, self.weight[torch.where(kept, target, 0)], 0).sum()
 
 
 class _SumOfLosses(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from outsize.run.costs import Measurement
 from outsize.run.layer_state import version_of
+from outsize.run.parts import Random
 
 _KEPT_OPERATIONS = frozenset(
     getattr(torch.ops.aten, name)
@@ -47,7 +48,9 @@ _UNTRACKED = frozenset(
 class _Result:
     """What an operation gave, and whether it is that still."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, random: Random | None) -> None:
+        """`random`: the random numbers after an operation that drew some."""
+        self._random = random
         leaves, self._spec = tree_flatten(value)
         self._leaves = [_alias(each) if isinstance(each, torch.Tensor) else each for each in leaves]
         self._watched: list[tuple[torch.Tensor, int]] = []
@@ -66,6 +69,8 @@ class _Result:
         return any(version_of(each) != version for each, version in self._watched)
 
     def value(self) -> Any:
+        if self._random is not None:  # what draws next draws what it drew
+            self._random.restore()
         return tree_unflatten(
             [_alias(each) if isinstance(each, torch.Tensor) else each for each in self._leaves], self._spec
         )
@@ -92,9 +97,11 @@ class _Keeping(TorchDispatchMode):
         self._by_storage: dict[int, _Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_kept = _packet(func) in _KEPT_OPERATIONS
+        before = Random(args) if is_kept and torch.Tag.nondeterministic_seeded in func.tags else None
         value = func(*args, **(kwargs or {}))
-        if _packet(func) in _KEPT_OPERATIONS:
-            result = _Result(value)
+        if is_kept:
+            result = _Result(value, Random(args) if before is not None and before.is_drawn() else None)
             self._kept.setdefault(func, []).append(result)
             self._by_storage |= dict.fromkeys(result.storages, result)
         elif _packet(func) in _UNTRACKED:
