@@ -178,7 +178,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with stops() as places:
         train(options.steps)
     result["stops"] = dict(places)
-    result["predicted"] = predicted(name, options) if name in PLACES else 0.0
+    result["predicted"] = predicted(name, options) if name in PLACES and not options.quick else 0.0
+    if options.quick:
+        return {**result, "kernel_share": 0.0}
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         train(options.steps + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -248,6 +250,7 @@ def main() -> int:
     parser.add_argument("--host-memory", default="64GiB")
     parser.add_argument("--device-memory", default="16GiB")
     parser.add_argument("--traces", help="keep the profiles of torch in this directory")
+    parser.add_argument("--quick", action="store_true", help="no plan, no profile")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -258,7 +261,8 @@ def main() -> int:
         return 0
     there = importlib.util.find_spec("deepspeed") is not None
     names = options.names or [name for name in MAKERS if there or "deepspeed" not in name]
-    outsize.probe(disk=options.disk)
+    if not options.quick:
+        outsize.probe(disk=options.disk)
     print(machine(), torch.cuda.get_device_name())
     print("| trained by | tokens/s | step | plan | update | kernels run | stops | device memory | process |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -283,7 +287,8 @@ def passed(options: argparse.Namespace) -> list[str]:
     """The options of a child."""
     names = ("layers", "hidden", "batch", "length", "steps", "host_memory", "device_memory", "traces")
     chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [*words, "--quick"] if options.quick else words
 
 
 if __name__ == "__main__":

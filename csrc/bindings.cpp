@@ -228,11 +228,19 @@ void bind_kernels(nb::module_& m) {
         "address"_a, "dtype"_a, "numel"_a, "threads"_a = 1, Release());
     m.def(
         "accumulate",
-        [](std::uintptr_t dst, std::uintptr_t src, int src_dtype, std::size_t numel, double scale) {
+        [](std::uintptr_t dst, std::uintptr_t src, int src_dtype, std::size_t numel, double scale, int threads) {
+            expect_threads(threads);
             accumulate(required<float>(dst, numel, "dst"), required<void>(src, numel, "src"),
-                       dtype_of(src_dtype, "src_dtype"), numel, static_cast<float>(scale));
+                       dtype_of(src_dtype, "src_dtype"), numel, static_cast<float>(scale), threads);
         },
-        "dst"_a, "src"_a, "src_dtype"_a, "numel"_a, "scale"_a = 1.0, Release());
+        "dst"_a, "src"_a, "src_dtype"_a, "numel"_a, "scale"_a = 1.0, "threads"_a = 1, Release());
+    m.def(
+        "copy",
+        [](std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes, int threads) {
+            expect_threads(threads);
+            copy(required<void>(dst, nbytes, "dst"), required<void>(src, nbytes, "src"), nbytes, threads);
+        },
+        "dst"_a, "src"_a, "nbytes"_a, "threads"_a = 1, Release());
     m.def(
         "split_master",
         [](std::uintptr_t master, std::uintptr_t bf16, std::uintptr_t remainder, std::size_t numel) {

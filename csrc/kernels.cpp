@@ -1,5 +1,6 @@
 // Which instruction set is in use, and the kernels that need nothing but its loops.
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "loops.hpp"
@@ -52,6 +53,19 @@ void use_instruction_set(const std::string& name) {
     throw std::invalid_argument("name is '" + name + "', which is no instruction set of this processor");
 }
 
+// Calls work(first, count) for parts of [0, size) that begin at multiples of kBlock, on so many threads at most.
+template <class Work>
+static void in_blocks(std::size_t size, int threads, const Work& work) {
+    constexpr std::size_t kBlock = 1 << 16;
+    const std::size_t blocks = (size + kBlock - 1) / kBlock;
+    const std::size_t parts = std::clamp<std::size_t>(blocks, 1, static_cast<std::size_t>(threads));
+    run_parts(static_cast<int>(parts), [&](int part) {
+        const std::size_t first = blocks * static_cast<std::size_t>(part) / parts * kBlock;
+        const std::size_t end = std::min(blocks * (static_cast<std::size_t>(part) + 1) / parts * kBlock, size);
+        if (first < end) work(first, end - first);
+    });
+}
+
 double squared_norm(const void* values, DType dtype, std::size_t numel, int threads) {
     const auto loop = loops().squared_norm[static_cast<std::size_t>(dtype)];
     const std::size_t itemsize = dtype == DType::kFloat32 ? 4 : 2;
@@ -69,8 +83,18 @@ double squared_norm(const void* values, DType dtype, std::size_t numel, int thre
     return total;
 }
 
-void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale) {
-    loops().accumulate[static_cast<std::size_t>(dtype)](destination, source, numel, scale);
+void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale, int threads) {
+    const auto loop = loops().accumulate[static_cast<std::size_t>(dtype)];
+    const std::size_t itemsize = dtype == DType::kFloat32 ? 4 : 2;
+    in_blocks(numel, threads, [&](std::size_t first, std::size_t count) {
+        loop(destination + first, static_cast<const char*>(source) + first * itemsize, count, scale);
+    });
+}
+
+void copy(void* destination, const void* source, std::size_t nbytes, int threads) {
+    in_blocks(nbytes, threads, [&](std::size_t first, std::size_t count) {
+        std::memcpy(static_cast<char*>(destination) + first, static_cast<const char*>(source) + first, count);
+    });
 }
 
 void split_master(const float* master, std::uint16_t* bf16, std::int16_t* remainder, std::size_t numel) {

@@ -245,7 +245,10 @@ void use_instruction_set(const std::string& name);
 double squared_norm(const void* values, DType dtype, std::size_t numel, int threads);
 
 // destination = destination * scale + source
-void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale);
+void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale, int threads);
+
+// Bytes that do not overlap.
+void copy(void* destination, const void* source, std::size_t nbytes, int threads);
 
 // See Note [Split master] in simd.hpp.
 void split_master(const float* master, std::uint16_t* bf16, std::int16_t* remainder, std::size_t numel);

@@ -29,7 +29,7 @@ import tests.seeds  # noqa: F401
 from outsize.api.assemble import Prepared, prepared_of, require
 from tests import workers
 from tests.accelerator import sim as simulator
-from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT
+from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT, LEFT_OUT_ON_CUDA
 from tests.ranks.launching import fork_server
 
 TIERS = ("device", "host", "disk", "squeezed")
@@ -131,7 +131,8 @@ def _left_out(item: pytest.Item) -> str | None:
     """Why a test does not run on an accelerator."""
     if item.nodeid.startswith(DEVICE_ALONE) and any(f"[{tier}" in item.nodeid for tier in AT_REST_TIERS):
         return "computes its updates on the CPU, as without the device"
-    return next((why for test, why in LEFT_OUT.items() if item.nodeid.startswith(test)), None)
+    left_out = LEFT_OUT | LEFT_OUT_ON_CUDA if item.config.getoption("--device") == "cuda" else LEFT_OUT
+    return next((why for test, why in left_out.items() if item.nodeid.startswith(test)), None)
 
 
 def _one_of_each(items: list[pytest.Item]) -> list[pytest.Item]:

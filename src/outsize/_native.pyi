@@ -147,8 +147,11 @@ def use_instruction_set(name: str) -> None:
 def squared_norm(address: int, dtype: int, numel: int, threads: int = 1) -> float:
     """Sum of squares, accumulated in double in one fixed order, whatever the number of threads."""
 
-def accumulate(dst: int, src: int, src_dtype: int, numel: int, scale: float = 1.0) -> None:
+def accumulate(dst: int, src: int, src_dtype: int, numel: int, scale: float = 1.0, threads: int = 1) -> None:
     """dst = dst * float32(scale) + float32(src); `dst` is fp32."""
+
+def copy(dst: int, src: int, nbytes: int, threads: int = 1) -> None:
+    """Copy bytes that do not overlap."""
 
 def split_master(master: int, bf16: int, remainder: int, numel: int) -> None:
     """Split fp32 into the nearest bf16 (ties away from zero) and the int16 that recovers every bit."""

@@ -87,3 +87,51 @@ LEFT_OUT |= {
     for size in ("small", "large")
     for tiers in ("device-host", "device-disk", "host-device", "disk-device")
 }
+
+GPU_BITS = "compares bits of a GPU's arithmetic with those of the host's, or within less than its rounding"
+MODELS = "tests/models/test_"
+
+LEFT_OUT_ON_CUDA = {
+    "tests/api/test_checkpoint.py::test_a_resumed_run_with_bf16_compute_keeps_its_masters": GPU_BITS,
+    "tests/api/test_checkpoint_refusals.py::test_a_manifest_of_what_cannot_be_is_damage": ON_CPU,
+    "tests/api/test_dcp_ranks.py": FORKS,
+    "tests/api/test_documentation.py::test_notebook_runs": BUDGET,
+    "tests/api/test_import.py::test_weights_that_transformers_saved_give_its_logits": GPU_BITS,
+    "tests/api/test_prediction.py::test_an_example_is_a_dict_or_a_tuple_for_the_model": ON_CPU,
+    "tests/api/test_prediction.py::test_a_step_of_a_model_that_is_prepared_or_cut_is_refused": ON_CPU,
+    "tests/api/test_records.py": NUMPY,
+    "tests/api/test_trace.py": ON_CPU,
+    MODELS + "adapters.py::test_losses_are_those_of_plain_peft_and_the_base_is_never_written": BUDGET,
+    MODELS + "adapters.py::test_a_checkpoint_of_what_is_trained_leaves_the_base_where_it_is": BUDGET,
+    MODELS + "adapters.py::test_state_that_accelerate_saves_leaves_the_base_where_it_is": BUDGET,
+    MODELS + "adapters.py::test_what_a_state_dict_has_of_a_unit_at_rest_is_no_garbage": BUDGET,
+    MODELS + "adapters.py::test_adapters_are_merged_layer_by_layer_under_init": GPU_BITS,
+    MODELS + "around_the_loop.py::test_a_layer_that_stays_in_memory_may_ask_the_cache_about_itself": BUDGET,
+    MODELS + "around_the_loop.py::test_layers_are_recomputed_after_one_that_fills_the_cache": BUDGET,
+    MODELS + "inference.py": BUDGET,
+    "tests/optim/test_rules.py": GPU_BITS,
+    "tests/programs/test_rank_programs.py": FORKS,
+    RUN + "activations.py::test_what_the_user_saves_by_hooks_of_their_own_is_theirs": "plain torch fails: a mask's row",
+    RUN + "amp.py::test_fp16_trains_as_with_masters_kept_by_hand": GPU_BITS,
+    RUN + "bags_in_tiles.py::test_a_bag_and_a_layer_share_a_table": GPU_BITS,
+    RUN + "beside_the_gate.py::test_vmap_over_a_parameter_is_as_in_torch": GPU_BITS,
+    RUN + "choice.py::test_products_are_kept_where_only_they_fit": TIMING,
+    RUN + "choice.py::test_masks_are_packed_where_that_makes_them_fit": TIMING,
+    RUN + "delayed_update.py::test_every_tier_gives_the_same_bits": GPU_BITS,
+    RUN + "disk_directories.py::test_a_limit_on_the_size_of_files_is_named": FORKS,
+    RUN + "embedding.py::test_ids_outside_the_table_are_refused_with_its_name_and_range": GPU_BITS,
+    RUN + "embedding.py::test_a_step_that_cannot_be_made_of_rows_changes_nothing": GPU_BITS,
+    RUN + "gradients.py::test_a_backward_between_step_and_zero_grad_accumulates": GPU_BITS,
+    RUN + "gradients.py::test_what_the_user_adds_in_place_is_part_of_the_gradient": GPU_BITS,
+    RUN + "optimizers.py::test_large_factored_state_survives_a_checkpoint_on_another_tier": GPU_BITS,
+    RUN + "optimizers.py::test_entries_of_a_state_that_replaces_the_optimizers_own_are_taken_over": GPU_BITS,
+    RUN + "param_groups.py::test_large_finite_gradients_are_finite": GPU_BITS,
+    RUN + "parity.py::test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit": GPU_BITS,
+    RUN + "same_bits.py::test_the_norm_of_scaled_and_divided_gradients_is_that_of_their_values": GPU_BITS,
+    RUN + "sequences.py": "asks for a row that is not there, after which a GPU does nothing more",
+    RUN + "state.py::test_an_entry_is_written_as_a_whole": GPU_BITS,
+    RUN + "weights_in_tiles.py::test_whole_uses_beside_the_tiles_are_right": GPU_BITS,
+    RUN + "weights_in_tiles.py::test_state_and_checkpoints_are_as_without_tiles": GPU_BITS,
+    RUN + "weights_in_tiles.py::test_gathered_shows_all_of_it": GPU_BITS,
+}
+"""What `--device cuda` leaves out besides."""

@@ -67,12 +67,22 @@ def test_every_half_precision_value_is_widened_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("scale", [1.0, 0.1])
-@pytest.mark.parametrize("numel", SIZES)
-def test_accumulate_scales_and_adds(dtype: torch.dtype, scale: float, numel: int) -> None:
+@pytest.mark.parametrize("numel", [*SIZES, 200_001])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_accumulate_scales_and_adds(dtype: torch.dtype, scale: float, numel: int, threads: int) -> None:
     target, source = torch.randn(numel), torch.randn(numel).to(dtype)
     expected = target * f32(scale) + source.float()
-    _native.accumulate(target.data_ptr(), source.data_ptr(), CODES[dtype], numel, scale)
+    _native.accumulate(target.data_ptr(), source.data_ptr(), CODES[dtype], numel, scale, threads)
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("nbytes", [0, 1, 65_536, 65_537, 300_000])
+def test_copies_every_byte_and_no_other(nbytes: int, threads: int) -> None:
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    target = torch.full((nbytes + 2,), 7, dtype=torch.uint8)
+    _native.copy(target.data_ptr() + 1, source.data_ptr(), nbytes, threads)
+    assert torch.equal(target[1:-1], source) and target[0] == target[-1] == 7
 
 
 def split_natively(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def test_an_update_that_is_waited_for_takes_all_cores(workshop: Workshop, monkey
         seen.append(piece.threads)
         return apply(rule, piece)
 
-    monkeypatch.setattr(update, "update_threads", lambda: 4)
+    monkeypatch.setattr(update, "own_cores", lambda: 4)
     monkeypatch.setattr(AdamRule, "apply", noted)
     pair = workshop.pair(tier="host")
     promise, before = Promise(), Promise.waiting

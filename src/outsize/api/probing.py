@@ -25,11 +25,11 @@ from outsize.config import Config
 from outsize.move.codes import CODE_DTYPES, blocks_of
 from outsize.move.disk import nearest
 from outsize.move.grad_ops import AS_IT_IS
+from outsize.move.memory import own_cores
 from outsize.move.shard import SlotState
 from outsize.move.store import MASTER_DTYPE
 from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
-from outsize.optim.update import update_threads
 from outsize.planning.machine import CPU, Curve, Machine, typical_machine
 
 BLOCK_BYTES = 8 << 20
@@ -72,7 +72,7 @@ def probe(
     >>> machine = outsize.probe(disk="/mnt/nvme")  # doctest: +SKIP
     """
     where = Config(device=device).compute_device
-    found = typical_machine(where.type, update_threads())
+    found = typical_machine(where.type, own_cores())
     if megabytes < 1:
         raise ValueError(f"megabytes is {megabytes}; it must be at least 1")
     if disk is not None and not isinstance(disk, (str, os.PathLike)):
@@ -98,7 +98,7 @@ def probe(
 
 def recall(device: torch.device, disk: Path | None, ranks: int = 1) -> Machine:
     """What was measured before; usual values for all else. Measures nothing."""
-    found = typical_machine(device.type, update_threads())
+    found = typical_machine(device.type, own_cores())
     keys = [_machine_key(device), f"ranks-{ranks}-{_machine_key(device)}"]
     with suppress(OSError):
         keys += [] if disk is None else [_disk_key(nearest(disk))]
@@ -136,7 +136,7 @@ def _machine_key(device: torch.device) -> str:
     if device.type != CPU and torch.accelerator.is_available():
         name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
     model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    words = f"{platform.node()} {model} {update_threads()} {name} {torch.__version__} {torch.get_num_threads()}"
+    words = f"{platform.node()} {model} {own_cores()} {name} {torch.__version__} {torch.get_num_threads()}"
     return f"machine-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
@@ -231,7 +231,7 @@ def _small_operation(device: torch.device) -> float:
 def _update_rates(kind: str) -> tuple[float, float]:
     """Elements a second of AdamW on half of the cores and on all."""
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    rule, numel, cores = AdamRule(amsgrad=False, decoupled=True), UPDATED_NUMEL, update_threads()
+    rule, numel, cores = AdamRule(amsgrad=False, decoupled=True), UPDATED_NUMEL, own_cores()
     states = {name: torch.full((numel,), 1e-3) for name in rule.arrays}
     scales = {}
     if kind == "compact":

@@ -9,7 +9,7 @@ from typing import Any, cast, final
 from outsize.api.placed import PlacedModel
 from outsize.move.conveyor import Belt, Job, Step
 from outsize.move.memory import HUGE_BYTES, Ledger
-from outsize.move.shard import READ_NUMEL, SlotUpdate
+from outsize.move.shard import DEVICE_NUMEL, READ_NUMEL, SlotUpdate
 from outsize.move.store import OWN_BYTES
 from outsize.move.transfer import Transfer
 from outsize.optim.update import LIGHT_NUMEL
@@ -201,7 +201,7 @@ class SimulatedUnit:
 
     def chunk_numel(self, slab: int) -> int:
         """Elements of a chunk of a fetch, as `ChunkUpdater` cuts them."""
-        numel = READ_NUMEL
+        numel = READ_NUMEL if self._world.on_cpu else DEVICE_NUMEL
         if self._chunk_bytes and slab:
             numel = min(numel, max(int(slab / self._chunk_bytes) // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS)
         return min(numel, max(self.numel, 1))

@@ -91,11 +91,11 @@ def add_contribution(previous: torch.Tensor, ops: GradOps, grad: torch.Tensor) -
     return accumulate_(previous.to(wide_dtype(previous.dtype)), ops, grad)
 
 
-def accumulate_(total: torch.Tensor, ops: GradOps, grad: torch.Tensor) -> torch.Tensor:
+def accumulate_(total: torch.Tensor, ops: GradOps, grad: torch.Tensor, threads: int = 1) -> torch.Tensor:
     """Apply the operations to `total` (fp32 or wider) in place, then add `grad`, each operation rounded once."""
     ops.apply_(total)
     if _is_native(grad) and total.dtype is torch.float32 and total.is_contiguous():
-        _native.accumulate(total.data_ptr(), grad.data_ptr(), _CODES[grad.dtype], grad.numel())
+        _native.accumulate(total.data_ptr(), grad.data_ptr(), _CODES[grad.dtype], grad.numel(), threads=threads)
         return total
     return total.add_(grad.to(total.dtype))
 

@@ -13,7 +13,7 @@ import torch
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.device import Lanes
 from outsize.move.grad_ops import GradOps, accumulate_, vector_norm
-from outsize.move.memory import HostBuffer, Ledger, copy
+from outsize.move.memory import HostBuffer, Ledger, copy, own_cores
 from outsize.move.transfer import Transfer
 
 # Note [Gradients leave]
@@ -22,6 +22,9 @@ from outsize.move.transfer import Transfer
 # for later finds them there; whoever else wants them waits for the job. The gradient itself lives until then. So the
 # ring bounds two things: the gradients that still take memory on the device, and how far the host runs ahead of it.
 
+
+JOBS = 4
+"""So many jobs empty a full ring: the host goes on when the oldest is over, while the device has work."""
 
 Leaving = tuple[torch.Tensor | None, Callable[[], None]]
 """A piece of a gradient on its way, which must live until it was copied, and what lays it to rest."""
@@ -36,13 +39,18 @@ def _land_all(pieces: list[Leaving]) -> Sequence[Transfer]:
 
 
 def _land(
-    memory: torch.Tensor, target: torch.Tensor, ops: GradOps | None, total: torch.Tensor, norm: torch.Tensor | None
+    memory: torch.Tensor,
+    target: torch.Tensor,
+    ops: GradOps | None,
+    total: torch.Tensor,
+    norm: torch.Tensor | None,
+    threads: int,
 ) -> None:
     """Put a piece where it rests, added to what was there (`ops` was done to that); `norm` takes that of `total`."""
     if ops is None:
-        copy(target, memory)
+        copy(target, memory, threads)
     else:
-        accumulate_(target, ops, memory)
+        accumulate_(target, ops, memory, threads)
     if norm is not None:
         norm.copy_(vector_norm(total, 2.0))
 
@@ -56,12 +64,14 @@ class Outbox:
         self._lanes = lanes
         self._conveyor = weakref.ref(conveyor)  # from `param.grad` one comes here, out of the collector's sight
         self._ledger = ledger
+        self._threads = max(own_cores() // 2, 1)  # as many as an update has while nobody waits
         self._ring: HostBuffer | None = HostBuffer(nbytes, pinned=True)
         self._taken: deque[tuple[int, int, Job]] = deque()  # (first byte, end, what empties it), oldest first
         self._next = 0
         self._pieces: list[Leaving] = []
         self._steps: list[Step] = []  # of the open job, which gets its only step with the last piece
         self._open = Job(self._steps)
+        self._sent = 0  # bytes of the open job
         ledger.add("host/gradients leaving", nbytes)
 
     def send(
@@ -76,10 +86,16 @@ class Outbox:
             part = source[start : start + most]
             memory = self._take(part.numel() * part.itemsize).view(part.dtype)
             self._lanes.send(part, memory)
+            self._sent += memory.numel() * memory.itemsize
             last = start + most >= source.numel()
-            land = partial(_land, memory, target[start : start + most], ops, target, norm if last else None)
+            land = partial(
+                _land, memory, target[start : start + most], ops, target, norm if last else None, self._threads
+            )
             self._pieces.append((part, land))
-        return self._open
+        job = self._open
+        if self._sent * JOBS >= self.nbytes:
+            self.dispatch()
+        return job
 
     def dispatch(self) -> None:
         """Let the conveyor have what was sent."""
@@ -89,7 +105,7 @@ class Outbox:
             conveyor = self._conveyor()
             assert conveyor is not None, "the model of these gradients is gone"
             conveyor.submit(self._open)
-            self._pieces, self._steps = [], []
+            self._pieces, self._steps, self._sent = [], [], 0
             self._open = Job(self._steps)
 
     def close(self) -> None:

@@ -39,7 +39,10 @@ SENT_AS = DTYPES | {"float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """What a gather takes the elements for: gloo has no collectives of 8-bit floats."""
 
 READ_NUMEL = 1 << 21
-"""Elements of one plain read step: large requests keep the drive busy, and the end of a unit comes soon."""
+"""Elements of one step: large requests keep the drive busy, and the end of a unit comes soon."""
+
+DEVICE_NUMEL = 1 << 23
+"""The same of an update for an accelerator, whose copies cost the conveyor's thread time of their own."""
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,18 @@ import torch
 from outsize.move.conveyor import Step
 from outsize.move.generations import Generations
 from outsize.move.gradients import GradShard
-from outsize.move.memory import HostBuffer
-from outsize.move.shard import READ_NUMEL, Pending, Scales, SlotState, SlotUpdate, UnitShard, read_numel, read_step
+from outsize.move.memory import HostBuffer, own_cores
+from outsize.move.shard import (
+    DEVICE_NUMEL,
+    READ_NUMEL,
+    Pending,
+    Scales,
+    SlotState,
+    SlotUpdate,
+    UnitShard,
+    read_numel,
+    read_step,
+)
 from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, STATE_BYTES, Store
 from outsize.move.tracing import ended
 from outsize.move.transfer import Promise, Transfer
@@ -104,7 +113,7 @@ class ChunkUpdater:
     def __init__(self, rule: Rule, slab_bytes: int, slabs: int, clock: UpdateClock) -> None:
         self.rule = rule
         self.clock = clock
-        self._cores = update_threads()
+        self._cores = own_cores()
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
 
@@ -189,7 +198,7 @@ class ChunkUpdater:
         low = min(slot.offset for slot in slots) // PAGE_ELEMENTS * PAGE_ELEMENTS
         high = min(round_up(max(slot.end for slot in slots), PAGE_ELEMENTS), segment.end)
         page = staged_bytes(shard, segment.start, segment.start + PAGE_ELEMENTS)
-        pages = READ_NUMEL // PAGE_ELEMENTS
+        pages = (READ_NUMEL if shard.lanes is None else DEVICE_NUMEL) // PAGE_ELEMENTS
         pages = min(pages, self._slab_bytes // page) if page else pages
         numel = max(pages - 1 | 1, 1) * PAGE_ELEMENTS  # an odd number: see Note [Colours] in move/memory.py
         numel = high - low if shard.updates_on_device else numel
@@ -269,12 +278,6 @@ def _resting_params(shard: UnitShard) -> Iterator[tuple[torch.Tensor, torch.Tens
         mine = shard.params.in_place(*shard.param_layout.span(segment.start, segment.end))
         assert mine is not None
         yield mine, shard.param_bytes(segment.start, segment.end)
-
-
-def update_threads() -> int:
-    """The cores that this process may use, shared with the other ranks of the machine."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(len(os.sched_getaffinity(0)) // max(int(ranks) if ranks.isdigit() else 1, 1), 1)
 
 
 # Note [Whole parameters]
