@@ -36,8 +36,9 @@ BLOCK_BYTES = 8 << 20
 THREADS = 4  # requests in flight: one alone does not fill a fast drive
 SMALL_READS = 64
 MEGABYTES = 512
-COPIED_BYTES = 64 << 20
-UPDATED_NUMEL = 1 << 22
+COPIED_BYTES = 128 << 20
+UPDATED_NUMEL = 1 << 24
+"""Too much for the caches of a server, as what a training updates is."""
 DTYPES = ("float32", "bfloat16")
 WIDTHS, MOST_TOKENS = (128, 512, 2048), 512
 """Of the products that are timed: their weights are square."""
