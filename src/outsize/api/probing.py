@@ -137,7 +137,8 @@ def _machine_key(device: torch.device) -> str:
     if device.type != CPU and torch.accelerator.is_available():
         name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
     processor = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags"))][:2]
-    words = f"{platform.node()} {processor or platform.machine()} {own_cores()} {name} {torch.__version__} {torch.get_num_threads()}"
+    threads = f"{own_cores()} {torch.get_num_threads()}"
+    words = f"{platform.node()} {processor or platform.machine()} {name} {torch.__version__} {threads}"
     return f"machine-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
