@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.move.conveyor import Job, Step
+from outsize.move.device import Lanes
 from outsize.move.memory import HostBuffer
 from tests.accelerator import sim as simulator
 from tests.conftest import Stack, Trace, Workshop, adamw, batches, prepared, squared_error, squeeze, train, weights
@@ -616,6 +617,22 @@ def test_the_optimizers_state_is_where_torch_has_it(sim: Any, workshop: Workshop
 
 
 @anytime
+def test_a_device_that_has_failed_leaves_nothing_on_disk(
+    sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = prepared_stack(workshop, "disk")
+    train(model, optimizer, on_sim(batches(1)))
+    workshop.settle(model)
+
+    def fail(lanes: Lanes) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lanes, "synchronize", fail)
+        prepared(model).resources.close()
+    assert not any(workshop.disk.iterdir())
+
+
 def test_the_collector_may_close_the_engine_on_the_conveyors_thread(sim: Any, workshop: Workshop) -> None:
     model, optimizer = prepared_stack(workshop, "disk")
     train(model, optimizer, on_sim(batches(2)))

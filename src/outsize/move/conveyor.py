@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
@@ -286,7 +287,8 @@ class Conveyor:
         if self._thread.is_alive():
             self._thread.join()
         if self._lanes is not None:
-            self._lanes.synchronize()
+            with suppress(RuntimeError):  # an accelerator that has failed moves nothing any more
+                self._lanes.synchronize()
         if self._arena is not None:
             self._arena.close()
             self._arena, self._belt.free = None, []
