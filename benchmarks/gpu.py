@@ -172,7 +172,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.max_memory_allocated(),
         "rss": memory.peak,
         "losses": losses[:],
-        "update": report.update_seconds / len(losses) if report is not None else 0.0,
+        "update": report.update_seconds / (len(losses) - 1) if report is not None else 0.0,  # the last is not over
         "waited": report.wait_seconds / len(losses) if report is not None else 0.0,
     }
     with stops() as places:

@@ -247,7 +247,7 @@ double squared_norm(const void* values, DType dtype, std::size_t numel, int thre
 // destination = destination * scale + source
 void accumulate(float* destination, const void* source, DType dtype, std::size_t numel, float scale, int threads);
 
-// Bytes that do not overlap.
+// Copies bytes; the two ranges must not overlap.
 void copy(void* destination, const void* source, std::size_t nbytes, int threads);
 
 // See Note [Split master] in simd.hpp.

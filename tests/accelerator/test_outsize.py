@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
+from outsize.move import outbox
 from outsize.move.conveyor import Job, Step
 from outsize.move.device import Lanes
 from outsize.move.memory import HostBuffer
@@ -523,6 +524,18 @@ def test_a_step_stops_the_host_for_few_numbers(
     assert not conveyor.keys() - {"conveyor: event"}
 
 
+def test_gradients_leave_in_quarters_of_the_ring(sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "host", device="sim", units=[nn.Sequential])
+    landed: list[int] = []
+    land = outbox._land_all
+    monkeypatch.setattr(outbox, "_land_all", lambda pieces: landed.append(len(pieces)) or land(pieces))
+    model(torch.ones(2, 64, device="sim")).sum().backward()
+    workshop.settle(model)
+    assert landed == [1, 1, 1, 1]
+
+
 def test_gradients_without_elements_are_not_waited_for(sim: Any, workshop: Workshop) -> None:
     class Odd(nn.Linear):
         def __init__(self) -> None:
@@ -616,7 +629,6 @@ def test_the_optimizers_state_is_where_torch_has_it(sim: Any, workshop: Workshop
     assert all(value.device.type == "cpu" for value in optimizer.state_dict()["state"][0].values())
 
 
-@anytime
 def test_a_device_that_has_failed_leaves_nothing_on_disk(
     sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,6 +645,7 @@ def test_a_device_that_has_failed_leaves_nothing_on_disk(
     assert not any(workshop.disk.iterdir())
 
 
+@anytime
 def test_the_collector_may_close_the_engine_on_the_conveyors_thread(sim: Any, workshop: Workshop) -> None:
     model, optimizer = prepared_stack(workshop, "disk")
     train(model, optimizer, on_sim(batches(2)))

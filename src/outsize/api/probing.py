@@ -38,7 +38,7 @@ SMALL_READS = 64
 MEGABYTES = 512
 COPIED_BYTES = 128 << 20
 UPDATED_NUMEL = 1 << 24
-"""Too much for the caches of a server, as what a training updates is."""
+"""Larger than the caches of a server, as a real update is."""
 DTYPES = ("float32", "bfloat16")
 WIDTHS, MOST_TOKENS = (128, 512, 2048), 512
 """Of the products that are timed: their weights are square."""
@@ -136,7 +136,7 @@ def _machine_key(device: torch.device) -> str:
     name = device.type
     if device.type != CPU and torch.accelerator.is_available():
         name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
-    processor = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags"))][:2]
+    processor = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags", "Features"))][:2]
     threads = f"{own_cores()} {torch.get_num_threads()}"
     words = f"{platform.node()} {processor or platform.machine()} {name} {torch.__version__} {threads}"
     return f"machine-{hashlib.sha256(words.encode()).hexdigest()[:16]}"

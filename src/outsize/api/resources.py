@@ -116,19 +116,21 @@ class Resources:
         if self.conveyor.is_here:  # the collector runs on any thread; this one must end before its memory goes
             threading.Thread(target=self.close, name="outsize-close").start()
             return
-        if self.ranks is not None:
-            self.ranks.model.close()
-        self.conveyor.close()
-        if self.activations is not None:
-            self.activations.close()
-        if self.tokens is not None:
-            self.tokens.close()
-        for shard in self.shards:
-            shard.close()
-        self.shards = []
-        if self.outbox is not None:
-            self.outbox.close()
-        self._close_disk()
+        try:
+            if self.ranks is not None:
+                self.ranks.model.close()
+            self.conveyor.close()
+            if self.activations is not None:
+                self.activations.close()
+            if self.tokens is not None:
+                self.tokens.close()
+            for shard in self.shards:
+                shard.close()
+            self.shards = []
+            if self.outbox is not None:
+                self.outbox.close()
+        finally:
+            self._close_disk()
 
     def _close_disk(self) -> None:
         if self.disk is not None:

@@ -199,9 +199,9 @@ class SimulatedUnit:
         staged = (tiers.states == "disk") * size.states + (tiers.grads == "disk") * self.numel * GRAD_BYTES
         return staged + (size.params if self.shard.tile_rows and tiers.params == "disk" else 0)
 
-    def chunk_numel(self, slab: int) -> int:
+    def chunk_numel(self, slab: int, updates: bool) -> int:
         """Elements of a chunk of a fetch, as `ChunkUpdater` cuts them."""
-        numel = READ_NUMEL if self._world.on_cpu else DEVICE_NUMEL
+        numel = DEVICE_NUMEL if updates and not self._world.on_cpu else READ_NUMEL
         if self._chunk_bytes and slab:
             numel = min(numel, max(int(slab / self._chunk_bytes) // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS)
         return min(numel, max(self.numel, 1))
@@ -236,7 +236,7 @@ class SimulatedUnit:
             self._ready, self._job = world.move(IN, world.now, self.nbytes, self.name), None
         else:
             after = () if self.written else (cast(Job, self._job),)
-            self._job = world.submit(self._steps(updates, fetch, self.chunk_numel(slab)), after)
+            self._job = world.submit(self._steps(updates, fetch, self.chunk_numel(slab, updates)), after)
         self.state, self._began = Residency.FETCHING, began
 
     def _seconds(self, updates: bool, fetch: bool, part: float) -> tuple[float, float]:

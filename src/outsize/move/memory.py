@@ -182,6 +182,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
     for its slowest. Pieces of `COPIED_NUMEL` are below the size from which torch takes threads. What needs no cast may
     take more `threads`, of our own pool: an accelerator brings bytes faster than one thread moves them."""
     if threads > 1 and target.dtype is source.dtype:
+        assert target.numel() == source.numel()
         _native.copy(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize, threads)
         return
     torch._foreach_copy_(target.split(COPIED_NUMEL), source.split(COPIED_NUMEL))

@@ -24,7 +24,7 @@ from outsize.move.transfer import Transfer
 
 
 JOBS = 4
-"""So many jobs empty a full ring: the host goes on when the oldest is over, while the device has work."""
+"""A full ring is emptied by at least so many jobs. The host goes on when the oldest is over."""
 
 Leaving = tuple[torch.Tensor | None, Callable[[], None]]
 """A piece of a gradient on its way, which must live until it was copied, and what lays it to rest."""
@@ -81,20 +81,19 @@ class Outbox:
         called. `ops`: what was done to `target`, to which it is added; None where it replaces what was there. `norm`:
         takes the norm of what `target` holds then, 0-d."""
         self._lanes.follow(self._lanes.outgoing)
-        most = max(self.nbytes // source.itemsize, 1)
+        job, most = self._open, max(self.nbytes // JOBS // source.itemsize, 1)
         for start in range(0, source.numel(), most):
             part = source[start : start + most]
             memory = self._take(part.numel() * part.itemsize).view(part.dtype)
             self._lanes.send(part, memory)
-            self._sent += memory.numel() * memory.itemsize
             last = start + most >= source.numel()
-            land = partial(
-                _land, memory, target[start : start + most], ops, target, norm if last else None, self._threads
-            )
+            norm_of = norm if last else None
+            land = partial(_land, memory, target[start : start + most], ops, target, norm_of, self._threads)
             self._pieces.append((part, land))
-        job = self._open
-        if self._sent * JOBS >= self.nbytes:
-            self.dispatch()
+            self._sent += memory.numel() * memory.itemsize
+            job = self._open
+            if self._sent * JOBS >= self.nbytes:
+                self.dispatch()
         return job
 
     def dispatch(self) -> None:

@@ -135,16 +135,19 @@ class Random:
 
     def __init__(self, values: Sequence[Any]) -> None:
         devices = {each.device for each in values if isinstance(each, torch.Tensor) and each.device.type != "cpu"}
-        self._sources = [torch, *(torch.get_device_module(device) for device in devices)]
-        self._states = [source.get_rng_state() for source in self._sources]
+        self._host = torch.get_rng_state()
+        self._states = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
 
     def is_drawn(self) -> bool:
-        pairs = zip(self._sources, self._states, strict=True)
-        return any(not torch.equal(source.get_rng_state(), state) for source, state in pairs)
+        now = {device: torch.get_device_module(device).get_rng_state(device) for device in self._states}
+        return not torch.equal(torch.get_rng_state(), self._host) or any(
+            not torch.equal(now[device], state) for device, state in self._states.items()
+        )
 
     def restore(self) -> None:
-        for source, state in zip(self._sources, self._states, strict=True):
-            source.set_rng_state(state)
+        torch.set_rng_state(self._host)
+        for device, state in self._states.items():
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from outsize.run.costs import Measurement
@@ -36,6 +36,12 @@ _KEPT_OPERATIONS = frozenset(
 def _packet(func: Any) -> Any:
     """The operation with all of its overloads; of one that takes functions, nothing."""
     return getattr(func, "overloadpacket", None)
+
+
+def _random_of(values: Any) -> Random:
+    """The random numbers there. Other modes do not see it."""
+    with _disable_current_modes():
+        return Random(values)
 
 
 _UNTRACKED = frozenset(
@@ -98,10 +104,12 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_kept = _packet(func) in _KEPT_OPERATIONS
-        before = Random(args) if is_kept and torch.Tag.nondeterministic_seeded in func.tags else None
+        before = _random_of(args) if is_kept and torch.Tag.nondeterministic_seeded in func.tags else None
         value = func(*args, **(kwargs or {}))
         if is_kept:
-            result = _Result(value, Random(args) if before is not None and before.is_drawn() else None)
+            with _disable_current_modes():
+                is_drawn = before is not None and before.is_drawn()
+            result = _Result(value, _random_of(args) if is_drawn else None)
             self._kept.setdefault(func, []).append(result)
             self._by_storage |= dict.fromkeys(result.storages, result)
         elif _packet(func) in _UNTRACKED:
