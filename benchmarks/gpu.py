@@ -15,8 +15,8 @@ deepspeed-2   DeepSpeed's ZeRO-Offload: stage 2, optimizer on the CPU. Left out 
 deepspeed-3   the same with stage 3, parameters on the CPU too.
 
 The table: tokens a second; seconds of a step (median), those that a plan says after `outsize probe`, and those of the
-update on the CPU; how much of a profiled step kernels compute; calls of a step in which the host waits for the device,
-by torch's own count; peak memory of the device and of the process.
+update on the CPU; how much of a profiled step kernels compute; calls of a step that torch counts as synchronizing (not
+among them: waits for events and for other threads); peak memory of the device and of the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import nn
 
 import outsize
 from benchmarks.common import PeakRss, machine, run_child
-from benchmarks.models import checkpointed, llama, tokens, train_step
+from benchmarks.models import checkpointed, engine_step, llama, tokens, train_step
 
 LR, DECAY, CLIP = 1e-4, 0.1, 1.0
 PLACES: dict[str, dict[str, str]] = {
@@ -50,7 +50,6 @@ PLACES: dict[str, dict[str, str]] = {
     "host": {"params": "host", "grads": "host", "states": "host"},
     "disk": {"params": "disk", "grads": "disk", "states": "disk"},
 }
-OTHERS = ("plain", "fsdp2", "deepspeed-2", "deepspeed-3")
 GROUP = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
 Step = Callable[[torch.Tensor], float]
 
@@ -121,14 +120,7 @@ def deepspeed(name: str, model: nn.Module, options: argparse.Namespace) -> Step:
     }
     model = checkpointed(model)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=made)
-
-    def step(batch: torch.Tensor) -> float:
-        loss = engine(input_ids=batch, labels=batch).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
-
-    return step
+    return engine_step(engine)
 
 
 MAKERS = {**dict.fromkeys(PLACES, ours), "plain": plain, "fsdp2": fsdp2}
@@ -175,9 +167,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "update": report.update_seconds / (len(losses) - 1) if report is not None else 0.0,  # the last is not over
         "waited": report.wait_seconds / len(losses) if report is not None else 0.0,
     }
-    with stops() as places:
+    with Synchronizing() as places:
         train(options.steps)
-    result["stops"] = dict(places)
+    result["calls"] = dict(places)
     result["predicted"] = predicted(name, options) if name in PLACES and not options.quick else 0.0
     if options.quick:
         return {**result, "kernel_share": 0.0}
@@ -192,8 +184,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-class stops:
-    """Counts calls in which the host waits for the device, by their place."""
+class Synchronizing:
+    """Counts calls that torch takes for synchronizing, by their place."""
 
     def __enter__(self) -> Counter[str]:
         torch.cuda.set_sync_debug_mode("warn")
@@ -264,7 +256,7 @@ def main() -> int:
     if not options.quick:
         outsize.probe(disk=options.disk)
     print(machine(), torch.cuda.get_device_name())
-    print("| trained by | tokens/s | step | plan | update | kernels run | stops | device memory | process |")
+    print("| trained by | tokens/s | step | plan | update | kernels run | calls | device memory | process |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     failed = False
     for name in names:
@@ -275,7 +267,7 @@ def main() -> int:
                 print(f"| {name} | failed | {str(error)[-1500:]} |", flush=True)
                 failed = True
                 continue
-        speed, stopped = options.batch * options.length / made["seconds"], sum(made["stops"].values())
+        speed, stopped = options.batch * options.length / made["seconds"], sum(made["calls"].values())
         seconds = " | ".join(f"{made[kind]:.3f} s" for kind in ("seconds", "predicted", "update"))
         memory = " | ".join(f"{made[kind] / 1e9:.1f} GB" for kind in ("device", "rss"))
         print(f"| {name} | {speed:,.0f} | {seconds} | {made['kernel_share']:.0%} | {stopped} | {memory} |", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,18 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), float(norm)
+
+
+def engine_step(engine: Any) -> Callable[[torch.Tensor], float]:
+    """The same loop with an engine of DeepSpeed, which clips and clears gradients itself: the loss of a batch."""
+
+    def step(batch: torch.Tensor) -> float:
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return step
 
 
 def timed_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, warmup: int = 2) -> dict[str, Any]:

@@ -181,13 +181,10 @@ class _DrawnOnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         drawn_by = kwargs.get("generator")
-        if drawn_by is None or drawn_by.device.type != "cpu" or "device" in kwargs or _tensors_of(args):
+        makes = "device" not in kwargs and not any(isinstance(each, Tensor) for each in args)
+        if drawn_by is None or drawn_by.device.type != "cpu" or not makes:
             return func(*args, **kwargs)
         return func(*args, **kwargs, device="cpu").to(torch.get_default_device())
-
-
-def _tensors_of(values: Any) -> list[Tensor]:
-    return [each for each in values if isinstance(each, Tensor)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ if (found := ctypes.util.find_library("aio")) is not None:
 import deepspeed
 import torch
 
-from benchmarks.models import checkpointed
+from benchmarks.models import checkpointed, engine_step
 from benchmarks.peers.job import CLIP, DECAY, LR, Step, Task, alone, run
 
 AIO = {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True}
@@ -62,14 +62,7 @@ def make(task: Task) -> Step:
     made = configuration(task, largest)
     deepspeed.zero.Init(module=model, config_dict_or_path=made)  # else it takes bf16 for the parameters on NVMe
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=made)
-
-    def step(batch: torch.Tensor) -> float:
-        loss = engine(input_ids=batch, labels=batch).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
-
-    return step
+    return engine_step(engine)
 
 
 if __name__ == "__main__":
