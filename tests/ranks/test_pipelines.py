@@ -227,7 +227,7 @@ def reads(disk: str) -> list[tuple[float, int]]:
         (UNITS, more, resting, 8),
         (UNITS, less, {"micro_batches": 4, **resting}, 2),
         (4, SMALL, {"grads": "disk", "states": "disk"}, 4),
-        (12, SMALL, {"grads": "disk", "states": "disk"}, 4),
+        (24, SMALL, {"grads": "disk", "states": "disk"}, 4),
     ]
     return [in_a_step(*case, disk) for case in cases]
 
@@ -242,4 +242,5 @@ def test_a_stage_reads_its_weights_as_often_as_the_memory_says(tmp_path: Path) -
         assert formula - 0.01 <= read <= formula + 2 / UNITS  # what is fetched ahead depends on what has arrived
     assert first[1][0] <= 3.0
     for (_, shallow), (_, deep) in (first[3:], last[3:]):
-        assert max(shallow, deep) <= SMALL + LAYER and shallow == deep, "memory is independent of the stage's size"
+        # When reads end decides how many layers are fetched ahead: runs have one bound, and peaks of their own.
+        assert max(shallow, deep) <= SMALL + LAYER, "memory is independent of the stage's size"
