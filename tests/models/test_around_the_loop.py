@@ -304,6 +304,21 @@ def test_the_cache_of_a_training_forward_is_what_torch_has_or_cannot_be_read(twi
     recomputed.train(1)
 
 
+def test_caches_made_after_one_that_was_left_empty_work(twins: Make) -> None:
+    """One made without a configuration names the class of its layers, which all caches share."""
+    from transformers import DynamicCache
+
+    pair = twins("llama", host_memory="64MiB")
+    batch = pair.batch(torch.Generator().manual_seed(9))
+    pair.model(**batch, **{cache_name(pair.plain): DynamicCache()})
+    with torch.no_grad():
+        lengths = [
+            getattr(model(**batch, use_cache=True), cache_name(pair.plain)).get_seq_length()
+            for model in (pair.model, pair.plain)
+        ]
+    assert lengths[0] == lengths[1] > 0
+
+
 def only_the_last_block(model: nn.Module) -> nn.Module:
     model.requires_grad_(False)
     model.decoder.block[-1].requires_grad_(True)

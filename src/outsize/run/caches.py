@@ -48,8 +48,8 @@ class _LeftEmpty:
 
 
 def is_cache(value: object) -> bool:
-    """A key-value cache of transformers, recognised by what it offers."""
-    return not isinstance(value, (torch.Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))
+    """A key-value cache of transformers, recognised by what it offers. A cache may name the class of its layers."""
+    return not isinstance(value, (torch.Tensor, nn.Module, type)) and callable(getattr(value, "get_seq_length", None))
 
 
 def is_filled(cache: Any, layer: int) -> bool:
