@@ -20,7 +20,7 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
 from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, assert_same, peak_of
-from tests.conftest import Workshop, batches
+from tests.conftest import Workshop, batches, weights
 
 
 @pytest.fixture(params=["small", "large"])
@@ -193,6 +193,31 @@ def test_fp32_and_bf16_runs_exchange_exact_masters(tmp_path: Path) -> None:
     narrow.save(tmp_path / "narrow")
     wide.load(tmp_path / "narrow")
     assert_same(masters(narrow), masters(wide))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_layers_that_train_in_turn_are_saved_without_the_others(
+    workshop: Workshop, momentum: float, tmp_path: Path
+) -> None:
+    def layers() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        workshop.prepare(model, optimizer, units=[nn.Linear])
+        return model, optimizer
+
+    model, optimizer = layers()
+    for layer in (0, 1):
+        model.requires_grad_(False)[layer].requires_grad_(True)
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    path = tmp_path / "checkpoint"
+    save(path, model, optimizer, frozen=False).wait()
+    again = layers()
+    load(path, *again)
+    assert_same(weights(model), weights(again[0]))
+    assert set(json.loads((path / "manifest.json").read_text())["left_out"]) == {"2.weight", "2.bias"}
 
 
 def test_weights_alone_leave_the_optimizer_and_the_random_numbers(tmp_path: Path) -> None:

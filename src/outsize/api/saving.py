@@ -61,8 +61,8 @@ def save(
         keep: how many checkpoints of the series stay (the folders beside `path` whose names differ in their last digits
             only); the oldest beyond it are removed once this one is complete, and what it shares with the run was read
             and found whole (`verify`). Default: all.
-        frozen: False leaves out the units in which nothing is trained, as the base of adapters. `load` leaves them as
-            they are then, so the program that loads has them from where this one had them.
+        frozen: False leaves out the units in which nothing is or was trained, as the base of adapters. `load` leaves
+            them as they are then, so the program that loads has them from where this one had them.
 
     An update that is still owed runs first. State on disk becomes the checkpoint by hard links where `path` is on the
     same file system, whatever its size; the next update writes new files, for which there must be room now. State in
@@ -129,7 +129,7 @@ def _save(
         reduction.complete()
     settle(prepared)
     every_unit = prepared.engine.parameters.units
-    units = [unit for unit in every_unit if frozen or any(param.requires_grad for param in unit.parameters.values())]
+    units = [unit for unit in every_unit if frozen or _trained(unit)]
     left_out = _in_all_stages({name for unit in every_unit if unit not in units for name in unit.parameters}, ranks)
     give_own_params(units, ranks, "save")
     state.add(buffers, first, capture_rng(prepared.config.compute_device))
@@ -144,6 +144,11 @@ def _save(
     grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
     snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared), left_out)
     return _write(prepared, target, snapshot, ranks, outdated)
+
+
+def _trained(unit: Unit) -> bool:
+    """Whether a parameter of the unit is trained, or was before it was frozen for a while."""
+    return bool(unit.shard.stated()) or any(param.requires_grad for param in unit.parameters.values())
 
 
 def _write(
