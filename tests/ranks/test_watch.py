@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from outsize.move import watch
+from outsize.move import meeting, watch
 from outsize.move.watch import Wait, Watch, apart
 
 
@@ -162,3 +163,24 @@ def test_ranks_that_are_apart_for_two_looks_say_what_each_waits_for(clock: Clock
     assert every[0].apart == every[1].apart == {0: "gather 1", 1: "control 1"}
     for each in every:
         each.close()
+
+
+def test_the_end_of_the_process_waits_for_a_watch_that_is_in_the_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def get(key: str) -> bytes:
+        inside.set()
+        go.wait()
+        return b""
+
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(store, "get", get)
+    made = Watch(store, [0, 1], 0, lambda: None)
+    store.set("word", "")
+    assert inside.wait(10)
+    made.close()
+    threading.Timer(0.05, go.set).start()
+    meeting._close_all()
+    assert not any(thread.name == "outsize-ranks" for thread in threading.enumerate())

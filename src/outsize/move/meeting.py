@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from outsize.move.lanes import LOOK, ROWS, SAVE, Lane, Model, RanksError, named
-from outsize.move.watch import Wait, Watch
+from outsize.move.watch import Wait, Watch, await_closed
 
 logger = logging.getLogger("outsize")
 
@@ -137,6 +137,7 @@ _excepthook: Any = None
 def _close_all() -> None:
     for model in _open_models():
         model.close()
+    await_closed()
 
 
 atexit.register(_close_all)

@@ -52,6 +52,17 @@ def apart(every: Mapping[int, Wait]) -> bool:
     )
 
 
+def await_closed() -> None:
+    """Block until no thread of a watch that was closed is at work. One that comes back from torch's store when Python
+    has ended aborts the process."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(SILENT_SECONDS)
+
+
+_THREAD = "outsize-ranks"
+
+
 @final
 class Watch:
     """A thread that counts in the store, looks whether others count, and compares what ranks wait for."""
@@ -82,7 +93,7 @@ class Watch:
         self._looked = 0.0  # when this rank looked last
         self._closing = threading.Event()
         self._store.set(f"beat/{rank}", "0")
-        threading.Thread(target=self._run, name="outsize-ranks", daemon=True).start()
+        threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
 
     @property
     def closed(self) -> bool:
