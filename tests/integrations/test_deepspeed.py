@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,31 @@ def test_all_that_has_no_counterpart_is_one_error() -> None:
         "torch.optim.lr_scheduler" in lines["scheduler"] and "use stage 3" in lines["zero_optimization.offload_param"]
     )
     assert "pass args=" in lines["gradient_clipping"]
+
+
+def test_keys_have_the_names_and_places_of_published_files() -> None:
+    given = {**zero(3, "nvme", "nvme"), "bfloat16": {"enabled": True}, "fp16": None}
+    given["zero_optimization"] |= {
+        "aio": {"block_size": 262144, "queue_depth": 32},  # where transformers' documentation has it
+        "prefetch_bucket_size": 1e7,
+        "gather_16bit_weights_on_model_save": True,
+    }
+    assert config_from(given).fields["compute_dtype"] is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero_optimization": True}, 'zero_optimization: it is True; name the stage: {"stage": 1}'),
+        ({"fp16": {"enabled": True, "loss_scale_window": 9}, "bf16": {"enabled": True}}, "bf16.enabled: fp16.enabled"),
+        ({"train_micro_batch_size_per_gpu": 0, "train_batch_size": 8}, "it is 0; it must be a whole number"),
+        ({"fp16": {"enabled": "auto", "initial_scale_power": 9, "loss_scale_window": 9}}, 'enabled: it is "auto"'),
+    ],
+)
+def test_what_contradicts_or_is_no_value_is_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        config_from(given)
+    assert len(str(caught.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize("stage", ["auto", "3", 5, True])

@@ -28,6 +28,10 @@ from outsize.optim import Lion
 ZERO, OFFLOAD = "zero_optimization", ("offload_optimizer", "offload_param")
 READ = (ZERO, "fp16", "bf16", "optimizer", "activation_checkpointing")
 """Sections some keys of which have a counterpart."""
+OLD_NAMES = {"bfloat16": "bf16"}
+"""Sections that DeepSpeed takes under another name too."""
+
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 TIERS = {None: "device", "none": "device", "cpu": "host", "nvme": "disk"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
@@ -67,6 +71,8 @@ BY_ITSELF = (
     *(f"{ZERO}.{name}" for name in ("allgather_", "overlap_comm", "reduce_", "contiguous_gradients", "round_robin_")),
     *(f"{ZERO}.{name}" for name in ("sub_group_size", "stage3_", "ignore_unused_", "elastic_checkpoint", "load_from_")),
     *(f"{ZERO}.{name}" for name in ("memory_efficient_linear", "use_multi_rank_", "module_granularity_", "legacy_")),
+    *(f"{ZERO}.{name}" for name in ("aio.", "prefetch_bucket_size", "max_live_", "max_reuse_", "gather_16bit_")),
+    *(f"{ZERO}.{name}" for name in ("param_persistence_", "model_persistence_")),
     *(f"{ZERO}.{each}.{name}" for each in OFFLOAD for name in ("pin_memory", "buffer_", "fast_init", "pipeline")),
     f"{ZERO}.offload_param.max_in_cpu",
     *("aio.", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "disable_allgather"),
@@ -167,7 +173,8 @@ class _Reader:
     """Takes one key after the other; what is left at the end has no counterpart."""
 
     def __init__(self, given: Mapping[str, Any], args: Any) -> None:
-        self._left = dict(_flat("", given))
+        sections = {OLD_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+        self._left = dict(_flat("", sections))
         self._problems: list[str] = []
         for key, value in list(self._left.items()):
             if key in FROM_ARGUMENTS:
@@ -194,7 +201,7 @@ class _Reader:
 
     def read(self) -> FromDeepSpeed:
         fields = {**self._tiers(), **self._precision(), **self._activations()}
-        scaler = self._scaler() if fields.get("compute_dtype") is torch.float16 else None
+        scaler = self._scaler()  # takes its keys, in use or not
         micro, steps = self._batches()
         norm, optimizer = float(self._take("gradient_clipping", 0.0)), self._optimizer()
         for key, value in self._left.items():
@@ -204,10 +211,14 @@ class _Reader:
         if self._problems:
             problems = "\n- ".join(dict.fromkeys(self._problems))
             raise ValueError(f"outsize cannot take over this DeepSpeed configuration:\n- {problems}")
-        return FromDeepSpeed(fields, norm, steps, micro, optimizer, scaler)
+        return FromDeepSpeed(
+            fields, norm, steps, micro, optimizer, scaler if fields.get("compute_dtype") is torch.float16 else None
+        )
 
     def _tiers(self) -> dict[str, Any]:
         stage, places, disks = self._take(f"{ZERO}.stage", 0), {}, []
+        if whole := self._take(ZERO):  # an old form
+            self._refuse(ZERO, f'it is {whole!r}; name the stage: {{"stage": 1}}')
         for name in OFFLOAD:
             key = f"{ZERO}.{name}"
             place, path = self._take(f"{key}.device"), self._take(f"{key}.nvme_path")
@@ -230,6 +241,8 @@ class _Reader:
         found: dict[str, Any] = {}
         for name in ("fp16", "bf16"):
             if self._take(f"{name}.enabled", False):
+                if found:
+                    self._refuse("bf16.enabled", "fp16.enabled is true, too: turn one of them off")
                 found["compute_dtype"] = DTYPES[name]
         wire = self._take("communication_data_type")
         if wire in DTYPES:
@@ -248,13 +261,12 @@ class _Reader:
 
     def _batches(self) -> tuple[int | None, int]:
         """(samples of one rank in one backward, backwards a step)"""
-        whole, micro = self._take("train_batch_size"), self._take("train_micro_batch_size_per_gpu")
-        steps = self._take("gradient_accumulation_steps")
+        whole, micro, steps = map(self._count, BATCHES)
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if whole is not None and micro is None:
             micro = whole // (ranks * (steps or 1))
         if whole is not None and steps is None:
-            steps = whole // (ranks * micro)
+            steps = whole // (ranks * (micro or 1))
         if whole is not None and whole != micro * steps * ranks:
             self._refuse(
                 "train_batch_size",
@@ -262,6 +274,13 @@ class _Reader:
                 f"{micro * steps * ranks}",
             )
         return micro, steps or 1
+
+    def _count(self, key: str) -> int | None:
+        value = self._take(key)
+        if value is None or (type(value) is int and value > 0):
+            return value
+        self._refuse(key, f"it is {value!r}; it must be a whole number of 1 or more")
+        return None
 
     def _optimizer(self) -> Callable[..., torch.optim.Optimizer] | None:
         name, prefix = self._take("optimizer.type"), "optimizer.params."
