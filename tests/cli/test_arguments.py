@@ -102,6 +102,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         (["train", "--minutes", "-2"], "--minutes: it is -2"),
         (["train", "--stage", "4"], "--stage"),
         (["train", "--model", "no/such/model"], "no/such/model: no configuration there"),
+        (["train", "--resume", "a", "--run", "b"], "b names a new run, and --resume"),
         (["train", "--resume"], "--resume: no complete checkpoint in"),
         (["train", "--text", "no/such/text"], "no/such/text: no such file or folder"),
         (["plan", "--model", "no/such/model"], "--model no/such/model"),

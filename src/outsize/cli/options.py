@@ -114,6 +114,8 @@ def find_run(args: argparse.Namespace) -> tuple[argparse.Namespace, Path, str | 
         if options_file(run).exists():
             raise ValueError(f"--run {run} holds a run already; go on with it by --resume {run}, or name another")
         return args, run, None
+    if args.run is not None:
+        raise ValueError(f"--run {args.run} names a new run, and --resume {args.resume} one that is there: give one")
     run, checkpoint = _to_resume(Path(args.resume))
     stored = _stored(run)
     parser = argparse.ArgumentParser(exit_on_error=False)
