@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import outsize
 from benchmarks.common import PeakRss, rss_bytes
@@ -105,6 +106,23 @@ def test_peaks_are_those_of_what_rests_and_what_is_at_work(tmp_path: Path) -> No
         model, host_memory="64MiB", disk=tmp_path, params="disk", grads="disk", states="disk"
     ).peak_bytes
     assert on_disk["disk"] == pytest.approx(4 * state, rel=0.1)  # units are whole pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_count_as_the_rows_that_they_multiply(dtype: torch.dtype) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.empty(4, WIDTH, WIDTH)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            once = F.grouped_mm(x.to(self.first.dtype), self.first, offs=ends)
+            return F.grouped_mm(once, self.second.transpose(-2, -1), offs=ends).square()
+
+    machine = replace(IDEAL, products={str(dtype).removeprefix("torch."): ((1.0, 1 / RATE),)})
+    example = (BATCHES[0], torch.arange(1, 5, dtype=torch.int32) * (BATCH // 4))
+    plan = predicted(Experts(), machine, example, host_memory="1GiB", compute_dtype=dtype)
+    assert plan.step_seconds == pytest.approx(2 * BATCH * WIDTH**2 * (3 * 2 - 1) / RATE, rel=1e-5)
 
 
 def test_an_example_is_a_dict_or_a_tuple_for_the_model() -> None:
