@@ -263,17 +263,17 @@ class _Reader:
         """(samples of one rank in one backward, backwards a step)"""
         whole, micro, steps = map(self._count, BATCHES)
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        if whole is not None and micro is None:
-            micro = whole // (ranks * (steps or 1))
-        if whole is not None and steps is None:
-            steps = whole // (ranks * (micro or 1))
-        if whole is not None and whole != micro * steps * ranks:
+        if whole is None:
+            return micro, steps or 1
+        micro = micro or whole // (ranks * (steps or 1))
+        steps = steps or whole // (ranks * (micro or 1))
+        if whole != micro * steps * ranks:
             self._refuse(
                 "train_batch_size",
                 f"it is {whole}, and {micro} samples in each of {steps} backwards on {ranks} ranks are "
                 f"{micro * steps * ranks}",
             )
-        return micro, steps or 1
+        return micro, steps
 
     def _count(self, key: str) -> int | None:
         value = self._take(key)
