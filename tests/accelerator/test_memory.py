@@ -87,3 +87,20 @@ def test_the_budget_of_the_device_is_kept(sim: Any, workshop: Workshop, kind: st
     workshop.settle(model)
     assert sim.max_memory_allocated() - before <= budget + beside + slack
     assert prepared(model).engine.streamer.room.excess.most_needed == 0
+
+
+def test_the_budget_of_the_host_is_kept_by_gradients_on_their_way_to_disk(sim: Any, workshop: Workshop) -> None:
+    def wide() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(10)])
+        return model, adamw(model)
+
+    fields: dict[str, Any] = {"device": "sim", "device_memory": "8MiB", "disk": workshop.disk}
+    with pytest.raises(outsize.BudgetError, match=r"gradients on their way .* raise host_memory to at least") as caught:
+        outsize.prepare(*wide(), host_memory="512KiB", **fields)
+    model, optimizer = wide()
+    workshop.prepare(model, optimizer, host_memory=caught.value.needed, **fields)
+    for _ in range(3):
+        step(model, optimizer, torch.randn(4, 512, device="sim"))
+    workshop.settle(model)
+    peak = outsize.memory(model).peak
+    assert sum(nbytes for name, nbytes in peak.items() if name.startswith("host")) <= caught.value.needed

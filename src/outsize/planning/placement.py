@@ -115,6 +115,12 @@ class Budgets:
         largest = max((unit.leaving for unit in units), default=0)
         return 0 if self.device is None else 2 * largest
 
+    def moving_bytes(self, units: Sequence[UnitBytes], leave: bool, to_disk: bool) -> int:
+        """Host memory beside an accelerator for what is on its way: `leave` with gradients that leave it, `to_disk`
+        with some that go on to disk."""
+        leaving = self.outbox_bytes(units) if leave else 0
+        return self.staging_bytes + leaving + (self.passing_bytes(units) if to_disk else 0)
+
     def with_staging_for(self, working: int) -> Budgets:
         """The same with up to a quarter for staging, as far as what is at work at once leaves it."""
         if self.device is not None:
@@ -283,6 +289,8 @@ def place(
         for unit, tiers in zip(units, chosen, strict=True):
             if wanted[kind] == "auto" and not getattr(unit, kind) and unit.params and tiers["params"] != "device":
                 tiers[kind] = lowest
+    if budgets.device is not None:
+        _check_moving(units, budgets, chosen)
     return tuple(UnitTiers(**tiers, why=_why(tiers, wanted)) for tiers in chosen)
 
 
@@ -303,10 +311,30 @@ def _room_at_rest(
     working = max(largest + ahead, most_at_once(units, together)[0])
     left = {"device": max(budgets.computing[1] - working, 0), "disk": budgets.disk or 0}
     if budgets.device is not None:
-        leaving = budgets.outbox_bytes(units) if wanted["grads"] != "device" else 0
-        passing = budgets.passing_bytes(units) if wanted["grads"] == "disk" or budgets.disk is not None else 0
-        left["host"] = max(budgets.host - budgets.staging_bytes - leaving - passing, 0)
+        to_disk = wanted["grads"] == "disk" or budgets.disk is not None
+        left["host"] = max(budgets.host - budgets.moving_bytes(units, wanted["grads"] != "device", to_disk), 0)
     return left
+
+
+def _check_moving(units: Sequence[UnitBytes], budgets: Budgets, chosen: Sequence[Mapping[str, str]]) -> None:
+    """Raise `BudgetError` where the host has no room for what is on its way to and from an accelerator."""
+    resting = {tiers["grads"] for tiers, unit in zip(chosen, units, strict=True) if unit.grads}
+    leave, to_disk = bool(resting - {"device"}), "disk" in resting
+    least = budgets.host
+    while leave and (needed := replace(budgets, host=least).moving_bytes(units, leave, to_disk)) > least:
+        least = needed  # its parts grow by at most a quarter of it
+    if least == budgets.host:
+        return
+    largest = max(units, key=lambda unit: unit.leaving)
+    raise BudgetError(
+        f"gradients on their way from the device take {format_bytes(budgets.moving_bytes(units, leave, to_disk))} of "
+        f"host memory with staging, of which the largest are those of unit {largest.name!r}, but host_memory is "
+        f"{format_bytes(budgets.host)}; raise host_memory to at least {format_at_least(least)} or cut the module "
+        f"smaller with units=",
+        "host_memory",
+        least,
+        budgets.host,
+    )
 
 
 def _take(left: dict[str, int], unit: UnitBytes, kind: str, wanted: str, on_cpu: bool, in_tiles: bool) -> str | None:
