@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from outsize.planning.placement import (
     least_staging,
     place,
     slab_bytes,
+    with_gradients_to_disk,
 )
 from outsize.planning.sizes import parse_bytes
 
@@ -64,6 +67,24 @@ def test_memory_asked_for_and_not_there_is_refused() -> None:
     wanted = {"params": "host", "grads": "disk", "states": "disk"}
     with pytest.raises(ValueError, match="do not fit host_memory="):
         place(units(40), Budgets(host=64 * MIB, disk=1 << 40), wanted)
+
+
+def test_host_memory_counts_those_gradients_that_go_to_disk() -> None:
+    """The first unit's, the largest, stay on the device. Where the host has no room for those on their way, all rest in
+    memory or the budget is refused."""
+    sizes = [UnitBytes("large", 8 * MIB, 8 * MIB, 0), *[UnitBytes(f"{at}", MIB, MIB, 0) for at in range(20)]]
+    budgets = Budgets(host=4 * MIB, device=34 * MIB, disk=1 << 40)
+    wanted = {"params": "disk", "grads": "auto", "states": "disk"}
+    tiers = place(sizes, budgets, wanted)
+    assert {each.grads for each in tiers} == {"device", "disk"}
+    assert tiers[0].grads == "device"
+    moving = budgets.moving_bytes(sizes, True, with_gradients_to_disk(sizes, tiers))
+    assert moving <= budgets.host < budgets.moving_bytes(sizes, True, sizes)
+    with pytest.raises(BudgetError, match="gradients on their way to disk .* unit '[0-9]+'") as caught:
+        place(sizes, replace(budgets, host=2 * MIB), wanted)
+    place(sizes, replace(budgets, host=caught.value.needed), wanted)
+    few = place(sizes[:2], replace(budgets, host=2 * MIB, device=32 * MIB), wanted)
+    assert {each.grads for each in few} == {"device", "host"}
 
 
 WISHES = st.fixed_dictionaries({kind: st.sampled_from(["auto", "device", "host", "disk"]) for kind in AUTO})

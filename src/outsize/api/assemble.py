@@ -287,7 +287,6 @@ def _build(
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner, live = Owner(), LiveState()
     places = [RestingPlace(unit, conveyor) for unit in units]
-    flight_room = None if plan.budgets.device is None else plan.budgets.passing_bytes(plan.unit_bytes)
     room = Room(
         units,
         places,
@@ -296,7 +295,7 @@ def _build(
         resources.ledger,
         plan.budgets,
         reduction if shared else None,
-        flight_room,
+        plan.passing_bytes,
     )
     streamer = Streamer(units, room, live, conveyor, updater, rounds)
     in_backward = optimizer is not None and config.update == "backward"

@@ -44,7 +44,7 @@ def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving:
     on_cpu = plan.budgets.device is None
     if not on_cpu:
         on_device = _keep_on_device(units, spare // 2)  # the other half is for what layers keep
-        spare = plan.budgets.host - plan.budgets.staging_bytes - leaving - plan.budgets.passing_bytes(plan.unit_bytes)
+        spare = plan.budgets.host - plan.budgets.staging_bytes - leaving - (plan.passing_bytes or 0)
         spare -= sum(
             size.most(kind)
             for size, tiers in zip(plan.unit_bytes, plan.tiers, strict=True)

@@ -10,7 +10,7 @@ from torch import nn
 from outsize.move.codes import BLOCK
 from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.planning.layout import ParamInfo, UnitLayout
-from outsize.planning.placement import Budgets, UnitBytes, UnitTiers, UsedTogether
+from outsize.planning.placement import Budgets, UnitBytes, UnitTiers, UsedTogether, with_gradients_to_disk
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 
@@ -66,6 +66,13 @@ class PlacedModel:
     @property
     def state_bytes(self) -> int:
         return sum(unit.total for unit in self.unit_bytes)
+
+    @property
+    def passing_bytes(self) -> int | None:
+        """Host memory for gradients of an accelerator on their way to disk; None without one."""
+        if self.budgets.device is None:
+            return None
+        return self.budgets.passing_bytes(with_gradients_to_disk(self.unit_bytes, self.tiers))
 
     def split_of(self, index: int) -> tuple[int, int]:
         """(this rank, the ranks over which the unit is split)."""

@@ -75,11 +75,10 @@ class Simulation:
         capacity = capacity_of(placed, as_units, 0)
         spare = spare_of(as_units, placed, capacity) if "auto" in layers.values() else 0
         budgets = placed.budgets
-        flight = None if budgets.device is None else budgets.passing_bytes(placed.unit_bytes)
         places = cast(Any, self._places)
         self._rest()
         live = LiveState()
-        room = Room(as_units, places, live, capacity - spare, world.ledger, budgets, flight_room=flight)
+        room = Room(as_units, places, live, capacity - spare, world.ledger, budgets, flight_room=placed.passing_bytes)
         conveyor = cast(Conveyor, SimpleNamespace(slab_bytes=self._slab))
         self._streamer = Streamer(as_units, room, live, conveyor, None)
         self._layers = self._find_layers(layers, spare)

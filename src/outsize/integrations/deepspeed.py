@@ -201,7 +201,7 @@ class _Reader:
 
     def read(self) -> FromDeepSpeed:
         fields = {**self._tiers(), **self._precision(), **self._activations()}
-        scaler = self._scaler()  # takes its keys, in use or not
+        scaler = self._scaler(fields.get("compute_dtype") is torch.float16)
         micro, steps = self._batches()
         norm, optimizer = float(self._take("gradient_clipping", 0.0)), self._optimizer()
         for key, value in self._left.items():
@@ -211,9 +211,7 @@ class _Reader:
         if self._problems:
             problems = "\n- ".join(dict.fromkeys(self._problems))
             raise ValueError(f"outsize cannot take over this DeepSpeed configuration:\n- {problems}")
-        return FromDeepSpeed(
-            fields, norm, steps, micro, optimizer, scaler if fields.get("compute_dtype") is torch.float16 else None
-        )
+        return FromDeepSpeed(fields, norm, steps, micro, optimizer, scaler)
 
     def _tiers(self) -> dict[str, Any]:
         stage, places, disks = self._take(f"{ZERO}.stage", 0), {}, []
@@ -255,9 +253,10 @@ class _Reader:
         moved = self._take("activation_checkpointing.cpu_checkpointing", False)
         return {"activations": "offload", "activations_tier": "host"} if moved else {}
 
-    def _scaler(self) -> Callable[..., torch.amp.GradScaler]:
+    def _scaler(self, used: bool) -> Callable[..., torch.amp.GradScaler] | None:
+        """Takes its keys, `used` or not."""
         scale, window = self._take("fp16.initial_scale_power", 16), self._take("fp16.loss_scale_window", 1000)
-        return partial(torch.amp.GradScaler, init_scale=2.0**scale, growth_interval=window)
+        return None if not used else partial(torch.amp.GradScaler, init_scale=2.0**scale, growth_interval=window)
 
     def _batches(self) -> tuple[int | None, int]:
         """(samples of one rank in one backward, backwards a step)"""

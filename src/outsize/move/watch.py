@@ -53,11 +53,12 @@ def apart(every: Mapping[int, Wait]) -> bool:
 
 
 def await_closed() -> None:
-    """Block until no thread of a watch that was closed is at work. One that comes back from torch's store when Python
-    has ended aborts the process."""
+    """When all watches are closed: block until their threads are over, `SILENT_SECONDS` at the most. One that comes
+    back from torch's store when Python has ended aborts the process."""
+    until = time.monotonic() + SILENT_SECONDS
     for thread in threading.enumerate():
         if thread.name == _THREAD:
-            thread.join(SILENT_SECONDS)
+            thread.join(max(until - time.monotonic(), 0))
 
 
 _THREAD = "outsize-ranks"

@@ -115,11 +115,10 @@ class Budgets:
         largest = max((unit.leaving for unit in units), default=0)
         return 0 if self.device is None else 2 * largest
 
-    def moving_bytes(self, units: Sequence[UnitBytes], leave: bool, to_disk: bool) -> int:
-        """Host memory beside an accelerator for what is on its way: `leave` with gradients that leave it, `to_disk`
-        with some that go on to disk."""
-        leaving = self.outbox_bytes(units) if leave else 0
-        return self.staging_bytes + leaving + (self.passing_bytes(units) if to_disk else 0)
+    def moving_bytes(self, units: Sequence[UnitBytes], leave: bool, to_disk: Sequence[UnitBytes]) -> int:
+        """Host memory beside an accelerator for what is on its way, where gradients of `units` `leave` it, and those of
+        some go on to disk."""
+        return self.staging_bytes + (self.outbox_bytes(units) if leave else 0) + self.passing_bytes(to_disk)
 
     def with_staging_for(self, working: int) -> Budgets:
         """The same with up to a quarter for staging, as far as what is at work at once leaves it."""
@@ -268,7 +267,23 @@ def place(
     stay = wanted["params"] == "device" or (wanted["params"] == "auto" and in_memory)
     together = NONE_TOGETHER if stay else together  # else they are gathered, and rest nowhere else in that memory
     check_largest_unit(units, budgets, together)
-    left = _room_at_rest(units, budgets, wanted, together)
+    to_disk = wanted["grads"] == "disk" or (wanted["grads"] == "auto" and budgets.disk is not None)
+    tiers = _hand_out(units, budgets, wanted, together, to_disk)
+    error = _shortage_of_host(units, budgets, tiers)
+    if error is not None and wanted["grads"] == "auto":  # then all rest in memory or none do
+        tiers = _hand_out(units, budgets, wanted, together, to_disk=False)
+        if not with_gradients_to_disk(units, tiers):
+            return tiers
+    if error is not None:
+        raise error
+    return tiers
+
+
+def _hand_out(
+    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: UsedTogether, to_disk: bool
+) -> tuple[UnitTiers, ...]:
+    """`to_disk`: whether the host keeps room for gradients on their way to disk."""
+    left = _room_at_rest(units, budgets, wanted, together, to_disk)
     chosen: list[dict[str, str]] = [{} for _ in units]
     mostly_frozen = 2 * sum(unit.params for unit in units if not unit.states) > sum(unit.params for unit in units)
     for trained_first in (True, False) if mostly_frozen else (None,):
@@ -289,9 +304,11 @@ def place(
         for unit, tiers in zip(units, chosen, strict=True):
             if wanted[kind] == "auto" and not getattr(unit, kind) and unit.params and tiers["params"] != "device":
                 tiers[kind] = lowest
-    if budgets.device is not None:
-        _check_moving(units, budgets, chosen)
     return tuple(UnitTiers(**tiers, why=_why(tiers, wanted)) for tiers in chosen)
+
+
+def with_gradients_to_disk(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers]) -> list[UnitBytes]:
+    return [unit for unit, each in zip(units, tiers, strict=True) if unit.grads and each.grads == "disk"]
 
 
 def _spread(units: Sequence[UnitBytes], chosen: Sequence[dict[str, str]]) -> list[tuple[UnitBytes, dict[str, str]]]:
@@ -302,7 +319,11 @@ def _spread(units: Sequence[UnitBytes], chosen: Sequence[dict[str, str]]) -> lis
 
 
 def _room_at_rest(
-    units: Sequence[UnitBytes], budgets: Budgets, wanted: dict[str, str], together: UsedTogether
+    units: Sequence[UnitBytes],
+    budgets: Budgets,
+    wanted: dict[str, str],
+    together: UsedTogether,
+    to_disk: bool,
 ) -> dict[str, int]:
     """The bytes of each tier that can be handed out, beside what is at work. With computation on the CPU, device and
     host are one memory under one budget: "device"."""
@@ -311,26 +332,25 @@ def _room_at_rest(
     working = max(largest + ahead, most_at_once(units, together)[0])
     left = {"device": max(budgets.computing[1] - working, 0), "disk": budgets.disk or 0}
     if budgets.device is not None:
-        to_disk = wanted["grads"] == "disk" or budgets.disk is not None
-        left["host"] = max(budgets.host - budgets.moving_bytes(units, wanted["grads"] != "device", to_disk), 0)
+        moving = budgets.moving_bytes(units, wanted["grads"] != "device", units if to_disk else ())
+        left["host"] = max(budgets.host - moving, 0)
     return left
 
 
-def _check_moving(units: Sequence[UnitBytes], budgets: Budgets, chosen: Sequence[Mapping[str, str]]) -> None:
-    """Raise `BudgetError` where the host has no room for what is on its way to and from an accelerator."""
-    resting = {tiers["grads"] for tiers, unit in zip(chosen, units, strict=True) if unit.grads}
-    leave, to_disk = bool(resting - {"device"}), "disk" in resting
-    least = budgets.host
-    while leave and (needed := replace(budgets, host=least).moving_bytes(units, leave, to_disk)) > least:
+def _shortage_of_host(units: Sequence[UnitBytes], budgets: Budgets, tiers: Sequence[UnitTiers]) -> BudgetError | None:
+    """The error where the host of an accelerator has no room for gradients on their way to disk."""
+    to_disk = with_gradients_to_disk(units, tiers)
+    moving = budgets.moving_bytes(units, True, to_disk)
+    if budgets.device is None or not to_disk or moving <= budgets.host:
+        return None
+    least = moving
+    while (needed := replace(budgets, host=least).moving_bytes(units, True, units)) > least:
         least = needed  # its parts grow by at most a quarter of it
-    if least == budgets.host:
-        return
-    largest = max(units, key=lambda unit: unit.leaving)
-    raise BudgetError(
-        f"gradients on their way from the device take {format_bytes(budgets.moving_bytes(units, leave, to_disk))} of "
-        f"host memory with staging, of which the largest are those of unit {largest.name!r}, but host_memory is "
-        f"{format_bytes(budgets.host)}; raise host_memory to at least {format_at_least(least)} or cut the module "
-        f"smaller with units=",
+    largest = max(to_disk, key=lambda unit: unit.leaving)
+    return BudgetError(
+        f"gradients on their way to disk take {format_bytes(moving)} of host memory with staging, the largest those of "
+        f"unit {largest.name!r}, but host_memory is {format_bytes(budgets.host)}; raise host_memory to at least "
+        f"{format_at_least(least)} or cut the module smaller with units=",
         "host_memory",
         least,
         budgets.host,
