@@ -118,9 +118,10 @@ def run_child(module: str, *arguments: str, timeout: int = 3600) -> dict[str, ob
 
 
 def plain_disk_bandwidth(path: Path, nbytes: int, mode: str, repeats: int = 3) -> float:
-    """Bytes a second of plain O_DIRECT preads and pwrites from threads: mode "read", "write" or "mixed" (half each).
+    """Bytes a second of plain O_DIRECT requests of threads. Modes: "read", "write", "mixed" (half each), "new".
 
-    The file is written once before anything is measured: holes and fresh blocks have other speeds.
+    The file is written once before anything is measured: holes and fresh blocks have other speeds. "new" measures just
+    that: a file that is written for the first time, and synced.
     """
     count = nbytes // IO_BYTES
     pages = [mmap(-1, IO_BYTES) for _ in range(IO_THREADS)]
@@ -140,11 +141,15 @@ def plain_disk_bandwidth(path: Path, nbytes: int, mode: str, repeats: int = 3) -
 
     rates = []
     with ThreadPoolExecutor(IO_THREADS) as pool:
-        if os.fstat(fd).st_size < nbytes:
+        if os.fstat(fd).st_size < nbytes and mode != "new":
             list(pool.map(fill, range(count)))
         for _ in range(repeats):
+            if mode == "new":
+                os.ftruncate(fd, 0)
             began = time.perf_counter()
-            list(pool.map(one, range(count)))
+            list(pool.map(fill if mode == "new" else one, range(count)))
+            if mode == "new":
+                os.fsync(fd)
             rates.append(count * IO_BYTES / (time.perf_counter() - began))
     os.close(fd)
     return statistics.median(rates)

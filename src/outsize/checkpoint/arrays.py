@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 from outsize.move.memory import HostBuffer, copy, zero
 from outsize.move.row_values import own_rows, own_value
 from outsize.move.shard import SlotState, StateArray, UnitShard
-from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, Write, write_all
+from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, Write, start_all
+from outsize.move.transfer import Transfer
 from outsize.optim.rules import split_master
 from outsize.planning.layout import PAGE_ELEMENTS, Slot, UnitLayout, array_layout, chunk_ranges, page_range, slots_in
 
@@ -36,6 +39,8 @@ class Readable:
     read: Callable[[int, int], torch.Tensor]
     """Gives the elements [start, end) of the flattened array: 1-D, on the CPU, valid until the next call. Blocks."""
     run: int = RUN_NUMEL
+    into: Callable[[int, torch.Tensor], None] | None = None
+    """Where elements can come to their place without a copy: fills the tensor (1-D, CPU) with those from `start`."""
 
     @property
     def numel(self) -> int:
@@ -50,13 +55,19 @@ class Readable:
         for start in range(0, self.numel, self.run):
             yield self.read(start, min(start + self.run, self.numel))
 
+    def fill(self, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, on the CPU) with the elements from `start`, cast to its dtype. Blocks."""
+        if self.into is not None and out.dtype is self.dtype:
+            self.into(start, out)
+        else:
+            copy(out, self.read(start, start + out.numel()))
+
     def whole(self) -> torch.Tensor:
         """All elements in their shape, on the CPU. Memory: their bytes, and those of a run."""
         out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        flat, at = out.view(-1), 0
-        for values in self.runs():
-            flat[at : at + values.numel()] = values
-            at += values.numel()
+        flat = out.view(-1)
+        for start in range(0, self.numel, self.run):
+            self.fill(start, flat[start : start + self.run])
         return out
 
 
@@ -124,8 +135,8 @@ class States:
 
 
 Array = Weights | States
-Source = Callable[[Slot, int, int], torch.Tensor]
-"""Gives the elements [start, end) of a parameter, 1-D, in the array's dtype."""
+Source = Callable[[Slot, int, torch.Tensor], None]
+"""Fills the tensor (1-D, on the CPU, in the array's dtype) with the elements of a parameter from `start` on."""
 
 
 @final
@@ -140,22 +151,32 @@ class Fill:
 
 
 def copy_in(fills: Sequence[Fill], slab: torch.Tensor) -> None:
-    """Write the parts of arrays of a unit that belong to the same wanted parameters, all arrays together."""
-    for start, end, parts in _chunks(fills[0].array.unit, fills[0].wanted, SLAB_NUMEL // len(fills)):
-        writes: list[Write] = []
-        at = 0
-        for fill in fills:
-            first, nbytes = fill.array.layout.span(start, end)
-            content, at = slab[at : at + nbytes], at + nbytes
-            if fill.keep:
-                fill.array.read(first, content)
-            elif sum(high - low for _, low, high in parts) < end - start:
-                zero(content)
-            for slot, low, high in parts:
-                begin = slot.first - slot.offset
-                copy(_part(fill.array, content, slot, start, low, high), fill.source(slot, begin + low, begin + high))
-            writes += fill.array.writes(first, content)
-        write_all(writes)
+    """Write the parts of arrays of a unit that belong to the same wanted parameters, all arrays together.
+
+    One half of the slab is filled while the other one is written.
+    """
+    halves, under_way = slab.chunk(2), deque[list[Transfer]]([[]])
+    with ExitStack() as writing:  # each is waited for, also when another fails
+        for start, end, parts in _chunks(fills[0].array.unit, fills[0].wanted, SLAB_NUMEL // 2 // len(fills)):
+            writes: list[Write] = []
+            at = 0
+            for fill in fills:
+                first, nbytes = fill.array.layout.span(start, end)
+                content, at = halves[0][at : at + nbytes], at + nbytes
+                if fill.keep:
+                    fill.array.read(first, content)
+                elif sum(high - low for _, low, high in parts) < end - start:
+                    zero(content)
+                for slot, low, high in parts:
+                    begin = slot.first - slot.offset
+                    fill.source(slot, begin + low, _part(fill.array, content, slot, start, low, high))
+                writes += fill.array.writes(first, content)
+            under_way.append(start_all(writes))
+            for transfer in under_way[-1]:
+                writing.callback(transfer.wait)
+            for transfer in under_way.popleft():
+                transfer.wait()
+            halves = halves[::-1]
 
 
 def _chunks(
@@ -209,21 +230,26 @@ def place(
         split_master(values.float(), weight, rest)
         return weight, rest
 
-    def weight(slot: Slot, start: int, end: int) -> torch.Tensor:
-        live = DTYPES[slot.dtype]
+    def weight(slot: Slot, start: int, out: torch.Tensor) -> None:
         if slot.name in resting:
-            return resting[slot.name]["weight"].read(start, end)
-        if slot.name in halves and weights[slot.name].dtype is not live:
-            return split(slot, start, end)[0]
-        return weights[slot.name].read(start, end).to(live)
+            resting[slot.name]["weight"].fill(start, out)
+        elif slot.name in halves and weights[slot.name].dtype is not out.dtype:
+            copy(out, split(slot, start, start + out.numel())[0])
+        else:
+            weights[slot.name].fill(start, out)
 
-    def rest(slot: Slot, start: int, end: int) -> torch.Tensor:
-        found = resting.get(slot.name)
-        return split(slot, start, end)[1] if found is None else found["master"].read(start, end)
+    def rest(slot: Slot, start: int, out: torch.Tensor) -> None:
+        if slot.name in resting:
+            resting[slot.name]["master"].fill(start, out)
+        else:
+            copy(out, split(slot, start, start + out.numel())[1])
 
-    def state(key: str, slot: Slot, start: int, end: int) -> torch.Tensor:
+    def state(key: str, slot: Slot, start: int, out: torch.Tensor) -> None:
         found = arrays[slot.name].get(key) if slot.name in filled else None
-        return torch.zeros(end - start, device="cpu") if found is None else found.read(start, end)
+        if found is None:
+            zero(out)
+        else:
+            found.fill(start, out)
 
     fills = [Fill(Weights(shard), known, weight, keep)] if known else []
     for array in shard.arrays.values():

@@ -6,7 +6,8 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -37,6 +38,10 @@ SPARE_FILES = 64
 MOST_OPEN = 16
 """Files of others at a time. Those among which a layer was divided are read in turn."""
 
+VERIFIERS = 2
+GROUP = 16
+"""Chunks that a thread compares in a row."""
+
 MAPPED_BYTES = 1 << 18
 
 
@@ -45,8 +50,8 @@ class DataWriter:
     """A new file of known length, written at any offsets and synced when it is closed without an error."""
 
     def __init__(self, path: Path, nbytes: int, direct: bool = False) -> None:
-        """`direct`: in whole pages, past the page cache where the file system can."""
-        self._path = path
+        """`direct`: in whole pages, of which the last may pass the end, past the page cache where the system can."""
+        self._path, self._nbytes = path, nbytes
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o666)
@@ -75,6 +80,7 @@ class DataWriter:
         try:
             if error is None:
                 with naming(self._path, "syncing"):
+                    os.ftruncate(self._fd, self._nbytes)
                     os.fsync(self._fd)
         finally:
             os.close(self._fd)
@@ -236,6 +242,7 @@ class DataReader:
         try:
             for name, record in manifest.files.items():
                 self._open[name] = _open_regular(folder / name, held)
+                os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 nbytes = os.fstat(self._open[name]).st_size
                 if nbytes != record.nbytes:
                     raise ValueError(
@@ -249,26 +256,36 @@ class DataReader:
     def verify(self, regions: Iterable[Region] = (), files: Iterable[str] = ()) -> None:
         """Compare the bytes of the regions, and of whole files, with their checksums, each chunk once.
 
-        Raises `ValueError` that names file and chunk. Memory: one chunk.
+        Raises `ValueError` that names file and chunk. Memory: a chunk a thread.
         """
         wanted = {name: set(range(len(self._files[name].sums))) for name in files}
         for region in regions:
             for piece in filter(lambda piece: piece.numel, region.pieces):  # of an empty one there may be no file
                 end = piece.offset + region.extent(piece.numel)
-                chunks = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-                wanted.setdefault(piece.file, set()).update(chunks)
+                numbers = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+                wanted.setdefault(piece.file, set()).update(numbers)
+        chunks = [(name, at) for name, numbers in sorted(wanted.items()) for at in sorted(numbers)]
+        with ThreadPoolExecutor(VERIFIERS, "outsize-verify") as pool:  # one reads while another sums up
+            groups = [pool.submit(self._verify, chunks[at : at + GROUP]) for at in range(0, len(chunks), GROUP)]
+            try:
+                for group in groups:
+                    group.result()
+            finally:
+                for group in groups:
+                    group.cancel()
+
+    def _verify(self, chunks: Sequence[tuple[str, int]]) -> None:
         slab = HostBuffer(CHUNK_BYTES)
-        for name, numbers in sorted(wanted.items()):
+        for name, at in chunks:
             record, path = self._files[name], self._folder / name
-            for at in sorted(numbers):
-                content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
-                _read(self._open[name], at * CHUNK_BYTES, content, path)
-                found = crc32c(content)
-                if found != record.sums[at]:
-                    raise ValueError(
-                        f"{path} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the checksum "
-                        f"{found:08x} and should have {record.sums[at]:08x}; load an earlier checkpoint"
-                    )
+            content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
+            _read(self._open[name], at * CHUNK_BYTES, content, path)
+            found = crc32c(content)
+            if found != record.sums[at]:
+                raise ValueError(
+                    f"{path} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the checksum {found:08x} "
+                    f"and should have {record.sums[at]:08x}; load an earlier checkpoint"
+                )
 
     def read(self, region: AnyRegion, start: int = 0, end: int | None = None) -> torch.Tensor:
         """The elements [start, end) of an array, 1-D; the whole array in its shape if no range is given."""
@@ -285,7 +302,9 @@ class DataReader:
         return found.view(region.shape) if end is None else found
 
     def readable(self, region: AnyRegion) -> Readable:
-        return Readable(region.shape, region.dtype, partial(self.read, region))
+        plain = region if isinstance(region, Region) and region.scales is None else None
+        into = None if plain is None else partial(self._read_into, plain)
+        return Readable(region.shape, region.dtype, partial(self.read, region), into=into)
 
     def exact(self, record: ParameterRecord) -> Readable:
         """The values of a parameter: those of its fp32 master, where it has one."""
@@ -300,7 +319,12 @@ class DataReader:
 
     def _read_stored(self, region: Region, start: int, end: int) -> torch.Tensor:
         out = _empty(end - start, region.stored)
-        for piece, skipped, first in region.within(start, end):
+        self._read_into(region, start, out)
+        return out
+
+    def _read_into(self, region: Region, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (1-D) with what is stored from element `start` on."""
+        for piece, skipped, first in region.within(start, start + out.numel()):
             file, wanted = self._open[piece.file], out[first : first + piece.numel - skipped]
             if not region.stride:
                 _read(file, piece.offset, wanted, self._folder / piece.file)
@@ -313,7 +337,6 @@ class DataReader:
             else:
                 rows = rows.clone(memory_format=torch.contiguous_format).view(-1)
                 wanted.copy_(rows.view(region.stored)[skipped : piece.numel])
-        return out
 
     def close(self) -> None:
         while self._open:

@@ -8,11 +8,12 @@ import os
 import re
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import torch
 
@@ -20,7 +21,7 @@ from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.folder import sync, write_text
-from outsize.move.memory import PAGE_BYTES
+from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.planning.layout import round_up
 
 SINGLE_NAME = "model.safetensors"
@@ -29,6 +30,10 @@ _READ_FIRST = (SINGLE_NAME, INDEX_NAME)
 """A folder with neither holds no model."""
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+WRITERS = 2
+SLAB_BYTES = 4 << 20
+"""Of one write."""
 
 LENGTH_BYTES = 8
 """Of the header's length, which begins the file (little-endian)."""
@@ -96,7 +101,7 @@ def runs_of(files: Sequence[Mapping[str, Readable]]) -> Iterator[torch.Tensor]:
 
 
 def write_shards(folder: Path, files: Sequence[Mapping[str, Readable]], runs: Iterator[torch.Tensor]) -> None:
-    """Write the files and the index. Memory: two runs. Raises `OSError` with path and errno."""
+    """Write the files and the index. Memory: a run and the slabs. Raises `OSError` with path and errno."""
     names = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SINGLE_NAME]
     for name, weights in zip(names, files, strict=True):
@@ -111,15 +116,57 @@ def write_shards(folder: Path, files: Sequence[Mapping[str, Readable]], runs: It
 def _write_file(path: Path, weights: Mapping[str, Readable], runs: Iterator[torch.Tensor]) -> None:
     """See Note [One stream]."""
     header = _header(weights)
-    at, nbytes = len(header), len(header) + sum(weight.nbytes for weight in weights.values())
-    with DataWriter(path, nbytes) as file, ThreadPoolExecutor(1, "outsize-export") as writer:
-        going = writer.submit(file.write, 0, torch.frombuffer(header, dtype=torch.uint8))
-        while at < nbytes:
-            values = next(runs)  # read while the one before is written
+    left = sum(weight.nbytes for weight in weights.values())
+    with DataWriter(path, len(header) + left, direct=True) as file, _Stream(file) as stream:
+        stream.add(torch.frombuffer(header, dtype=torch.uint8))
+        while left:
+            values = next(runs)  # read while those before are written
+            stream.add(values.view(torch.uint8))
+            left -= values.nbytes
+
+
+@final
+class _Stream:
+    """Bytes for a file in their order, in whole pages past the page cache. Memory: its slabs."""
+
+    def __init__(self, file: DataWriter) -> None:
+        self._file = file
+        self._slabs = deque((HostBuffer(SLAB_BYTES).bytes, _nothing()) for _ in range(WRITERS + 1))
+        self._sent = self._filled = 0  # bytes of the file; of the first slab
+        self._pool = ThreadPoolExecutor(WRITERS, "outsize-export")
+
+    def add(self, content: torch.Tensor) -> None:
+        """`content` (uint8, 1-D) may change when this returns. Raises what a write before it raised."""
+        while content.numel():
+            slab, going = self._slabs[0]
             going.result()
-            going = writer.submit(file.write, at, values)
-            at += values.nbytes
-        going.result()
+            part, content = content[: SLAB_BYTES - self._filled], content[SLAB_BYTES - self._filled :]
+            copy(slab[self._filled : self._filled + part.numel()], part)
+            self._filled += part.numel()
+            if self._filled == SLAB_BYTES:
+                self._send()
+
+    def _send(self) -> None:
+        slab, _ = self._slabs.popleft()
+        content = slab[: round_up(self._filled, PAGE_BYTES)]
+        self._slabs.append((slab, self._pool.submit(self._file.write, self._sent, content)))
+        self._sent, self._filled = self._sent + self._filled, 0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with self._pool:
+            if error is None:
+                self._send()
+                for _, going in self._slabs:
+                    going.result()
+
+
+def _nothing() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _header(weights: Mapping[str, Readable]) -> bytearray:

@@ -337,14 +337,15 @@ class UnitShard:
             array.write(start, end, self.segment_at(start).dtype, values)
 
     def read_weight(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """A copy of the elements [start, end) of what rests here of a parameter, 1-D, in host memory. Blocks."""
+        """The elements [start, end) of what rests here of a parameter, 1-D, in host memory: themselves where they rest
+        there, else a copy. Blocks."""
         slot = self.slots[name]
         if not slot.numel:
             return torch.empty(0, dtype=DTYPES[slot.dtype], device="cpu")
         low, high = slot.offset + start, slot.end if end is None else slot.offset + end
         if self.params is None:
             self.buffer.use()
-            return self.param_piece(slot, low, high).to("cpu", copy=True)
+            return self.param_piece(slot, low, high).to("cpu")
         return self.params.get(*self.param_layout.span(low, high)).view(DTYPES[slot.dtype])
 
     def write_weight(self, name: str, value: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ WINDOW_BYTES = 4 << 20
 # state share a page or two, and one request moves all of them (`Records` in move/rows.py). Each array still has a store
 # of its own, which shows the array as if it lay in one piece: whatever moves a whole array (save, load, export,
 # `gathered`) knows no records, but for the distance between rows in a checkpoint. A read moves the records whole. A
-# write reads first the pages that it does not fill: few where `write_all` has all arrays of the same rows, as in `load`
+# write reads first the pages that it does not fill: few where `start_all` has all arrays of the same rows, as in `load`
 # and `prepare`, and none that were never written. Each move is over when it returns: two on the same pages never meet.
 
 
@@ -234,13 +234,15 @@ Write = tuple[Store, int, torch.Tensor]
 """Bytes for a store (uint8, host memory, whole pages), from which of its bytes on."""
 
 
-def write_all(writes: Iterable[Write]) -> None:
-    """Store all of them, which in a file of records are of the same rows: each record is written once. Blocks."""
+def start_all(writes: Iterable[Write]) -> list[Transfer]:
+    """Start to store all of them. In a file of records they are of the same rows: each record is written once, now."""
+    started: list[Transfer] = []
     files: dict[Generations, list[tuple[Cells, int, torch.Tensor]]] = {}
     for store, start, source in writes:
         if isinstance(store, DiskStore) and store.cells is not None:
             files.setdefault(store.file, []).append((store.cells, store.base + start, source))
         else:
-            store.write(start, source).wait()
+            started.append(store.write(start, source))
     for records in files.values():
         write_records(records)
+    return started

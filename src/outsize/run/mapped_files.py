@@ -40,10 +40,16 @@ class MappedFiles:
     def __init__(self) -> None:
         self._others = {each.identity for each in _file_mappings(detailed=False)}
         self._limit = _resident_file_bytes() + MAPPED_BYTES
+        self._listed: list[_Mapping] = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is a file's. Its pages may go from now on."""
-        found = _mapping_of(tensor, _in_order()) if _is_foreign(tensor) else None
+        if not _is_foreign(tensor):
+            return False
+        found = _mapping_of(tensor, self._listed) if _begins_in_file(tensor) else None
+        if found is None:  # listed before it was mapped, or not a file's
+            self._listed = _in_order()
+            found = _mapping_of(tensor, self._listed)
         if found is not None:
             self._others.discard(found.identity)
         return found is not None
@@ -128,20 +134,29 @@ def _mapping_of(tensor: torch.Tensor, mappings: list[_Mapping]) -> _Mapping | No
 
 def is_modified(tensor: torch.Tensor) -> bool:
     """Whether any page of it is memory in place of the file's; also where the system does not tell."""
-    first, end = (
-        tensor.data_ptr() // PAGE_BYTES,
-        -(-(tensor.data_ptr() + tensor.numel() * tensor.itemsize) // PAGE_BYTES),
-    )
+    words = _page_words(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+    if words is None:
+        return True
+    present, swapped, of_file = words < 0, words >> 62 & 1 == 1, words >> 61 & 1 == 1
+    return bool((swapped | (present & ~of_file)).any())
+
+
+def _begins_in_file(tensor: torch.Tensor) -> bool:
+    """Whether its first page is a file's, as far as the system knows now: in memory, that of a file."""
+    words = _page_words(tensor.data_ptr(), 1)
+    return words is not None and bool(words[0] < 0 and words[0] >> 61 & 1)
+
+
+def _page_words(address: int, nbytes: int) -> torch.Tensor | None:
+    """What the system tells of each page (int64 [pages]); None where it does not."""
+    first, end = address // PAGE_BYTES, -(-(address + nbytes) // PAGE_BYTES)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             entries = os.pread(file.fileno(), (end - first) * PAGEMAP_BYTES, first * PAGEMAP_BYTES)
     except OSError:
-        return True
-    if len(entries) != (end - first) * PAGEMAP_BYTES:
-        return True
-    words = torch.frombuffer(bytearray(entries), dtype=torch.int64)
-    present, swapped, of_file = words < 0, words >> 62 & 1 == 1, words >> 61 & 1 == 1
-    return bool((swapped | (present & ~of_file)).any())
+        return None
+    whole = len(entries) == (end - first) * PAGEMAP_BYTES
+    return torch.frombuffer(bytearray(entries), dtype=torch.int64) if whole else None
 
 
 def _is_there(mapping: _Mapping) -> bool:
