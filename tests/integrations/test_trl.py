@@ -1,11 +1,14 @@
 """TRL's trainers on models at rest on disk, as in the example. TRL without outsize is the oracle."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.ranks.launching import run_on_ranks
 from tests.test_examples import example
 
 trl = pytest.importorskip("trl")
@@ -57,3 +60,22 @@ def test_adapters_train_as_with_trl(tmp_path: Path) -> None:
         plain = train(tmp_path, tmp_path / "plain", STEPS, kind, config)
         ours = train(tmp_path, tmp_path / "ours", STEPS, peft=config, **budgets)
         assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def rank_of_two(folder: Path) -> list[tuple[list[float], list[float]]]:
+    """Losses with outsize, and with TRL alone, which takes DistributedDataParallel."""
+    rank = str(torch.distributed.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+    script, budgets = example("with_trl"), {**ON_DISK, "disk": folder / "state"}
+    return [
+        (losses(train(folder, folder / "ours", STEPS, **budgets)), losses(train(folder, folder / "plain", STEPS, kind)))
+        for train, kind in ((script.supervised, trl.SFTTrainer), (script.preferred, trl.DPOTrainer))
+    ]
+
+
+def test_two_ranks_train_as_with_trl(tmp_path: Path) -> None:
+    example("with_trl").make_base(tmp_path)
+    for shown in run_on_ranks(2, rank_of_two, tmp_path):
+        for ours, plain in shown:
+            assert len(ours) == STEPS
+            assert ours == pytest.approx(plain, rel=1e-5)
