@@ -219,7 +219,7 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert cluster_of(f"{tmp_path}/own.json").ranks == 4, "one node needs no network"
 
 
-def test_a_prediction_for_a_cluster_says_first_that_it_was_not_measured(
+def test_a_prediction_says_that_it_was_not_measured_and_where_the_machine_has_less(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.json").write_text(json.dumps({**CLUSTER, "accelerator_memory": "100MB"}))
@@ -229,6 +229,9 @@ def test_a_prediction_for_a_cluster_says_first_that_it_was_not_measured(
     assert "of 66.8 MiB" in said
     assert "the device has 95.4 MiB, less than this peak" in said
     assert "the host has" not in said
+    budgets = ["--host-memory", "2GiB", "--disk", str(tmp_path)]
+    assert "the memory has " in plan(capsys, *budgets, "--seq-len", "99999999")
+    assert "the memory has " not in plan(capsys, *budgets, "--seq-len", "128")
     small = ["--device-memory", "64MiB", "--host-memory", "64MiB", "--disk-space", "1MiB"]
     said = plan(capsys, "--cluster", "laptop", *small, code=2)
     assert (

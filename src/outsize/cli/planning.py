@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 import outsize
-from outsize.api.budgets import DEVICE_MARGIN, DISK_MARGIN, HOST_MARGIN
+from outsize.api.budgets import DEVICE_MARGIN, DISK_MARGIN, HOST_MARGIN, available_memory
 from outsize.cli import models
 from outsize.cli.largest import FAMILIES, largest, table
 from outsize.cli.options import add_memory_arguments, at_least, config_fields
@@ -123,16 +123,24 @@ def run(args: argparse.Namespace) -> int:
     if cluster is not None and plan.prediction is None:
         print(f"planned for figures that were not measured: {cluster}")
     print(plan)
-    if cluster is not None and plan.peak_bytes is not None:
-        for tier, there in zip(("device", "host", "disk"), cluster.share(_ranks(args)), strict=True):
-            if plan.peak_bytes[tier] > there:
-                print(
-                    f"the {tier} has {format_bytes(there)}, less than this peak: lower --batch, --seq-len or its budget"
-                )
+    for tier, there in _there(args, cluster, plan).items():
+        print(f"the {tier} has {format_bytes(there)}, less than this peak: lower --batch, --seq-len or its budget")
     if args.ranks > 1:
         numel = sum(param.numel() for param in model.parameters())
         print(f"\n{zero_table(numel, args.ranks, args.dtype, args.state_format)}")
     return 0
+
+
+def _there(args: argparse.Namespace, cluster: Cluster | None, plan: outsize.Plan) -> dict[str, int]:
+    """Tiers on which there is less than the peak, and what there is: of the cluster, or of this machine's memory."""
+    if plan.peak_bytes is None:
+        return {}
+    if cluster is not None:
+        shares = zip(("device", "host", "disk"), cluster.share(_ranks(args)), strict=True)
+        return {tier: there for tier, there in shares if plan.peak_bytes[tier] > there}
+    there = available_memory()
+    on_cpu = plan.budgets.device is None
+    return {"memory": there} if on_cpu and plan.peak_bytes["device"] + plan.peak_bytes["host"] > there else {}
 
 
 def _ranks(args: argparse.Namespace) -> int:
