@@ -17,7 +17,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from outsize.cli import corpus, main, reporting, watch  # noqa: E402
+from outsize.cli import corpus, main, models, reporting, watch  # noqa: E402
 from outsize.integrations.transformers import Trainer  # noqa: E402
 from tests.cli.conftest import write_model, write_text  # noqa: E402
 from tests.ranks.launching import ends_on_ranks, run_on_ranks  # noqa: E402
@@ -168,6 +168,18 @@ def test_interruption_saves_and_says_how_to_go_on(
     if number is signal.SIGINT:
         assert main(["train", "--resume", str(run)]) == 0
         assert history(run) == whole.losses
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_before_the_first_step_leaves_nothing(
+    number: int, code: int, words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(models, "build", lambda *_: os.kill(os.getpid(), number))
+    assert main(words) == code
+    assert capsys.readouterr().err.endswith("outsize: interrupted\n")
+    assert signal.getsignal(number) is before
+    assert not (tmp_path / "run").exists()
 
 
 def test_second_interruption_ends_the_run_at_once(

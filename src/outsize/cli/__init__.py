@@ -3,7 +3,9 @@
 import argparse
 import io
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -31,17 +33,26 @@ _ROOMS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; 0 when it went well, 1 where it found or left something broken, 2 after a mistake (one line
-    on stderr), 130 after Ctrl-C."""
+    on stderr), 130 after Ctrl-C and 143 after SIGTERM, which ends it in the same way."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is no reason to fail; stderr is so already
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
+    code = 130
+    main_thread = threading.current_thread() is threading.main_thread()  # no other may set a handler
+
+    def end(number: int, frame: object) -> None:
+        nonlocal code
+        code = 128 + number
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end) if main_thread else None
     try:
         args = build_parser().parse_args(words)
         args.words = words[1:]
-        code: int = _ROOMS[args.command].run(args)
-        return code
+        status: int = _ROOMS[args.command].run(args)
+        return status
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
@@ -50,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         logging.getLogger("outsize").debug("outsize %s failed", words, exc_info=True)
         return _fail(str(error) or type(error).__name__)
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGTERM, before)
 
 
 def build_parser() -> argparse.ArgumentParser:
