@@ -24,6 +24,7 @@ from outsize.api.assemble import prepared_of
 from outsize.api.exporting import export
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
+from outsize.move.memory import PAGE_BYTES
 from tests.api.checkpoint_runs import peak_of
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -173,6 +174,23 @@ def test_a_full_disk_leaves_the_earlier_export(failing: int, tmp_path: Path, mon
     assert raised.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path / "weights") == ["model.safetensors"]
     assert (tmp_path / "weights" / "model.safetensors").read_bytes() == before
+
+
+def test_a_write_that_fails_is_told_whatever_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs = weights.WRITERS + 1
+    model = nn.Linear((slabs * weights.SLAB_BYTES - PAGE_BYTES) // 4, 1, bias=False)  # the last slab is full
+    prepared(model, tmp_path)
+    real = os.pwrite
+
+    def failing(fd: int, content: Any, at: int) -> int:
+        if at == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, content, at)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(OSError, match=r"Input/output error.*model\.safetensors"):
+        export(tmp_path / "weights", model)
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_limit_on_file_size_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ class _Stream:
                 self._send()
 
     def _send(self) -> None:
-        slab, _ = self._slabs.popleft()
+        slab, going = self._slabs.popleft()
+        going.result()  # of the last write from this slab, where nothing was added since
         content = slab[: round_up(self._filled, PAGE_BYTES)]
         self._slabs.append((slab, self._pool.submit(self._file.write, self._sent, content)))
         self._sent, self._filled = self._sent + self._filled, 0
