@@ -376,6 +376,28 @@ outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", **tiers)
 atexit.register(lambda: outsize.save(sys.argv[1], model, optimizer, 7))
 """
 
+AFTER_THE_MAIN_THREAD = """
+import sys, threading, torch, outsize
+from pathlib import Path
+folder = Path(sys.argv[1])
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+tiers = dict.fromkeys(("params", "states"), "disk")
+outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", disk=folder / "disk", **tiers)
+def work():
+    threading.main_thread().join()
+    outsize.save(folder / "ckpt", model, optimizer).wait()
+    outsize.load(folder / "ckpt", model, optimizer)
+    outsize.export(folder / "weights", model)
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_one_saves_loads_and_exports(tmp_path: Path) -> None:
+    status, _, errors = run_script(AFTER_THE_MAIN_THREAD, tmp_path)
+    assert status == 0 and not errors
+    assert (tmp_path / "weights" / "model.safetensors").is_file()
+
 
 def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
     status, _, errors = run_script(AT_EXIT, tmp_path / "ckpt")

@@ -29,6 +29,7 @@ from outsize.move.codes import BLOCK, decode
 from outsize.move.disk import naming as naming
 from outsize.move.generations import crc32c
 from outsize.move.memory import HostBuffer, memory_of
+from outsize.move.threads import submitted
 from outsize.optim.rules import join_master
 from outsize.planning.layout import round_up
 from outsize.planning.sizes import format_bytes
@@ -266,7 +267,7 @@ class DataReader:
                 wanted.setdefault(piece.file, set()).update(numbers)
         chunks = [(name, at) for name, numbers in sorted(wanted.items()) for at in sorted(numbers)]
         with ThreadPoolExecutor(VERIFIERS, "outsize-verify") as pool:  # one reads while another sums up
-            groups = [pool.submit(self._verify, chunks[at : at + GROUP]) for at in range(0, len(chunks), GROUP)]
+            groups = [submitted(pool, self._verify, chunks[at : at + GROUP]) for at in range(0, len(chunks), GROUP)]
             try:
                 for group in groups:
                     group.result()

@@ -24,6 +24,7 @@ from outsize.move.generations import ZERO_SUM, Generation, Generations, joined_s
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.shard import StateArray, UnitShard
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, DiskStore, Store
+from outsize.move.threads import submitted
 from outsize.planning.layout import ArrayLayout, Slot, round_up
 
 WRITE_BYTES = 8 << 20
@@ -48,13 +49,10 @@ def sync_all(files: Iterable[Generations]) -> None:
     going = [file.now.file for file in files]
     try:
         with ThreadPoolExecutor(SYNC_THREADS, "outsize-sync") as pool:
-            for _ in pool.map(lambda file: file.sync(), going):
-                pass
+            for syncing in [submitted(pool, file.sync) for file in going]:
+                syncing.result()
     except OSError as error:
         raise UnsyncedError(error.errno, error.strerror, error.filename) from error
-    except RuntimeError:  # the interpreter is ending, and starts no threads any more
-        for file in going:
-            file.sync()
 
 
 def record_of(generation: Generation) -> FileRecord:

@@ -22,6 +22,7 @@ from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.folder import sync, write_text
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
+from outsize.move.threads import submitted
 from outsize.planning.layout import round_up
 
 SINGLE_NAME = "model.safetensors"
@@ -150,7 +151,7 @@ class _Stream:
         slab, going = self._slabs.popleft()
         going.result()  # of the last write from this slab, where nothing was added since
         content = slab[: round_up(self._filled, PAGE_BYTES)]
-        self._slabs.append((slab, self._pool.submit(self._file.write, self._sent, content)))
+        self._slabs.append((slab, submitted(self._pool, self._file.write, self._sent, content)))
         self._sent, self._filled = self._sent + self._filled, 0
 
     def __enter__(self) -> _Stream:
