@@ -332,6 +332,23 @@ def test_an_export_that_fails_leaves_the_earlier_one_or_is_complete(
         assert whole == {2.0} or found == before
 
 
+def test_an_interrupt_while_earlier_files_go_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Replaced(tmp_path, ("1KiB", "1KiB"))
+    export(run.folder, run.models[0])
+    first, real = count(1), shutil.rmtree
+
+    def remove(path: Path, ignore_errors: bool = False) -> None:
+        if next(first) == 1:
+            raise KeyboardInterrupt
+        real(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(KeyboardInterrupt):
+        export(run.folder, run.models[1])
+    assert run.loaded() == {2.0}
+    assert not [name for name in os.listdir(run.folder) if name.startswith(".")]
+
+
 def test_the_index_is_away_on_the_disk_too_while_shards_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Replaced(tmp_path, ("1KiB", "1KiB"))
     export(run.folder, run.models[0], max_shard_size="1KiB")

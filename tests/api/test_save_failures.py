@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -25,6 +26,7 @@ from outsize.checkpoint.files import DataWriter, PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
+from outsize.move.memory import PAGE_BYTES
 from tests.api.generation_runs import Run, assert_same
 from tests.scripts import run_script
 
@@ -407,6 +409,26 @@ def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "disk"]
     with pytest.raises(ValueError, match="another model"):
         run.load(tmp_path / "ckpt")
+
+
+def test_a_full_disk_of_the_run_is_named_by_a_save(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "disk")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*disk/.*/"):
+            run.save(tmp_path / "ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_after_the_end_reaches_no_other_file(tmp_path: Path) -> None:
+    """As of a thread that an interrupt has left."""
+    with DataWriter(tmp_path / "data", PAGE_BYTES) as file:
+        pass
+    with open(tmp_path / "other", "wb") as other, pytest.raises(OSError, match="Bad file descriptor"):
+        file.write(0, torch.ones(PAGE_BYTES, dtype=torch.uint8))
+    assert not (tmp_path / "other").stat().st_size and other.closed
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

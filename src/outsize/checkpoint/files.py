@@ -84,7 +84,8 @@ class DataWriter:
                     os.ftruncate(self._fd, self._nbytes)
                     os.fsync(self._fd)
         finally:
-            os.close(self._fd)
+            fd, self._fd = self._fd, -1  # a write that an interrupt has left under way must not reach another file
+            os.close(fd)
 
 
 @final

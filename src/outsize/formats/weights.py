@@ -211,7 +211,7 @@ def merged_folder(target: Path) -> Iterator[Path]:
             os.rename(fresh, target)
         sync(target.parent)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        _remove(fresh)
 
 
 # Note [Never a mixture]
@@ -244,7 +244,15 @@ def _merge(fresh: Path, target: Path) -> None:
         _take_back(phases, target)
         aside.rmdir()
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """As far as it can be; all of it also where an interrupt comes meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _carry_out(phases: Sequence[Moves], folder: Path) -> None:

@@ -130,7 +130,8 @@ class RunDirectory:
     def note_saves(self, directory: Path) -> None:
         """Remember that the run saves into a directory: what a killed save leaves there shares files with the run."""
         if directory not in self._saves:
-            with open(self.path / _SAVES, "a", encoding="utf-8") as file:
+            path = self.path / _SAVES
+            with naming(path, "noting a save"), open(path, "a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(str(directory))}\n")
             self._saves.add(directory)
 
