@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
@@ -409,8 +410,13 @@ def test_without_strict_what_one_side_lacks_stays_as_it_is(
 # -- through the public functions ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("tier", TIERS)
-def test_export_and_load_speak_the_format(tier: str, tmp_path: Path) -> None:
+def test_export_and_load_speak_the_format(
+    tier: str, early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if early:  # as Python 3.11.2 does
+        monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda it, _: (getattr, (type(it), it.name)))
     torch.manual_seed(0)
     model = Net()
     optimizer = adamw(model)

@@ -25,6 +25,9 @@ Place = tuple[str, int, int]
 _PACKAGES = ("torch", "pathlib", "collections")
 """Where all names of real metadata come from."""
 
+_ENUMS = ("builtins", "getattr")
+"""By which Python 3.11.0 to 3.11.3 pickles a value of an enum: a memory format, which we do not need."""
+
 
 def is_dcp(folder: Path) -> bool:
     """Whether this is a complete folder of `torch.distributed.checkpoint`: the metadata is written last."""
@@ -56,7 +59,7 @@ class _Reader(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] not in _PACKAGES:
+        if module.partition(".")[0] not in _PACKAGES and (module, name) != _ENUMS:
             raise _RefusedError(f"{module}.{name}"[:200])
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype) or found is torch.Size:
