@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -126,6 +127,25 @@ def test_a_damaged_manifest_is_passed_over_and_named(
     with caplog.at_level(logging.WARNING, "outsize"):
         assert outsize.load(tmp_path / "ckpts", run.model, run.optimizer) == "step-2"
     assert f"passed over {tmp_path / 'ckpts' / 'step-10'}: its manifest is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("closed", ["step-10", "step-10/manifest.json"])
+def test_what_may_not_be_read_is_passed_over_and_named(
+    closed: str, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the refusals are made here."""
+    plain, refused = files.os.open, tmp_path / "ckpts" / closed
+
+    def opening(path: Any, *arguments: Any, **named: Any) -> int:
+        if Path(path).is_relative_to(refused):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, *arguments, **named)
+
+    monkeypatch.setattr(files.os, "open", opening)
+    monkeypatch.setattr(directory.os, "access", lambda path, _: Path(path) != refused)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        assert outsize.load(tmp_path / "ckpts", run.model, run.optimizer) == "step-2"
+    assert f"passed over {tmp_path / 'ckpts' / 'step-10'}: there is no permission to read it" in caplog.text
 
 
 def test_a_manifest_wins_over_weights_beside_it(run: Run, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from outsize.planning.sizes import format_bytes
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
 _SERIES = re.compile(r"(.*?)\d+")
 _NO_TIME = datetime.min.replace(tzinfo=timezone.utc)
+UNREADABLE = "there is no permission to read it"
 _LAST_YEAR = 8999
 """A later time is of no clock, and what is saved next could not be newer."""
 
@@ -45,15 +46,22 @@ def _dated_in(parent: Path) -> list[tuple[datetime, str, Path]]:
 def lookalikes_in(parent: Path) -> dict[Path, str]:
     """Folders with data of a checkpoint and no manifest that begins as one, each with the reason. Nothing removes them.
 
-    Those are saves that never ended, copies that were cut off, or damage: nobody knows how old they are.
+    Those are saves that never ended, copies that were cut off, damage, or not ours to read: nobody knows how old they
+    are.
     """
     found = {}
     for entry in sorted(parent.iterdir() if parent.is_dir() else ()):
         manifest = entry / MANIFEST_NAME
-        if not entry.is_dir() or not data_of(entry) or _saved_at(manifest) is not None:
+        if not entry.is_dir():
+            continue
+        if not os.access(entry, os.R_OK | os.X_OK):
+            if not _is_hidden(entry):
+                found[entry] = UNREADABLE
+            continue
+        if not data_of(entry) or _saved_at(manifest) is not None:
             continue
         if os.path.lexists(manifest) and not _is_hidden(entry):
-            found[entry] = "its manifest is damaged"
+            found[entry] = "its manifest is damaged" if os.access(manifest, os.R_OK) else UNREADABLE
         elif not os.path.lexists(manifest):
             found[entry] = "it has no manifest, so it was never completed"
     return {entry: why for entry, why in found.items() if entry.exists()}  # another run may have renamed it just now

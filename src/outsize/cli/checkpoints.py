@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outsize.checkpoint.directory import (
+    UNREADABLE,
     beyond,
     checkpoints_in,
     lookalikes_in,
@@ -73,7 +74,7 @@ def _found(path: Path, incomplete: Sequence[Path] = ()) -> list[Path]:
 
 def _ls(args: argparse.Namespace) -> int:
     rows = [("checkpoint", "saved (UTC)", "steps", "parameters", "size", "state")]
-    alike = [] if (args.path / MANIFEST_NAME).is_file() else lookalikes_in(args.path)
+    alike = {} if (args.path / MANIFEST_NAME).is_file() else lookalikes_in(args.path)
     incomplete = [each for each in alike if not os.path.lexists(each / MANIFEST_NAME)]
     for path in _found(args.path, incomplete):
         try:
@@ -84,7 +85,8 @@ def _ls(args: argparse.Namespace) -> int:
             if was_removed(path, error):
                 continue
             rows.append((path.name, "", "", "", "", f"damaged: {error}"))
-    rows += [(path.name, "", "", "", "", "incomplete: no manifest") for path in incomplete]
+    for path in incomplete:
+        rows.append((path.name, "", "", "", "", UNREADABLE if alike[path] == UNREADABLE else "incomplete: no manifest"))
     cells = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(5)]
     for row in cells:
