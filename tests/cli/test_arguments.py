@@ -172,3 +172,12 @@ def test_probe_prints_what_it_measures_and_leaves_nothing_on_the_drive(
 def test_the_command_is_the_package_s_script() -> None:
     (script,) = entry_points(group="console_scripts", name="outsize")
     assert script.load() is main
+
+
+@pytest.mark.parametrize("log", ["null", "[3]", '{"log_history": []}'])
+def test_a_log_that_is_none_is_passed_over_by_report(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (made(tmp_path) / "history.json").write_text(log)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has no step yet" in capsys.readouterr().err

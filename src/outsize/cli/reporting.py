@@ -47,14 +47,15 @@ def run(args: argparse.Namespace) -> int:
 
 def read_history(folder: Path) -> list[Record]:
     """The longest log that the run has left."""
-    found = []
+    found: list[tuple[int, list[Record]]] = []
     for path in (*folder.glob(HISTORY), *folder.glob("checkpoint-*/trainer_state.json")):
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
-            found.append(read if path.name == HISTORY else read["log_history"])
-        except (ValueError, OSError, KeyError):  # of a run that was killed, or goes on
+            log = read if path.name == HISTORY else read["log_history"]
+            found.append((max((int(record["step"]) for record in log), default=0), log))
+        except (ValueError, OSError, KeyError, TypeError):  # of a run that was killed, or goes on; or no log
             continue
-    return max(found, key=lambda log: max((record["step"] for record in log), default=0), default=[])
+    return max(found, key=lambda each: each[0], default=(0, []))[1]
 
 
 def keep_history(folder: Path, history: Sequence[Record]) -> None:
