@@ -102,6 +102,20 @@ class Flat(Plain):
         return state["v"].mul_(0.9).add_(grad.reshape(-1)).view(param.shape)
 
 
+class OneForTwo(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["fast"] = state["slow"] = torch.zeros_like(param)
+        state["fast"].mul_(0.9).add_(grad)
+        return state["slow"]
+
+
+class KeepsItself(Plain):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad + self.state[param].setdefault("start", param.data)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "Wrapper": (Wrapper, "its attribute 'base' is another optimizer"),
     "OwnList": (OwnList, "its attribute 'mine' holds parameters"),
@@ -111,6 +125,8 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "Listed": (Listed, "it keeps 'last' for each element in a list"),
     "InDict": (InDict, "it keeps 'kept' for each element in a dict"),
     "Flat": (Flat, "it keeps 'v' for each element in another shape"),
+    "OneForTwo": (OneForTwo, "it keeps 'slow' in the memory of 'fast'"),
+    "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
 }
 
 

@@ -234,6 +234,14 @@ def _expect_kept_by_element(subject: Subject) -> None:
                 f"it keeps {key!r} as {str(value.dtype).removeprefix('torch.')} for each element, which the float32 of "
                 f"streamed state cannot hold"
             )
+    places = {subject.param.data_ptr(): "the parameter"}
+    for key, value in subject.state.items():
+        if _is_array(value, subject.param):
+            other = places.setdefault(value.data_ptr(), repr(key))
+            if other != repr(key):
+                raise Unsuited(
+                    f"it keeps {key!r} in the memory of {other}, and each is streamed by itself; clone one of them"
+                )
 
 
 @contextmanager
