@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -550,3 +552,17 @@ def test_what_a_killed_build_left_is_removed_by_the_next(ended: dict[str, Ended]
     del model
     gc.collect()
     assert files(disk) == []
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_ends_with_a_model_says_nothing(tmp_path: Path) -> None:
+    """In a process of its own: one that is forked empties its modules in another order."""
+    build_and_end = (
+        "import sys, torch, outsize\n"
+        "with outsize.init(host_memory='300KiB', disk=sys.argv[1], device='cpu'):\n"
+        "    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(20)])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", build_and_end, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""

@@ -114,8 +114,8 @@ def _common(params: list[torch.Tensor]) -> Prepared | None:
         if prepared is None:
             raise ValueError(
                 f"a tensor of shape {tuple(param.shape)} is not a parameter of a model that outsize.prepare "
-                f"prepared. Where a parameter was added or replaced since, call outsize.release(model), change the "
-                f"model, and prepare it again"
+                f"prepared. Call outsize.prepare(model, ...) first. Where a parameter was added or replaced since, "
+                f"call outsize.release(model), change the model, and prepare it again"
             )
         if found is not None and prepared is not found:
             raise ValueError("the parameters belong to two prepared models; use one gathered block for each")

@@ -167,6 +167,7 @@ class Pager:
         self._building = True
         self._largest = 0  # bytes of a parameter
         self._pid = os.getpid()
+        self._is_exiting = sys.is_finalizing  # taken now: an interpreter that ends empties its modules first
         self._lock = threading.Lock()
         self._page_of: dict[int, Page] = {}  # by the parameter's id
         self._pages: dict[int, Page] = {}  # by the storage's identity, least recently used first
@@ -383,6 +384,8 @@ class Pager:
 
     def _on_death(self, key: int, ref: weakref.ref[nn.Parameter]) -> None:
         """Runs where the last reference goes, perhaps while the lock is held: then its next holder reaps."""
+        if self._is_exiting():
+            return
         self._dead.append((key, ref))
         if not self._building and self._lock.acquire(blocking=False):
             try:
