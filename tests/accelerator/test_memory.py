@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.planning.layout import PAGE_ELEMENTS
-from tests.conftest import Stack, Workshop, adamw, prepared
+from tests.accelerator.test_outsize import on_sim, prepared_stack
+from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error
 
 KIB = 1 << 10
 
@@ -104,3 +105,23 @@ def test_the_budget_of_the_host_is_kept_by_gradients_on_their_way_to_disk(sim: A
     workshop.settle(model)
     peak = outsize.memory(model).peak
     assert sum(nbytes for name, nbytes in peak.items() if name.startswith("host")) <= caught.value.needed
+
+
+def test_a_unit_for_which_there_is_no_memory_names_the_remedy(sim: Any, workshop: Workshop) -> None:
+    model, _ = prepared_stack(workshop)
+    x = on_sim(batches(1))[0][0]
+    sim.set_memory_cap(sim.memory_allocated() + KIB)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"unit 'blocks.0': lower device_memory.*activations='recompute'.*outsize.tiled"
+    ):
+        model(x)
+    sim.set_memory_cap(1 << 30)
+    model(x)
+
+
+def test_gradients_on_their_way_to_disk_take_nothing_of_the_device(sim: Any, workshop: Workshop) -> None:
+    model, _ = prepared_stack(workshop, "disk", units=5)
+    engine = prepared(model).engine
+    engine.streamer.room.planned_capacity = sum(unit.nbytes for unit in engine.parameters.units)
+    squared_error(model, on_sim(batches(1))[0]).backward()
+    assert all(unit.shard.buffer.resident for unit in engine.parameters.units)
