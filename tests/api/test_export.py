@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_the_earlier_export(failing: int, tmp_path: Path, mon
 
 def test_a_write_that_fails_is_told_whatever_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slabs = weights.WRITERS + 1
-    model = nn.Linear((slabs * weights.SLAB_BYTES - PAGE_BYTES) // 4, 1, bias=False)  # the last slab is full
+    model = nn.Linear((slabs * weights.PIECE_BYTES - PAGE_BYTES) // 4, 1, bias=False)  # the last slab is full
     prepared(model, tmp_path)
     real = os.pwrite
 
@@ -193,11 +193,26 @@ def test_a_write_that_fails_is_told_whatever_follows_it(tmp_path: Path, monkeypa
     assert not (tmp_path / "weights").exists()
 
 
-def test_a_limit_on_file_size_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_file_that_just_fits_the_limit_on_file_size_is_written(tmp_path: Path) -> None:
+    model = nn.Linear(255, 1, bias=False)
+    prepared(model, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES + 4 * 255, before[1]))
+    try:
+        export(tmp_path / "weights", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found = safetensors.load_file(tmp_path / "weights" / "model.safetensors")
+    with outsize.gathered(model):
+        assert torch.equal(found["weight"], model.weight)
+
+
+@pytest.mark.parametrize("limit", [64 << 10, (64 << 10) + 512])
+def test_a_limit_on_file_size_is_an_error_that_names_the_file(limit: int, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 256))
     prepared(model, tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(OSError, match=r"File too large.*model\.safetensors"):
             export(tmp_path / "weights", model)

@@ -395,6 +395,37 @@ threading.Thread(target=work).start()
 """
 
 
+AS_THE_MAIN_THREAD_ENDS = """
+import os, sys, threading, torch, outsize
+from concurrent.futures import thread
+model = torch.nn.Linear(1024, 6000)  # six pieces of 4 MiB
+outsize.prepare(model, None, device="cpu", host_memory="64MiB")
+write, begun, here = os.pwrite, threading.Event(), threading.Event()
+def slow(file, content, at):
+    begun.set()
+    if threading.current_thread() is export:
+        here.set()
+    elif at:  # a thread of the pool goes on when the export does its work itself, or fails
+        here.wait()
+    while not thread._shutdown:
+        os.sched_yield()
+    return write(file, content, at)
+def failed(failure):
+    here.set()
+    threading.__excepthook__(failure)
+os.pwrite, threading.excepthook = slow, failed
+export = threading.Thread(target=outsize.export, args=(sys.argv[1], model))
+export.start()
+begun.wait()
+"""
+
+
+def test_an_export_goes_on_as_the_main_thread_ends(tmp_path: Path) -> None:
+    status, _, errors = run_script(AS_THE_MAIN_THREAD_ENDS, tmp_path / "weights")
+    assert status == 0 and not errors
+    assert (tmp_path / "weights" / "model.safetensors").stat().st_size > 1024 * 6000 * 4
+
+
 def test_a_thread_that_outlives_the_main_one_saves_loads_and_exports(tmp_path: Path) -> None:
     status, _, errors = run_script(AFTER_THE_MAIN_THREAD, tmp_path)
     assert status == 0 and not errors

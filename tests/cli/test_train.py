@@ -182,6 +182,14 @@ def test_an_interruption_before_the_first_step_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_termination_after_the_last_step_is_told_by_its_number(
+    words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "save_model", lambda *_, **inside: inside or os.kill(os.getpid(), signal.SIGTERM))
+    assert main(words) == 143
+    assert "outsize train --resume" in capsys.readouterr().out
+
+
 def test_second_interruption_ends_the_run_at_once(
     words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

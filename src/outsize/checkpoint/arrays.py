@@ -23,7 +23,7 @@ from outsize.planning.layout import PAGE_ELEMENTS, Slot, UnitLayout, array_layou
 
 SLAB_NUMEL = 1 << 20
 SLAB_BYTES = SLAB_NUMEL * 8
-"""Loading holds one slab, whatever the size of the model."""
+"""Loading holds one slab, whatever the size of the model; before, a chunk for each thread that compares checksums."""
 
 RUN_NUMEL = 1 << 19
 """Elements of one read, unless an array says otherwise."""

@@ -55,7 +55,7 @@ def lookalikes_in(parent: Path) -> dict[Path, str]:
         if not entry.is_dir():
             continue
         if not os.access(entry, os.R_OK | os.X_OK):
-            if not _is_hidden(entry):
+            if not _is_hidden(entry) and entry.name != "lost+found":  # which a file system has at its root
                 found[entry] = UNREADABLE
             continue
         if not data_of(entry) or _saved_at(manifest) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -52,7 +53,7 @@ class DataWriter:
 
     def __init__(self, path: Path, nbytes: int, direct: bool = False) -> None:
         """`direct`: in whole pages, of which the last may pass the end, past the page cache where the system can."""
-        self._path, self._nbytes = path, nbytes
+        self._path, self._nbytes, self._direct = path, nbytes, direct
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o666)
@@ -68,10 +69,17 @@ class DataWriter:
             raise
 
     def write(self, offset: int, content: torch.Tensor) -> None:
-        left = memory_of(content)
+        left, direct = memory_of(content), self._direct
         with naming(self._path, f"writing {format_bytes(len(left))} at {offset}"):
-            while left:
-                written = os.pwrite(self._fd, left, offset)
+            while left and offset < self._nbytes:
+                try:
+                    written = os.pwrite(self._fd, left, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    direct, written = False, 0  # blocks larger than pages, or a limit of the size that ends inside one
+                    flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 offset, left = offset + written, left[written:]
 
     def __enter__(self) -> DataWriter:
@@ -266,9 +274,13 @@ class DataReader:
                 end = piece.offset + region.extent(piece.numel)
                 numbers = range(piece.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
                 wanted.setdefault(piece.file, set()).update(numbers)
-        chunks = [(name, at) for name, numbers in sorted(wanted.items()) for at in sorted(numbers)]
+        chunks = {name: sorted(numbers) for name, numbers in sorted(wanted.items())}
         with ThreadPoolExecutor(VERIFIERS, "outsize-verify") as pool:  # one reads while another sums up
-            groups = [submitted(pool, self._verify, chunks[at : at + GROUP]) for at in range(0, len(chunks), GROUP)]
+            groups = [
+                submitted(pool, self._verify, name, numbers[at : at + GROUP])
+                for name, numbers in chunks.items()
+                for at in range(0, len(numbers), GROUP)
+            ]
             try:
                 for group in groups:
                     group.result()
@@ -276,10 +288,9 @@ class DataReader:
                 for group in groups:
                     group.cancel()
 
-    def _verify(self, chunks: Sequence[tuple[str, int]]) -> None:
-        slab = HostBuffer(CHUNK_BYTES)
-        for name, at in chunks:
-            record, path = self._files[name], self._folder / name
+    def _verify(self, name: str, numbers: Sequence[int]) -> None:
+        slab, record, path = HostBuffer(CHUNK_BYTES), self._files[name], self._folder / name
+        for at in numbers:
             content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
             _read(self._open[name], at * CHUNK_BYTES, content, path)
             found = crc32c(content)

@@ -38,14 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
     code = 130
-    main_thread = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    # Only the main thread may set a handler, and one that somebody has chosen stays.
+    main_thread = threading.current_thread() is threading.main_thread()
+    handles = main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def end(number: int, frame: object) -> None:
         nonlocal code
         code = 128 + number
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end) if main_thread else None
+    if handles:
+        signal.signal(signal.SIGTERM, end)
     try:
         args = build_parser().parse_args(words)
         args.words = words[1:]
@@ -62,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("outsize").debug("outsize %s failed", words, exc_info=True)
         return _fail(str(error) or type(error).__name__)
     finally:
-        if main_thread:
-            signal.signal(signal.SIGTERM, before)
+        if handles:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -158,7 +158,9 @@ class _Run:
             raise OSError(f"{error}; {self._way_on()}") from error
         except KeyboardInterrupt:
             self.say(f"interrupted; {self._way_on()}")
-            return INTERRUPTED + (self.watch.signal or 2)
+            if self.watch.signal is None:  # after the last step
+                raise
+            return INTERRUPTED + self.watch.signal
         finally:
             if self.first:
                 self._report()

@@ -33,8 +33,9 @@ _READ_FIRST = (SINGLE_NAME, INDEX_NAME)
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 WRITERS = 2
-SLAB_BYTES = 4 << 20
-"""Of one write."""
+"""Threads, each of which writes a slab. One more is being filled."""
+
+PIECE_BYTES = 4 << 20
 
 LENGTH_BYTES = 8
 """Of the header's length, which begins the file (little-endian)."""
@@ -98,7 +99,9 @@ def runs_of(files: Sequence[Mapping[str, Readable]]) -> Iterator[torch.Tensor]:
 
     Where several ranks have parts of the weights, each takes all runs and one of them writes.
     """
-    return (run for file in files for weight in file.values() for run in weight.runs())
+    for file in files:
+        for weight in file.values():
+            yield from weight.runs()
 
 
 def write_shards(folder: Path, files: Sequence[Mapping[str, Readable]], runs: Iterator[torch.Tensor]) -> None:
@@ -124,6 +127,7 @@ def _write_file(path: Path, weights: Mapping[str, Readable], runs: Iterator[torc
             values = next(runs)  # read while those before are written
             stream.add(values.view(torch.uint8))
             left -= values.nbytes
+            del values  # before the next one takes memory
 
 
 @final
@@ -132,7 +136,7 @@ class _Stream:
 
     def __init__(self, file: DataWriter) -> None:
         self._file = file
-        self._slabs = deque((HostBuffer(SLAB_BYTES).bytes, _nothing()) for _ in range(WRITERS + 1))
+        self._slabs = deque((HostBuffer(PIECE_BYTES).bytes, _nothing()) for _ in range(WRITERS + 1))
         self._sent = self._filled = 0  # bytes of the file; of the first slab
         self._pool = ThreadPoolExecutor(WRITERS, "outsize-export")
 
@@ -141,10 +145,10 @@ class _Stream:
         while content.numel():
             slab, going = self._slabs[0]
             going.result()
-            part, content = content[: SLAB_BYTES - self._filled], content[SLAB_BYTES - self._filled :]
+            part, content = content[: PIECE_BYTES - self._filled], content[PIECE_BYTES - self._filled :]
             copy(slab[self._filled : self._filled + part.numel()], part)
             self._filled += part.numel()
-            if self._filled == SLAB_BYTES:
+            if self._filled == PIECE_BYTES:
                 self._send()
 
     def _send(self) -> None:

@@ -54,8 +54,10 @@ class Progress:
     def over(self, items: Iterable[Item], nbytes: Callable[[Item], int]) -> Iterator[Item]:
         """The items, each of which is done when the next one is asked for."""
         for item in items:
+            done = nbytes(item)
             yield item
-            self.add(nbytes(item))
+            del item  # it may be large, and the next one takes memory
+            self.add(done)
 
     def _words(self, seconds: float) -> str:
         rate = self._done / seconds

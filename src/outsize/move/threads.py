@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import TypeVar
@@ -11,12 +10,12 @@ Result = TypeVar("Result")
 
 
 def submitted(pool: Executor, work: Callable[..., Result], *arguments: object) -> Future[Result]:
-    """The work, on its way. It is done here where the main thread has ended: the interpreter's pools take nothing more,
-    while other threads of the user, and what runs at its exit, go on."""
+    """The work, on its way. It is done here where the main thread ends: pools take nothing more then, and other threads
+    of the user, and what runs at the exit, go on."""
     try:
         return pool.submit(work, *arguments)
-    except RuntimeError:
-        if threading.main_thread().is_alive():
+    except RuntimeError as error:
+        if not str(error).startswith("cannot schedule new futures"):  # of others the work may have begun
             raise
     done: Future[Result] = Future()
     try:

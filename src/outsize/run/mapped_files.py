@@ -30,7 +30,8 @@ PAGEMAP_BYTES = 8
 # were made since the pager began or that a parameter lies in, and that hold no modified page, which would be lost.
 #
 # A mapping is private: who writes to it gets a page of memory in place of the file's. The system tells which page is
-# which. So a parameter whose pages are all the file's, or not in memory, has the values of the file.
+# which. So a parameter whose pages are all the file's, or not in memory, has the values of the file. The system
+# does not tell a file's page from one of shared memory: at the place of a mapping that went, this counts as a file's.
 
 
 @final
