@@ -42,6 +42,7 @@ def test_everything_but_the_values_is_readable_at_rest(workshop: Workshop, tier:
     assert (mine.shape, mine.dtype, mine.device, mine.numel()) == (theirs.shape, theirs.dtype, theirs.device, 64)
     assert mine.requires_grad and mine.is_leaf and mine.grad is None and mine.ndim == 2 and len(mine) == 4
     assert "head" in str(pair.model) and "4, 16" in repr(mine)
+    assert torch.typename(mine) == theirs.type() and "of size 4x16" in repr(nn.ParameterDict({"a": mine}))
     assert torch.zeros_like(mine).shape == theirs.shape
     assert sum(param.numel() for param in pair.model.parameters()) == sum(p.numel() for p in pair.plain.parameters())
     assert mine in {mine} and (mine is pair.model.head.weight)

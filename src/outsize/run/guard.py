@@ -429,6 +429,8 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         with torch._C.DisableTorchFunctionSubclass():
             if func in _TO_ITSELF and len(args) == 2 and args[0] is args[1]:
                 return _wrap((gate,), func(*args))
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return func(*args)  # its name
             if func in _CASTS and _keeps(func, args, kwargs):
                 return args[0]
             if func in _SET_DATA and is_alias(*args):
