@@ -222,3 +222,26 @@ def test_an_existing_file_is_not_overwritten(folder: Path, tmp_path: Path, capsy
     assert generate(folder, "--prompts", prompts_in(tmp_path / "p.txt", "w1"), "--out", out) == 2
     assert "exists" in capsys.readouterr().err
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_prompt_ends_with_its_line_and_nowhere_else(tmp_path: Path, name: str) -> None:
+    prompts, file = ["w1\u2028w2", "w3\x85w4 \x0c"], tmp_path / name
+    lines = (
+        [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts] if file.suffix != ".txt" else prompts
+    )
+    file.write_bytes("\r\n\n".join(lines).encode("utf-8-sig"))
+    assert generating._read_prompts(file) == prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.txt", b"\xff\xfew", r"p\.txt is not text in UTF-8 .* convert it"),
+        ("p.jsonl", b'{"prompt": 3}', "is no text"),
+    ],
+)
+def test_prompts_that_are_no_text_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        generating._read_prompts(tmp_path / name)

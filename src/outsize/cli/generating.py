@@ -92,13 +92,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path} is not text in UTF-8 ({error}); convert it first") from error
+    lines = [line for line in text.split("\n") if line.strip()]  # `splitlines` cuts at U+2028 and the like, too
     if path.suffix == JSON_LINES:
         try:
             lines = [json.loads(line)["prompt"] for line in lines]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--prompts {path}: a line is no object with 'prompt' ({error!r})") from error
-    if not lines or not all(isinstance(line, str) for line in lines):
+        if not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"--prompts {path}: a 'prompt' is no text")
+    if not lines:
         raise ValueError(f"--prompts {path} holds no prompts; write one a line")
     return lines
 
