@@ -117,6 +117,48 @@ def test_a_parameter_can_be_read_inside_its_call_and_not_outside(workshop: Works
         model.blocks[0].up.weight.sum()
 
 
+class Banked(nn.Module):
+    """A layer whose weights lie in dictionaries, one of which all layers share."""
+
+    def __init__(self, bank: nn.ParameterDict) -> None:
+        super().__init__()
+        self.lin, self.bank = nn.Linear(8, 8), bank
+        self.own = nn.ParameterDict({"a": torch.randn(8, 16)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + x @ (self.own["a"] @ self.bank["a"])
+
+
+class Banks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        bank = nn.ParameterDict({"a": torch.randn(16, 8)})
+        self.layers = nn.ModuleList([Banked(bank) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Banks()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_a_part_of_the_model_may_be_called_whose_layers_keep_weights_in_dictionaries(
+    workshop: Workshop, tier: str
+) -> None:
+    model, x = Around(), torch.randn(2, 8)
+    expected = model.inner(x).detach()
+    workshop.prepare(model, adamw(model), tier)
+    assert torch.equal(model.inner(x), expected)
+
+
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_checkpoint_of_frozen_and_trained_layers_is_right(workshop: Workshop, tier: str) -> None:
     class Checkpointed(Stack):

@@ -50,8 +50,10 @@ def modules_of(
             own = inside
             if parent_unit == index and not module._parameters:
                 continue
-        if own:
-            framed[module] = own == {parent_unit}
+        lists = (each for each in module.children() if isinstance(each, (nn.ParameterList, nn.ParameterDict)))
+        listed = {home[id(param)] for each in lists for param in known(each.parameters())}  # fetched as they are used
+        if own or listed:
+            framed[module] = own | listed == {parent_unit}
             opened = [unit for index in sorted(own) for unit in pairs[index]]
             owned[id(module)] = [unit for unit in opened if not unit.resident and not unit.shard.tile_rows]
     moving = {beside.get(unit.index, unit.index) for unit in units if not unit.resident}
