@@ -475,12 +475,12 @@ def export_without_room(folder: str) -> list[str]:
 
     os.pwrite = write
     left = 1 << 20
-    outsize.export(Path(folder) / "counted", run.model)
+    outsize.export(Path(folder) / "counted", run.model, max_shard_size=1)
     writes = (1 << 20) - left
-    for allowed in (0, 3, writes - 1):
+    for allowed in (0, writes // 2, writes - 1):
         left = allowed
         try:
-            outsize.export(Path(folder) / "model", run.model)
+            outsize.export(Path(folder) / "model", run.model, max_shard_size=1)
         except OSError as error:
             said.append(str(error))
         run.train(1)
