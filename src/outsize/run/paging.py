@@ -384,10 +384,8 @@ class Pager:
 
     def _on_death(self, key: int, ref: weakref.ref[nn.Parameter]) -> None:
         """Runs where the last reference goes, perhaps while the lock is held: then its next holder reaps."""
-        if self._is_exiting():
-            return
         self._dead.append((key, ref))
-        if not self._building and self._lock.acquire(blocking=False):
+        if not self._building and not self._is_exiting() and self._lock.acquire(blocking=False):
             try:
                 self._reap()
                 self._close_if_empty()
