@@ -175,7 +175,7 @@ def test_an_interruption_before_the_first_step_leaves_nothing(
     number: int, code: int, words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(number)
-    monkeypatch.setattr(models, "build", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(models, "build", lambda *_: signal.raise_signal(number))
     assert main(words) == code
     assert capsys.readouterr().err.endswith("outsize: interrupted\n")
     assert signal.getsignal(number) is before
@@ -185,7 +185,7 @@ def test_an_interruption_before_the_first_step_leaves_nothing(
 def test_a_termination_after_the_last_step_is_told_by_its_number(
     words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trainer, "save_model", lambda *_, **inside: inside or os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Trainer, "save_model", lambda *_, **inside: inside or signal.raise_signal(signal.SIGTERM))
     assert main(words) == 143
     assert "outsize train --resume" in capsys.readouterr().out
 
