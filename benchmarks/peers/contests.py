@@ -85,11 +85,12 @@ class Contest:
     """Of a job, which otherwise counts as one that did not end."""
 
 
-def _alone(size: str, compact: bool = False) -> Contest:
+def _alone(size: str, dtype: str, state_format: str = "exact") -> Contest:
     """The budget leaves room in 3 GiB for the interpreter, torch, and what a layer computes."""
-    fields: dict[str, Any] = {"host_memory": "1GiB", **({"state_format": "compact"} if compact else {})}
-    task = {**SHAPES[size], "batches": 1, "warmup": 1, "steps": 2, "predict": True, "fields": fields, **FEW}
-    return Contest(f"{size} B", ["outsize, disk"], task, limit_seconds=3600)
+    fields = {"host_memory": "1GiB", "state_format": state_format}
+    task = {**SHAPES[size], "batches": 1, "warmup": 1, "steps": 2, "predict": True, "fields": fields, "dtype": dtype}
+    few = FEW if dtype == "bfloat16" else {}
+    return Contest(f"{size} B", ["outsize, disk"], {**task, **few}, limit_seconds=3600)
 
 
 CONTESTS: Mapping[str, Contest] = {
@@ -123,8 +124,9 @@ CONTESTS: Mapping[str, Contest] = {
         {"layers": 8, "hidden": 512, "mlp": 2048, "vocabulary": 4000, "tokens": 4096, "dtype": "float32"}
         | {"warmup": 1, "steps": 2},
     ),
-    **{f"size-{size}": _alone(size) for size in SHAPES},
-    **{f"compact-{size}": _alone(size, compact=True) for size in SHAPES},
+    **{f"size-{size}": _alone(size, "bfloat16") for size in SHAPES},
+    **{f"fp32-{size}": _alone(size, "float32") for size in SHAPES},
+    **{f"compact-{size}": _alone(size, QUICK, "compact") for size in SHAPES},
 }
 
 

@@ -426,17 +426,17 @@ def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: 
     class Cheap(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(512, 512), nn.Linear(512, 512)
+            self.one, self.two = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.one(x)
             for _ in range(4):
-                y = torch.tanh(y)
+                y = torch.relu(y)
             return x + self.two(y)
 
-    x = normal(512, 512)
+    x = normal(256, 1024)
     products, build = 3 * 2 * 4 * x.numel(), partial(InTurn, Cheap)
-    model, optimizer = prepared(workshop, budget_for(workshop, products, build, 64 << 20), build)
+    model, optimizer = prepared(workshop, budget_for(workshop, products, build, 256 << 20), build)
     for _ in range(3):
         model(x).square().mean().backward()
         optimizer.step()

@@ -13,7 +13,7 @@ from outsize.config import Config
 from outsize.formats.pieces import in_memory
 from outsize.move.generations import crc32c
 from outsize.move.shard import UnitShard
-from outsize.move.store import MASTER, MASTER_DTYPE
+from outsize.move.store import MASTER, MASTER_DTYPE, DiskStore
 from outsize.optim.rules import split_master
 from outsize.run.local import bind, local
 from outsize.run.mapped_files import let_go
@@ -40,6 +40,8 @@ def adopt(
         with torch.no_grad():
             if not shard.in_place or sums is not None:
                 value = local(load(param))
+                if isinstance(shard.params, DiskStore):  # where the values have been on disk, they are no more
+                    shard.params.preallocate(0, shard.params.nbytes)
                 if sums is not None:
                     sums[name] = f"{crc32c(value):08x}"
                 if not shard.in_place and shard.tile_rows:

@@ -39,6 +39,7 @@ from outsize.run.buffers import collecting_sizes
 from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 from outsize.run.mapped_files import FileRange, ranges_in_files
+from outsize.run.paging import bytes_given_back
 from outsize.run.tiles import can_use_tiles
 from outsize.run.wrappers import Inner, inside, is_wrapper, known, known_parameters
 
@@ -92,7 +93,7 @@ def place_model(
         else _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
         for name, param in parameters.items()
     }
-    budgets = find_budgets(config, dry)
+    budgets = find_budgets(config, dry, bytes_given_back(parameters.values(), config.directories))
     shared = size > 1 if ranks is None else not ranks.alone
     tables_split = 0, size
     if ranks is not None:

@@ -182,9 +182,7 @@ class Shards:
         return arrays
 
     def _preallocate(self, shard: UnitShard) -> None:
-        """Take the disk space of everything that training will write, before anything is written."""
-        if isinstance(shard.params, DiskStore):
-            shard.params.preallocate(0, shard.params.nbytes)
+        """Take the disk space of the gradients, before anything is written."""
         for slot in shard.layout.slots:
             for grads in shard.grad_shards if self._plan.infos[slot.name].trainable and slot.numel else ():
                 if isinstance(grads.store, DiskStore):

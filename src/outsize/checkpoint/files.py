@@ -169,7 +169,10 @@ def _open_regular(path: Path, folder: int | None) -> int:
         except OSError as error:
             if error.errno == errno.ELOOP:  # a symbolic link
                 raise ValueError(f"{path} is not a regular file; the checkpoint is damaged") from error
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+            said = os.strerror(error.errno or 0)
+            if error.errno == errno.ENOENT:
+                said = "a file of the checkpoint is missing; load an earlier one"
+            raise OSError(error.errno, said, str(path)) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise ValueError(f"{path} is not a regular file; the checkpoint is damaged")

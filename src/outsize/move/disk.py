@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -38,6 +39,10 @@ _NEW_SUFFIX = ".new"
 _SAVES = "saves"
 _RUN_NAME = re.compile(rf"{RUN_PREFIX}\d+-[0-9a-f]{{12}}(\{_NEW_SUFFIX})?")
 _UNLOCKED_IS_DEAD_AFTER_SECONDS = 3600
+
+_fallocate = ctypes.CDLL(None).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE in <linux/falloc.h>
 
 Work = Callable[[], None]
 
@@ -207,6 +212,11 @@ def free_bytes(directories: Sequence[Path]) -> int:
     return sum(free.values())
 
 
+def devices_of(directories: Sequence[Path]) -> frozenset[int]:
+    """The file systems (`st_dev`) in which the directories lie, or will."""
+    return frozenset(nearest(directory).stat().st_dev for directory in directories)
+
+
 @final
 class DiskTransfer(Transfer):
     """Requests of the disk engine that belong together. `beside` is work for while they are under way, `then` for when
@@ -303,6 +313,11 @@ class StripedFile:
         for index, offset, _, length in self._pieces(start, nbytes):
             with naming(self._paths[index], f"reserving {format_bytes(length)}"):
                 os.posix_fallocate(self._files[index], offset, length)
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Let go of the blocks. A file system that cannot keeps them until the file goes."""
+        for index, offset, _, length in self._pieces(start, nbytes) if self._files else ():
+            _fallocate(self._files[index], _PUNCH_HOLE, offset, length)
 
     def read(self, start: int, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
         """Start to fill `out`; `then` runs before anybody uses it."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from outsize.move.disk import RunDirectory, StripedFile, open_engine
+from outsize.move.disk import RunDirectory, StripedFile, devices_of, open_engine
 from outsize.move.memory import PAGE_BYTES, Ledger, give_back_pages, keep_huge_pages_inside
 from outsize.move.transfer import Transfer
 from outsize.planning.errors import BudgetError
@@ -105,6 +105,9 @@ class PageFile:
 
     def __init__(self, directories: Sequence[Path], limit_bytes: int) -> None:
         self._directories = directories
+        self.devices = devices_of(directories)
+        self.taken = 0
+        """Bytes of the pages that have a place."""
         self._limit_bytes = min(limit_bytes, FILE_BYTES)
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -126,9 +129,8 @@ class PageFile:
 
     def take(self, nbytes: int) -> int:
         """The start of free space in the file."""
-        if self._free.get(nbytes):
-            return self._free[nbytes].pop()
-        start = self._end
+        free = self._free.get(nbytes)
+        start = free.pop() if free else self._end
         if start + nbytes > self._limit_bytes:
             raise BudgetError(
                 f"the parameters need more than the {format_bytes(self._limit_bytes)} that may be used on disk; raise "
@@ -138,11 +140,14 @@ class PageFile:
                 self._limit_bytes,
             )
         self.file.preallocate(start, nbytes)
-        self._end += nbytes
+        self._end = max(self._end, start + nbytes)
+        self.taken += nbytes
         return start
 
     def give(self, start: int, nbytes: int) -> None:
+        self.file.give_back(start, nbytes)
         self._free.setdefault(nbytes, []).append(start)
+        self.taken -= nbytes
 
 
 def use_counts(param: nn.Parameter) -> tuple[int, int, int]:
@@ -163,7 +168,7 @@ class Pager:
         self.ledger.add(ACCOUNT, 0)
         self.mapped = MappedFiles()
         self._budget = budget
-        self._disk = disk
+        self.disk = disk
         self._building = True
         self._largest = 0  # bytes of a parameter
         self._pid = os.getpid()
@@ -286,7 +291,7 @@ class Pager:
         """Write pages until `nbytes` more fit, and a quarter of the budget ahead of the need."""
         beyond = max((page.nbytes for page in self._pages.values() if page.holds), default=0)
         most = self._budget - nbytes + (beyond if beyond > self._budget else 0)  # such a one is in memory alone
-        spare = self._largest if self._disk is not None else 0  # see Note [Room for the next parameter]
+        spare = self._largest if self.disk is not None else 0  # see Note [Room for the next parameter]
         ahead = self._budget // 4
         if self._used > most - spare:
             self._write(most - spare - ahead)
@@ -299,7 +304,7 @@ class Pager:
         needed = format_bytes(self._used + nbytes)
         budget = format_bytes(self._budget)
         numbers = "host_memory", self._used + nbytes, self._budget
-        if self._disk is None:
+        if self.disk is None:
             raise BudgetError(
                 f"the parameters built so far take {needed} but host_memory is {budget} and there is no disk; pass "
                 f"disk='/path/on/a/fast/drive' to outsize.init, or raise host_memory",
@@ -321,7 +326,7 @@ class Pager:
 
     def _write(self, goal: int, small: bool = False) -> None:
         """Write `small` pages or the others, least recently used first, until those in memory take `goal` bytes."""
-        if self._disk is None:
+        if self.disk is None:
             return
         left = self._used
         with ExitStack() as writes:  # each is waited for, also when another fails
@@ -331,9 +336,9 @@ class Pager:
                 params = page.params()
                 if (page.nbytes < SMALL_BYTES) is small and self._can_leave(page, params):
                     if page.start is None:
-                        page.start = self._disk.take(page.length)
+                        page.start = self.disk.take(page.length)
                     source = page.inside(params[0])
-                    writes.callback(self._drop, page, source, self._disk.file.write(page.start, source))
+                    writes.callback(self._drop, page, source, self.disk.file.write(page.start, source))
                     left -= page.length
 
     def _can_leave(self, page: Page, params: list[nn.Parameter]) -> bool:
@@ -360,9 +365,9 @@ class Pager:
     def _read(self, page: Page) -> None:
         params = page.params()
         if page.on_disk and params:
-            assert self._disk is not None
+            assert self.disk is not None
             assert page.start is not None
-            self._disk.file.read(page.start, page.inside(params[0])).wait()
+            self.disk.file.read(page.start, page.inside(params[0])).wait()
             page.on_disk = False
             self.ledger.add(ACCOUNT, page.length)
 
@@ -379,8 +384,8 @@ class Pager:
             return
         del self._pages[page.key]
         self.ledger.remove(ACCOUNT, page.nbytes - (page.length if page.on_disk else 0))
-        if page.start is not None and self._disk is not None:
-            self._disk.give(page.start, page.length)
+        if page.start is not None and self.disk is not None and os.getpid() == self._pid:  # a fork has the same file
+            self.disk.give(page.start, page.length)
 
     def _on_death(self, key: int, ref: weakref.ref[nn.Parameter]) -> None:
         """Runs where the last reference goes, perhaps while the lock is held: then its next holder reaps."""
@@ -399,8 +404,8 @@ class Pager:
                 self._disown(key)
 
     def _close_if_empty(self) -> None:
-        if not self._building and not self._pages and self._disk is not None:
-            self._disk.close()
+        if not self._building and not self._pages and self.disk is not None:
+            self.disk.close()
 
 
 class PagedParameter(nn.Parameter):
@@ -426,6 +431,13 @@ class PagedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, built under outsize.init)"
+
+
+def bytes_given_back(params: Iterable[nn.Parameter], directories: Sequence[Path]) -> int:
+    """What `page_in` of these parameters frees on the file systems of these directories."""
+    here = devices_of(directories)
+    pagers = {param.pager for param in params if isinstance(param, PagedParameter)}
+    return sum(pager.disk.taken for pager in pagers if pager.disk is not None and pager.disk.devices <= here)
 
 
 def page_in(param: nn.Parameter) -> torch.Tensor:
