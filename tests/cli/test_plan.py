@@ -240,7 +240,9 @@ def test_a_prediction_says_that_it_was_not_measured_and_where_the_machine_has_le
     )
 
 
-def test_the_largest_of_a_family_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_of_a_family_fits_and_the_next_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = {"device": "cpu", "compute_dtype": torch.bfloat16, "host_memory": "1GiB"}
     found = largest("llama", **fields)
     outsize.plan(member("llama", found.width), **fields)
@@ -251,6 +253,9 @@ def test_the_largest_of_a_family_fits_and_the_next_does_not(capsys: pytest.Captu
     first, second = said.splitlines()[-2:]
     assert first.startswith("256MiB ") and second.startswith("1GiB ")
     assert f"{found.parameters / 1e9:.4g} B" in second and second.endswith("host_memory")
+    monkeypatch.setattr("outsize.cli.largest.WIDEST", 256)
+    said = plan(capsys, "--largest", "llama", "--device", "cpu", "--host-memory", "4GiB")
+    assert said.splitlines()[-1].endswith("(wider ones are not searched)")
     said = plan(capsys, "--largest", "llama", "--device", "cpu", "--host-memory", "64KiB", code=2)
     assert "raise --host-memory to at least" in said
 

@@ -140,7 +140,7 @@ def table(family: str, found: Sequence[tuple[str, Largest]]) -> list[str]:
                 f"{each.layers} x {each.width}",
                 format_bytes(each.plan.state_bytes),
                 *("" if pair is None else " of ".join(map(format_bytes, pair)) for pair in used),
-                "" if each.next_error is None else each.next_error.field,
+                "(wider ones are not searched)" if each.next_error is None else each.next_error.field,
             )
         )
     return text_table(rows, "<>>>" + ">" * len(tiers) + "<")
