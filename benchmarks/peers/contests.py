@@ -68,6 +68,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "3": {"layers": 18, "hidden": 3200, "mlp": 12800},
     "4": {"layers": 24, "hidden": 3200, "mlp": 12800},
     "5": {"layers": 23, "hidden": 4096, "mlp": 11008},
+    "7": {"layers": 34, "hidden": 4096, "mlp": 11008},
     "8": {"layers": 38, "hidden": 4096, "mlp": 11008},
 }
 """Of Llamas with so many billions of parameters."""
