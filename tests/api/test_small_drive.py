@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ import outsize
 
 SPARE = 256 << 10
 """For the heads of files, and what an estimate rounds."""
+FIELDS: Any = {"host_memory": "2MiB", "params": "disk", "grads": "disk", "states": "disk"}
 
 
 class Drive:
     """`nbytes` of space, of which what lies in `folder` is taken."""
 
     def __init__(self, folder: Path, nbytes: int, patch: pytest.MonkeyPatch) -> None:
-        self.folder, self.nbytes, self.reserve = folder, nbytes, os.posix_fallocate
+        self.folder, self.nbytes, self.reserve, self.left = folder, nbytes, os.posix_fallocate, -1
         patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=max(self.free, 0) // 512, f_frsize=512))
         patch.setattr(os, "posix_fallocate", self.take)
 
@@ -31,8 +33,10 @@ class Drive:
         return self.nbytes - sum(each.stat().st_blocks * 512 for each in files)
 
     def take(self, file: int, offset: int, nbytes: int) -> None:
+        """Ends at a full drive, and where `left` calls were."""
         self.reserve(file, offset, nbytes)
-        if self.free < 0:
+        self.left -= 1
+        if self.free < 0 or not self.left:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -53,14 +57,39 @@ def test_a_model_of_init_may_fill_the_drive(
     with outsize.init(host_memory="1MiB", disk=tmp_path, device="cpu"):
         model = deep()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    fields = {"host_memory": "2MiB", "disk": tmp_path, "params": "disk", "grads": "disk", "states": "disk"}
     if lacking:
         with pytest.raises(outsize.BudgetError, match="do not fit the disk"):
-            outsize.prepare(model, optimizer, device=device, **fields)
+            outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
         return
-    outsize.prepare(model, optimizer, device=device, **fields)
+    outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
     x = torch.randn(4, 256, device=device)
     for each, stepped in ((model, optimizer), (plain, torch.optim.AdamW(plain.parameters(), weight_decay=0.1))):
         each(x).square().mean().backward()
         stepped.step()
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("calls", "moved"), [(5, False), (28, True)])
+def test_a_prepare_that_fails_leaves_the_values_or_refuses_their_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, calls: int, moved: bool
+) -> None:
+    """Another program may fill the drive while values move there."""
+    model, x = deep().to(device), torch.randn(4, 256, device=device)
+    optimizer, expected = torch.optim.AdamW(model.parameters()), model(x)
+    drive = Drive(tmp_path, 1 << 40, monkeypatch)
+    drive.left = calls
+    with pytest.raises(OSError, match="No space left on device"):
+        outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
+    if not moved:
+        assert torch.equal(model(x), expected)
+        outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
+        assert torch.equal(model(x), expected)
+        return
+    for use in (
+        lambda: model(x),
+        lambda: model[0].weight.norm(),
+        lambda: outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS),
+    ):
+        with pytest.raises(RuntimeError, match=r"prepare has failed.* are gone: make the model again"):
+            use()
+    assert "Linear" in repr(model) and "shape" in repr(model[0].weight)

@@ -324,9 +324,9 @@ class OpenParameter(ResidentParameter):
 class Classes:
     """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
 
-    def __init__(self, gate: Engine) -> None:
-        self._own: dict[str, object] = {"gate_ref": weakref.ref(gate)}
-        if gate.reduction is not None and gate.reduction.ranks.stages is not None:
+    def __init__(self, gate: Engine | None) -> None:
+        self._own: dict[str, object] = {"gate_ref": staticmethod(_nobody) if gate is None else weakref.ref(gate)}
+        if gate is not None and gate.reduction is not None and gate.reduction.ranks.stages is not None:
             self._own["grad"] = _unguarded_property("grad", _in_stage)
         self.prepared: Any = None
         self.guarded = self._made(GuardedParameter, nn.Parameter)
@@ -354,6 +354,17 @@ class Classes:
         """The same view of a gathered buffer, guarded; no other tensor of it, which would be a node of its own."""
         view.__class__ = self.distributed_view if is_distributed(view) else self.view
         return view
+
+
+def _nobody() -> None:
+    return None
+
+
+def leave_orphaned(params: Iterable[torch.Tensor]) -> None:
+    """Refuse each use of parameters whose values went with an engine that was not completed."""
+    classes = Classes(None)
+    for param in params:
+        param.__class__ = classes.guarded_distributed if is_distributed(param) else classes.guarded
 
 
 def _guarded_local(kind: Any) -> dict[str, object]:
@@ -417,7 +428,8 @@ def _asked_by_vmap() -> bool:
 def _refuse_orphan() -> NoReturn:
     raise RuntimeError(
         "the prepared model that this parameter belongs to is gone, with its optimizer and all of its modules: keep "
-        "the model for as long as its parameters are used"
+        "the model for as long as its parameters are used. Where outsize.prepare has failed, the values that it had "
+        "moved by then are gone: make the model again"
     )
 
 
