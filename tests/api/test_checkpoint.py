@@ -218,6 +218,12 @@ def test_layers_that_train_in_turn_are_saved_without_the_others(
     load(path, *again)
     assert_same(weights(model), weights(again[0]))
     assert set(json.loads((path / "manifest.json").read_text())["left_out"]) == {"2.weight", "2.bias"}
+    third = layers()
+    load(path, third[0])  # weights alone: all are frozen, and without state
+    save(path, third[0], frozen=False).wait()
+    again = layers()
+    load(path, again[0])
+    assert_same(weights(model), weights(again[0]))
 
 
 def test_weights_alone_leave_the_optimizer_and_the_random_numbers(tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def _fill_unit(
     place(shard, weights, opened.resting, opened.arrays, opened.scalars, stated)
     if model is not None:
         unit.updates += 1  # a graph of before must not be used
+        unit.was_trained |= opened.trained_alone and bool(unit.parameters.keys() & weights.keys())
     if optimizer is not None:
         _fill_gradients(prepared, opened, unit)
 

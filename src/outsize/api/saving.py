@@ -148,7 +148,9 @@ def _save(
 
 def _trained(unit: Unit) -> bool:
     """Whether a parameter of the unit is trained, or was before it was frozen for a while."""
-    return bool(unit.shard.stated()) or any(param.requires_grad for param in unit.parameters.values())
+    return (
+        unit.was_trained or bool(unit.shard.stated()) or any(param.requires_grad for param in unit.parameters.values())
+    )
 
 
 def _write(

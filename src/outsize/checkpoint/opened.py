@@ -37,6 +37,8 @@ class Opened:
     """Those that the optimizer has taken."""
 
     # Of a checkpoint of ours alone:
+    trained_alone: bool = False
+    """Whether what was never trained was left out of it."""
     name: str = ""
     """What tells it from other checkpoints."""
     grads: Mapping[str, Mapping[str, tuple[Readable, GradNote]]] = field(default_factory=dict)

@@ -181,6 +181,7 @@ class Checkpoint:
             absent=live.parameters.keys() - records.keys(),
             hyper=self.hyper,
             steps=0 if manifest.optimizer is None else manifest.optimizer.steps,
+            trained_alone=bool(manifest.left_out),
             name=f"{self.folder.name}, saved at {manifest.saved_at}",
             grads={
                 key: {

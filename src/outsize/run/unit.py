@@ -66,6 +66,7 @@ class Unit:
         self.pending: Pending = {}
         self.held: Pending = {}
         self.updates = 0
+        self.was_trained = False  # before the checkpoint that it was loaded from
         self.holds = 0
         self.shown = 0
         self.writable = 0
