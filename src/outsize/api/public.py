@@ -57,8 +57,8 @@ def prepare(
     Raises `ValueError` or `TypeError` before anything is moved: for values that make no sense, an optimizer over other
     parameters, parameters that cannot be trained, a model that is already prepared. A budget that does not hold the
     model is a `BudgetError`.
-    Raises `OSError` with the path for a disk directory that cannot be used. A drive that fails while values move ends the
-    model: each later use of it is a `RuntimeError`.
+    Raises `OSError` with the path for a disk directory that cannot be used. A drive that fails while values move ends
+    the model: each later use of it is a `RuntimeError`.
 
     >>> model, optimizer = outsize.prepare(model, optimizer, host_memory="4GiB", disk="disk")
     """
