@@ -51,6 +51,10 @@ def remove(model: Any) -> None:
     del model.body
 
 
+def swap(model: Any) -> None:
+    model.embed, model.body = model.body, model.embed
+
+
 def untie(model: Any) -> None:
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
 
@@ -59,6 +63,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
     add: "took: 2 came after it: probe.weight, probe.bias. Add",
     replace: "2 came after it: body.weight, body.bias; 2 are no longer in the model: body.weight, body.bias. Add",
     remove: "took: 2 are no longer in the model: body.weight, body.bias. Add",
+    swap: "took: 4 stand where another one stood: embed.weight, embed.bias, body.weight, body.bias. Add",
     untie: "took: 1 came after it: head.weight. Add",
 }
 

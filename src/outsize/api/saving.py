@@ -338,19 +338,25 @@ def _room(prepared: Prepared) -> tuple[int, int]:
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
-    """As `ready`, of a model that still has the parameters which `prepare` took. Else `ValueError` that names them."""
+    """As `ready`, of a model that still has the parameters which `prepare` took, in their places. Else `ValueError`
+    that names them: files have the names of `prepare`."""
     prepared = ready(model, optimizer, verb)
     here = {id(param): name for name, param in known_parameters(model)}
-    taken = {id(param): name for name, param in prepared.placed.parameters.items()}
+    names = prepared.placed.parameters
+    taken = {id(param): name for name, param in names.items()}
     changes = {
         "came after it": [name for key, name in here.items() if key not in taken],
         "are no longer in the model": [name for key, name in taken.items() if key not in here],
+        "stand where another one stood": [
+            name for key, name in here.items() if name != taken.get(key, name) and name in names
+        ],
     }
-    problems = [f"{len(names)} {what}: {', '.join(names)}" for what, names in changes.items() if names]
+    problems = [f"{len(found)} {what}: {', '.join(found)}" for what, found in changes.items() if found]
     if problems:
         raise ValueError(
             f"outsize.{verb}: the model's parameters are not those that outsize.prepare took: {'; '.join(problems)}. "
-            f"Add, replace and remove modules before outsize.prepare"
+            f"Add, replace, move and remove modules before outsize.prepare, or after outsize.release(model), and "
+            f"prepare the model again"
         )
     return prepared
 

@@ -179,7 +179,7 @@ class Attached:
             if isinstance(param, torch.Tensor) and not self._parameters.owns(param):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is not in the model that outsize.prepare prepared; "
-                    f"build the whole model before prepare"
+                    f"build the whole model before prepare, or call outsize.release(model), and prepare it again"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             type(self._optimizer).add_param_group(self._optimizer, group)

@@ -139,7 +139,8 @@ class Stepper:
         if not any(pendings.values()) and not self._applied:
             raise RuntimeError(
                 "optimizer.step() was called but no parameter has a gradient; call loss.backward() before it (and "
-                "zero_grad() after it)"
+                "zero_grad() after it). A parameter that came after outsize.prepare (an adapter, a new layer) does not "
+                "count: call outsize.release(model), and prepare the model again"
             )
         if self._reduction is not None:
             alone = self._reduction.ranks.alone  # then nobody has what it could be compared with
