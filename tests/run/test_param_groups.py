@@ -20,6 +20,10 @@ def head_only(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.head.parameters(), lr=1e-2)  # type: ignore[union-attr]
 
 
+def with_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def body(model: nn.Module) -> dict[str, Any]:
     return {"params": list(model.blocks.parameters()), "lr": 1e-3, "weight_decay": 0.3}  # type: ignore[union-attr]
 
@@ -121,6 +125,28 @@ def test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go(workshop: Works
     for account in after.now:
         if account.split("/")[0] in ("device", "host") and "resident" not in account and "flight" not in account:
             assert after.now[account] <= before.now.get(account, 0) + 4096, account
+
+
+@pytest.mark.parametrize("update", ["fetch", "backward"])
+def test_units_unfrozen_in_mid_run_train_as_in_torch_where_they_rest_in_memory(workshop: Workshop, update: str) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        for layer in list(model)[:4]:
+            layer.requires_grad_(False)
+        return model
+
+    fields: Any = dict.fromkeys(("params", "grads", "states"), "auto") | {"host_memory": "3MiB", "disk": workshop.disk}
+    pair = workshop.pair(build, with_momentum, device="cpu", update=update, **fields)
+    data = [(torch.randn(4, 256), torch.randn(4, 256)) for _ in range(4)]
+    pair.train(data)
+    for model, _ in pair.both:
+        model.requires_grad_(True)
+    pair.train(data)
+    loss = squared_error(pair.model, data[0])
+    loss.backward(retain_graph=True)
+    pair.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
 
 
 def test_hyper_parameters_change_in_mid_run(workshop: Workshop, tier: str) -> None:

@@ -162,7 +162,7 @@ class Stepper:
                 change_groups()
         self._streamer.schedule.step()
         self._streamer.prefetch()
-        self._streamer.settle_viewed()
+        self._streamer.settle_seen()
         turned("loop")
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
@@ -187,18 +187,16 @@ class Stepper:
             if unit.shard.rows is not None:
                 self._update_rows(unit, pending)
             elif unit.shard.on_device:
-                self._update_in_place(unit, pending)
+                self._updater.update_in_place(unit.shard, pending)
+                unit.updates += 1
             else:
                 self._streamer.owe(unit, pending)
+            if unit.shard.on_device or unit.unframed:
+                for name in pending:  # a graph of before must not be used
+                    torch.autograd.graph.increment_version(unit.parameters[name])
         self.steps += 1
         if self._reduction is not None:
             self._reduction.ranks.model.step = self.steps
-
-    def _update_in_place(self, unit: Unit, pending: Pending) -> None:
-        self._updater.update_in_place(unit.shard, pending)
-        unit.updates += 1
-        for name in pending:  # a graph of before must not be used
-            torch.autograd.graph.increment_version(unit.parameters[name])
 
     def _expect_alone(self, unit: Unit, pending: Pending) -> None:
         """Nobody has gathered the table, which the update of rows would not reach."""

@@ -226,10 +226,11 @@ class Streamer:
             if unit.shard.rows is not None:
                 unit.shard.rows.flush()
 
-    def settle_viewed(self) -> None:
-        """Run the updates that are owed to what somebody holds a view of: the view shows the step at once."""
+    def settle_seen(self) -> None:
+        """Run the updates that are owed to what is read without a fetch: units that somebody holds a view of, and those
+        that no module opens."""
         for unit in self._units:
-            if unit.state is not Residency.AT_REST and not unit.current and unit.viewed:
+            if unit.state is not Residency.AT_REST and not unit.current and (unit.viewed or unit.unframed):
                 self.settle(unit)
                 unit.shard.buffer.use()
 

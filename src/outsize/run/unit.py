@@ -62,6 +62,7 @@ class Unit:
         self.index = shard.layout.index
         self.name = shard.layout.name
         self.always_resident = shard.params is None
+        self.unframed = self.resident  # no module opens it, not even when it is unfrozen and its state rests elsewhere
         self.state = Residency.AT_REST
         self.pending: Pending = {}
         self.held: Pending = {}
