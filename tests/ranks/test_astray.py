@@ -397,6 +397,7 @@ def raises_in_the_loop(disk: str) -> None:
         try:
             {}["mine"]
         except KeyError as error:
+            error.__cause__ = error  # as `raise error from error` makes it
             sys.excepthook(KeyError, error, error.__traceback__)
             os._exit(1)
     run.step(3)

@@ -78,7 +78,9 @@ def together(peers: Peers | None, action: Callable[[], T], what: str) -> list[T]
     try:
         every = peers.exchange((peers.name, said, value))
     except Exception as ended:  # the others cannot go on without this one
-        raise ended if error is None else error from ended
+        if error is None:
+            raise
+        raise error from ended
     gone = isinstance(error, FileNotFoundError)  # the folder goes with the rank that fails first, unless all miss it
     all_gone = all((other or "").startswith(FileNotFoundError.__name__) for _, other, _ in every)
     if error is not None and (not gone or all_gone):

@@ -118,7 +118,9 @@ def _tell_all(kind: type[BaseException], error: BaseException, trace: Any) -> No
 
 def _broke(error: BaseException | None) -> bool:
     """Whether the error comes from a connection of torch.distributed."""
-    while error is not None:
+    seen: set[int] = set()  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error)):
             return True
         error = error.__cause__ or error.__context__
