@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
+from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +19,13 @@ import outsize
 
 SPARE = 256 << 10
 """For the heads of files, and what an estimate rounds."""
-FIELDS: Any = {"host_memory": "2MiB", "params": "disk", "grads": "disk", "states": "disk"}
 
 
 class Drive:
     """`nbytes` of space, of which what lies in `folder` is taken."""
 
     def __init__(self, folder: Path, nbytes: int, patch: pytest.MonkeyPatch) -> None:
-        self.folder, self.nbytes, self.reserve, self.left = folder, nbytes, os.posix_fallocate, -1
+        self.folder, self.nbytes, self.reserve = folder, nbytes, os.posix_fallocate
         patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=max(self.free, 0) // 512, f_frsize=512))
         patch.setattr(os, "posix_fallocate", self.take)
 
@@ -33,10 +35,8 @@ class Drive:
         return self.nbytes - sum(each.stat().st_blocks * 512 for each in files)
 
     def take(self, file: int, offset: int, nbytes: int) -> None:
-        """Ends at a full drive, and where `left` calls were."""
         self.reserve(file, offset, nbytes)
-        self.left -= 1
-        if self.free < 0 or not self.left:
+        if self.free < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -44,9 +44,23 @@ def deep() -> nn.Module:
     return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
 
 
-@pytest.mark.parametrize("lacking", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("lacking", "others", "more", "refused"),
+    [
+        (0, False, {}, False),
+        (1 << 20, False, {}, True),
+        (-1 << 20, True, {}, True),  # what another model holds stays
+        (0, False, {"compute_dtype": torch.bfloat16}, True),  # and what is reserved before weights take its place
+    ],
+)
 def test_a_model_of_init_may_fill_the_drive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, lacking: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    lacking: int,
+    others: bool,
+    more: dict[str, Any],
+    refused: bool,
 ) -> None:
     """What `init` keeps on disk is given back as the run's files take its place."""
     torch.manual_seed(0)
@@ -56,12 +70,15 @@ def test_a_model_of_init_may_fill_the_drive(
     torch.manual_seed(0)
     with outsize.init(host_memory="1MiB", disk=tmp_path, device="cpu"):
         model = deep()
+        other = deep() if others else None
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    if lacking:
+    fields = {"host_memory": "2MiB", "disk": tmp_path, "params": "disk", "grads": "disk", "states": "disk", **more}
+    if refused:
         with pytest.raises(outsize.BudgetError, match="do not fit the disk"):
-            outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
+            outsize.prepare(model, optimizer, device=device, **fields)
+        del other
         return
-    outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
+    outsize.prepare(model, optimizer, device=device, **fields)
     x = torch.randn(4, 256, device=device)
     for each, stepped in ((model, optimizer), (plain, torch.optim.AdamW(plain.parameters(), weight_decay=0.1))):
         each(x).square().mean().backward()
@@ -69,27 +86,26 @@ def test_a_model_of_init_may_fill_the_drive(
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("calls", "moved"), [(5, False), (28, True)])
-def test_a_prepare_that_fails_leaves_the_values_or_refuses_their_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, calls: int, moved: bool
+@pytest.mark.parametrize("of_init", [False, True])
+def test_a_drive_that_others_fill_meanwhile_costs_no_values_unsaid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_init: bool
 ) -> None:
-    """Another program may fill the drive while values move there."""
-    model, x = deep().to(device), torch.randn(4, 256, device=device)
-    optimizer, expected = torch.optim.AdamW(model.parameters()), model(x)
-    drive = Drive(tmp_path, 1 << 40, monkeypatch)
-    drive.left = calls
-    with pytest.raises(OSError, match="No space left on device"):
-        outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
-    if not moved:
-        assert torch.equal(model(x), expected)
-        outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS)
-        assert torch.equal(model(x), expected)
-        return
-    for use in (
-        lambda: model(x),
-        lambda: model[0].weight.norm(),
-        lambda: outsize.prepare(model, optimizer, disk=tmp_path, device=device, **FIELDS),
-    ):
-        with pytest.raises(RuntimeError, match=r"prepare has failed.* are gone: make the model again"):
-            use()
-    assert "Linear" in repr(model) and "shape" in repr(model[0].weight)
+    """Of a plain model all is reserved before anything moves. One of `init` that has lost values refuses to go on."""
+    with outsize.init(host_memory="1MiB", disk=tmp_path, device="cpu") if of_init else nullcontext():
+        model = deep()
+    before = None if of_init else deepcopy(model)
+    fields = {"host_memory": "2MiB", "disk": tmp_path, "params": "disk", "grads": "disk", "states": "disk"}
+    drive, calls = Drive(tmp_path, 1 << 30, monkeypatch), count()
+
+    def take(*args: int) -> None:
+        drive.nbytes = 0 if next(calls) == 26 else 1 << 30  # two states and a gradient a unit, then weights
+        drive.take(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", take)
+    with pytest.raises(OSError, match="No space left"):
+        outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", **fields)
+    if before is None:
+        with pytest.raises(RuntimeError, match="they are lost: build the model again"):
+            outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", **fields)
+    else:
+        assert all(map(torch.equal, model.parameters(), before.parameters()))

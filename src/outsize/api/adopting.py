@@ -15,11 +15,14 @@ from outsize.move.generations import crc32c
 from outsize.move.shard import UnitShard
 from outsize.move.store import MASTER, MASTER_DTYPE, DiskStore
 from outsize.optim.rules import split_master
+from outsize.run.guard import Classes
 from outsize.run.local import bind, local
 from outsize.run.mapped_files import let_go
 from outsize.run.state_entry import snapshot, store_entry
 from outsize.run.unit import Unit
 from outsize.run.wrappers import is_wrapper, move_wrapper
+
+ORPHANS = Classes(None)
 
 
 def adopt(
@@ -53,6 +56,7 @@ def adopt(
                 del value
             param.grad = None
             bind(param, shard.param(name))
+            ORPHANS.take(param)
         if state:
             store_entry(shard, name, state)
     unit.adopt()

@@ -49,7 +49,7 @@ from outsize.run.backward import Backward
 from outsize.run.choice import Choice
 from outsize.run.embedding import Table
 from outsize.run.engine import Engine
-from outsize.run.guard import ManagedParameter, leave_orphaned
+from outsize.run.guard import ManagedParameter
 from outsize.run.live_state import LiveState
 from outsize.run.local import is_repeated
 from outsize.run.owner import Owner
@@ -173,9 +173,7 @@ def assemble(
             check_stages(ranks.stages, model, plan.parameters, optimizer)
         resources = _open_resources(plan, config)
         undo.callback(resources.close)
-        moved: list[torch.Tensor] = []
-        undo.callback(leave_orphaned, moved)
-        prepared = _build(model, optimizer, config, plan, rule, resources, load, methods, ranks, moved)
+        prepared = _build(model, optimizer, config, plan, rule, resources, load, methods, ranks)
         undo.pop_all()
     return prepared
 
@@ -239,9 +237,7 @@ def _build(
     load: Callable[[nn.Parameter], torch.Tensor],
     methods: Mapping[str, Callable[..., Any]],
     ranks: Ranks | None,
-    moved: list[torch.Tensor],
 ) -> Prepared:
-    """`moved` gets the parameters whose values have left the model."""
     lasting = sum("disk" in (tiers.params, tiers.states) for tiers in plan.tiers)
     passing = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + passing) * len(config.directories))
@@ -318,7 +314,6 @@ def _build(
     move_wrappers(model, config)
     with progress_over("outsize.prepare", units, lambda unit: unit.nbytes, config.progress) as each_unit:
         for unit in each_unit:
-            moved += unit.parameters.values()
             adopt(unit, states, load, sums)
     if ranks is not None and sums is not None:
         check_same(ranks.alike(), "the values of their parameters", sums)

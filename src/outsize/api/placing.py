@@ -39,7 +39,7 @@ from outsize.run.buffers import collecting_sizes
 from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 from outsize.run.mapped_files import FileRange, ranges_in_files
-from outsize.run.paging import bytes_given_back
+from outsize.run.paging import given_back
 from outsize.run.tiles import can_use_tiles
 from outsize.run.wrappers import Inner, inside, is_wrapper, known, known_parameters
 
@@ -93,7 +93,12 @@ def place_model(
         else _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
         for name, param in parameters.items()
     }
-    budgets = find_budgets(config, dry, bytes_given_back(parameters.values(), config.directories))
+    parts = 1 if ranks is None or not config.stage else ranks.size
+    swapped = 0  # on disk: what `init` holds, where weights take its place
+    if config.params in ("auto", "disk") and (parts == 1 or config.stage == 3):
+        for name, param in parameters.items():
+            swapped += min(given_back(param, config.directories), infos[name].nbytes // parts)
+    budgets = find_budgets(config, dry, swapped)
     shared = size > 1 if ranks is None else not ranks.alone
     tables_split = 0, size
     if ranks is not None:

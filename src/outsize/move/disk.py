@@ -314,10 +314,12 @@ class StripedFile:
             with naming(self._paths[index], f"reserving {format_bytes(length)}"):
                 os.posix_fallocate(self._files[index], offset, length)
 
-    def give_back(self, start: int, nbytes: int) -> None:
-        """Let go of the blocks. A file system that cannot keeps them until the file goes."""
+    def give_back(self, start: int, nbytes: int) -> bool:
+        """Let go of the blocks; whether they went. A file system that cannot keeps them until the file goes."""
+        went = True
         for index, offset, _, length in self._pieces(start, nbytes) if self._files else ():
-            _fallocate(self._files[index], _PUNCH_HOLE, offset, length)
+            went = not _fallocate(self._files[index], _PUNCH_HOLE, offset, length) and went
+        return went
 
     def read(self, start: int, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
         """Start to fill `out`; `then` runs before anybody uses it."""

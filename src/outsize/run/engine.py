@@ -312,11 +312,9 @@ class Engine:
 
     def take_over(self, unit: Unit, param: torch.Tensor) -> None:
         """The parameter is of this engine from now on."""
-        distributed = is_distributed(param)
-        if distributed:
-            param.__class__ = self.classes.guarded_distributed
-        else:
-            param.__class__ = self.classes.resident if unit.resident else self.classes.guarded
+        self.classes.take(param)
+        if unit.resident and not is_distributed(param):
+            param.__class__ = self.classes.resident
         if unit.shard.rows is not None:  # autograd keeps gradients of rows itself
             return
         if not (unit.shard.on_device and param.dtype in (torch.float32, torch.float64)):  # autograd keeps these itself

@@ -322,10 +322,14 @@ class OpenParameter(ResidentParameter):
 
 @final
 class Classes:
-    """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter."""
+    """The classes that the parameters of one engine take on, and the views of them; nothing hangs on a parameter.
+
+    Without an engine: of parameters whose values have moved and that none has taken over. Where `prepare` fails then,
+    they refuse to be used.
+    """
 
     def __init__(self, gate: Engine | None) -> None:
-        self._own: dict[str, object] = {"gate_ref": staticmethod(_nobody) if gate is None else weakref.ref(gate)}
+        self._own: dict[str, object] = {"gate_ref": staticmethod(lambda: None) if gate is None else weakref.ref(gate)}
         if gate is not None and gate.reduction is not None and gate.reduction.ranks.stages is not None:
             self._own["grad"] = _unguarded_property("grad", _in_stage)
         self.prepared: Any = None
@@ -350,21 +354,14 @@ class Classes:
 
         return self._made(_View, DTensor, _guarded_local(DTensor))
 
+    def take(self, param: torch.Tensor) -> None:
+        """The parameter is guarded from now on."""
+        param.__class__ = self.guarded_distributed if is_distributed(param) else self.guarded
+
     def guard(self, view: torch.Tensor) -> torch.Tensor:
         """The same view of a gathered buffer, guarded; no other tensor of it, which would be a node of its own."""
         view.__class__ = self.distributed_view if is_distributed(view) else self.view
         return view
-
-
-def _nobody() -> None:
-    return None
-
-
-def leave_orphaned(params: Iterable[torch.Tensor]) -> None:
-    """Refuse each use of parameters whose values went with an engine that was not completed."""
-    classes = Classes(None)
-    for param in params:
-        param.__class__ = classes.guarded_distributed if is_distributed(param) else classes.guarded
 
 
 def _guarded_local(kind: Any) -> dict[str, object]:
@@ -428,8 +425,8 @@ def _asked_by_vmap() -> bool:
 def _refuse_orphan() -> NoReturn:
     raise RuntimeError(
         "the prepared model that this parameter belongs to is gone, with its optimizer and all of its modules: keep "
-        "the model for as long as its parameters are used. Where outsize.prepare has failed, the values that it had "
-        "moved by then are gone: make the model again"
+        "the model for as long as its parameters are used. Where outsize.prepare has failed while it moved the values, "
+        "they are lost: build the model again"
     )
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from outsize.move.disk import RunDirectory, StripedFile, devices_of, open_engine
+from outsize.move.disk import STRIPE_BYTES, RunDirectory, StripedFile, devices_of, open_engine
 from outsize.move.memory import PAGE_BYTES, Ledger, give_back_pages, keep_huge_pages_inside
 from outsize.move.transfer import Transfer
 from outsize.planning.errors import BudgetError
@@ -106,8 +106,8 @@ class PageFile:
     def __init__(self, directories: Sequence[Path], limit_bytes: int) -> None:
         self._directories = directories
         self.devices = devices_of(directories)
-        self.taken = 0
-        """Bytes of the pages that have a place."""
+        self.gives_back = False
+        """Whether space is free again as soon as it is given, which not every file system can."""
         self._limit_bytes = min(limit_bytes, FILE_BYTES)
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -125,6 +125,7 @@ class PageFile:
             self._opened.callback(engine.close)
             self._file = StripedFile(engine, [run.path for run in runs], "parameters", self._limit_bytes)
             self._opened.callback(self._file.close)
+            self.gives_back = self._file.give_back(0, min(self._file.nbytes, STRIPE_BYTES * len(runs)))
         return self._file
 
     def take(self, nbytes: int) -> int:
@@ -141,13 +142,11 @@ class PageFile:
             )
         self.file.preallocate(start, nbytes)
         self._end = max(self._end, start + nbytes)
-        self.taken += nbytes
         return start
 
     def give(self, start: int, nbytes: int) -> None:
         self.file.give_back(start, nbytes)
         self._free.setdefault(nbytes, []).append(start)
-        self.taken -= nbytes
 
 
 def use_counts(param: nn.Parameter) -> tuple[int, int, int]:
@@ -241,6 +240,13 @@ class Pager:
             page = self._page_of[id(param)]
             self._read(page)
             self._make_plain(page)
+
+    def given_back(self, param: nn.Parameter, devices: frozenset[int]) -> int:
+        """The bytes that `hand_over` frees on these file systems."""
+        page = self._page_of[id(param)]
+        if page.start is None or self.disk is None or not self.disk.gives_back:
+            return 0
+        return page.length if self.disk.devices <= devices else 0
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -433,11 +439,9 @@ class PagedParameter(nn.Parameter):
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, built under outsize.init)"
 
 
-def bytes_given_back(params: Iterable[nn.Parameter], directories: Sequence[Path]) -> int:
-    """What `page_in` of these parameters frees on the file systems of these directories."""
-    here = devices_of(directories)
-    pagers = {param.pager for param in params if isinstance(param, PagedParameter)}
-    return sum(pager.disk.taken for pager in pagers if pager.disk is not None and pager.disk.devices <= here)
+def given_back(param: nn.Parameter, directories: Sequence[Path]) -> int:
+    """The bytes that `page_in` of the parameter frees on the file systems of these directories."""
+    return param.pager.given_back(param, devices_of(directories)) if isinstance(param, PagedParameter) else 0
 
 
 def page_in(param: nn.Parameter) -> torch.Tensor:
