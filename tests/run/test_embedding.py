@@ -324,6 +324,10 @@ def test_a_checkpoint_has_the_truth_of_rows_in_memory(
     data = batches(12)
     pair = workshop.pair(Clicks, optimizer, "disk")
     train_both(pair, data[:6])
+    mean(pair.model, data[0]).backward()
+    with pytest.raises(TypeError, match=r"gradient of 'items.weight' is sparse.*zero_grad\(\)"):
+        outsize.save(tmp_path / "saved", pair.model, pair.optimizer)
+    pair.optimizer.zero_grad()
     outsize.save(tmp_path / "saved", pair.model, pair.optimizer)
     train_both(pair, data[6:])  # the saved files are frozen: what is written goes elsewhere
     check_same(pair)

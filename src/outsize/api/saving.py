@@ -426,7 +426,10 @@ def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
                 found[name] = _saved_grad(unit.shard.slots[name], grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:
                 if grad.layout is not torch.strided:
-                    raise TypeError(f"the gradient of {name!r} is sparse ({grad.layout}); it cannot be saved")
+                    raise TypeError(
+                        f"the gradient of {name!r} is sparse, and a checkpoint holds dense ones alone; call "
+                        f"optimizer.zero_grad() before outsize.save, after step()"
+                    )
                 value = unit.shard.part_of(name, local_gradient(param, grad))
                 found[name] = SavedGrad(GradOps(), {}, value.dtype, value)
     return found
