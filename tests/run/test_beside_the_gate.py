@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 from collections import Counter
 from pathlib import Path
@@ -332,6 +334,20 @@ def test_scripted_modules_with_parameters_that_move_are_refused(workshop: Worksh
     with pytest.raises(ValueError, match=r"module 'blocks\.1\.up' is of TorchScript .* use the plain module"):
         workshop.prepare(model, adamw(model), "disk")
     assert type(model.head.weight) is nn.Parameter
+
+
+@ignores_its_deprecation
+@pytest.mark.parametrize("kind", ["script", "trace", "trace inside gathered"])
+def test_a_prepared_model_is_no_more_made_into_torchscript(workshop: Workshop, kind: str) -> None:
+    pair = workshop.pair(tier="disk")
+    x = batches(1)[0][0]
+    shown = outsize.gathered(pair.model) if "inside" in kind else contextlib.nullcontext()
+    with shown, pytest.raises(RuntimeError, match=r"give them a plain copy, copy\.deepcopy\(model\) inside"):
+        torch.jit.script(pair.model) if kind == "script" else torch.jit.trace(pair.model, x)
+    with outsize.gathered(pair.model):
+        plain = copy.deepcopy(pair.model)
+    assert torch.equal(torch.jit.trace(plain, x)(x), pair.model(x))
+    pair.train(batches(2))
 
 
 # -- what reads values without an operation ------------------------------------------------------------------------

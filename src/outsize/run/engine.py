@@ -47,6 +47,8 @@ class Frame:
     @left_alone_by_dynamo
     def __enter__(self) -> None:
         engine = self._engine
+        if torch._C._get_tracing_state() is not None and not torch.onnx.is_in_onnx_export():
+            refusals.torchscript()
         transformed = in_transform()
         if transformed and not all(unit.holds or unit.resident for unit in engine.parameters.units):
             raise RuntimeError(

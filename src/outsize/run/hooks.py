@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from outsize.run import refusals
 from outsize.run.activations import FRAME, Activations
 from outsize.run.engine import Engine
 from outsize.run.logits import Head
@@ -72,6 +73,7 @@ def install(
         if any(True for _ in module.parameters()):
             ours |= {"_apply": _checked_apply(engine, module), "_load_from_state_dict": _checked_load(module)}
             ours["_save_to_state_dict"] = _listed(engine, module)
+            ours["__prepare_scriptable__"] = refusals.torchscript
         if module is model:
             ours |= {**moves, **methods}
         if ours:

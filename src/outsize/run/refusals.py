@@ -37,6 +37,13 @@ def write(name: str, operation: str, in_forward: bool) -> NoReturn:
     )
 
 
+def torchscript() -> NoReturn:
+    raise RuntimeError(
+        "torch.jit.script and torch.jit.trace would read parameters of a prepared model as they lie there: give "
+        "them a plain copy, copy.deepcopy(model) inside `with outsize.gathered(model):`"
+    )
+
+
 def copy(name: str, what: str) -> NoReturn:
     raise RuntimeError(
         f"parameter {name!r} is managed by outsize, so it cannot be {what}: its values may be on disk. copy.deepcopy "
