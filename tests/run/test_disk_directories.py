@@ -1,10 +1,12 @@
 """A disk directory that two models share, and one that refuses."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
+import outsize
 from tests.conftest import Workshop, batches
 from tests.scripts import run_script
 
@@ -60,3 +62,13 @@ def test_two_models_whose_directories_are_one_by_a_mount_keep_their_files(
     monkeypatch.undo()
     for pair in (first, second, first):
         pair.train(batches(2))
+
+
+def test_a_run_whose_folder_was_removed_under_it_saves_all_the_same(workshop: Workshop, tmp_path: Path) -> None:
+    pair = workshop.pair(tier="disk")
+    pair.train(batches(1))
+    for folder in workshop.disk.iterdir():
+        shutil.rmtree(folder)
+    outsize.save(tmp_path / "saved", pair.model, pair.optimizer).wait()
+    pair.train(batches(1))
+    outsize.load(tmp_path / "saved", pair.model, pair.optimizer)

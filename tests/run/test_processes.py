@@ -5,9 +5,10 @@ import threading
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import outsize
 from tests.conftest import (
     Pair,
     Stack,
@@ -93,6 +94,21 @@ def test_a_forked_child_that_ends_normally_removes_nothing(workshop: Workshop) -
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     pair.train(batches(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_that_a_model_of_init_is_not_its_own(workshop: Workshop) -> None:
+    with outsize.init(host_memory="1MiB", disk=workshop.disk, device="cpu"):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    child = os.fork()
+    if child == 0:
+        try:
+            outsize.prepare(model, host_memory="4MiB", disk=workshop.disk, device="cpu")
+        except RuntimeError as error:
+            os._exit(0 if "by another process, not by this fork; use the model there" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    outsize.prepare(model, host_memory="4MiB", disk=workshop.disk, device="cpu")
 
 
 def test_two_models_train_at_once_in_one_directory(workshop: Workshop) -> None:

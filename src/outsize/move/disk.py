@@ -136,8 +136,8 @@ class RunDirectory:
         """Remember that the run saves into a directory: what a killed save leaves there shares files with the run."""
         if directory not in self._saves:
             path = self.path / _SAVES
-            with naming(path, "noting a save"), open(path, "a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(str(directory))}\n")
+            with suppress(FileNotFoundError), naming(path, "noting a save"), open(path, "a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(str(directory))}\n")  # where somebody has removed the folder, nobody looks
             self._saves.add(directory)
 
 

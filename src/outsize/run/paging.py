@@ -238,6 +238,7 @@ class Pager:
             if self._building:
                 raise RuntimeError("outsize.prepare was called inside the outsize.init block; leave the block first")
             page = self._page_of[id(param)]
+            self._check_process(param, page, "outsize.prepare")
             self._read(page)
             self._make_plain(page)
 
@@ -263,14 +264,19 @@ class Pager:
     def _used(self) -> int:
         return self.ledger.now[ACCOUNT]
 
-    def _check_building(self, param: nn.Parameter, page: Page, operation: str) -> None:
-        what = f"parameter {page.name!r} (shape {tuple(param.shape)})"
+    def _check_process(self, param: nn.Parameter, page: Page, operation: str) -> None:
         if os.getpid() != self._pid:
-            raise RuntimeError(f"{operation}: {what} is built under outsize.init by another process, not by this fork")
+            raise RuntimeError(
+                f"{operation}: parameter {page.name!r} (shape {tuple(param.shape)}) is built under outsize.init by "
+                f"another process, not by this fork; use the model there"
+            )
+
+    def _check_building(self, param: nn.Parameter, page: Page, operation: str) -> None:
+        self._check_process(param, page, operation)
         if not self._building:
             raise RuntimeError(
-                f"{operation}: {what} was built under outsize.init and its values are on disk; call "
-                f"outsize.prepare(model, optimizer) first"
+                f"{operation}: parameter {page.name!r} (shape {tuple(param.shape)}) was built under outsize.init and "
+                f"its values are on disk; call outsize.prepare(model, optimizer) first"
             )
 
     def _track(self, param: nn.Parameter, name: str) -> None:
