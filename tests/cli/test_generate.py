@@ -245,3 +245,13 @@ def test_prompts_that_are_no_text_are_named(tmp_path: Path, name: str, content: 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         generating._read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize(("made", "message"), [(True, "no config.json in the folder"), (False, "no folder there")])
+def test_a_folder_without_a_model_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: bool, message: str
+) -> None:
+    if made:
+        (tmp_path / "empty").mkdir()
+    assert generate(tmp_path / "empty", "--prompts", prompts_in(tmp_path / "p.txt", "w1")) == 2
+    assert f"{message}; give one with weights" in capsys.readouterr().err

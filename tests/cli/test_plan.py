@@ -59,7 +59,7 @@ def test_a_mesh_is_given_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "with 20 layers" in said
 
 
-@pytest.mark.parametrize("mesh", ["pp", "pp=", "pp=0", "=4", "pp=4;dp=2"])
+@pytest.mark.parametrize("mesh", ["pp", "pp=", "pp=0", "=4", "pp=4;dp=2", "pp=4,pp=2"])
 def test_what_is_no_mesh_is_refused(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "write the size of each dimension" in plan(capsys, "--shape", "70b", "--mesh", mesh, code=2)
 
@@ -198,6 +198,16 @@ def test_a_cluster_with_a_wrong_field_is_refused(
     path.write_text(json.dumps(found))
     said = plan(capsys, "--largest", "llama", "--cluster", str(path), code=2)
     assert words in said and str(path) in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"hidden_size": 0}, "ZeroDivisionError"), ({"num_attention_heads": 7}, "not a multiple")]
+)
+def test_a_configuration_that_makes_no_model_is_refused(
+    wrong: dict[str, int], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, **wrong}))
+    assert words in plan(capsys, "--model", str(tmp_path), code=2)
 
 
 def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from outsize.cli.wording import in_options
         ),
         ("/data/host_memory/a: the disk is full", "/data/host_memory/a: the disk is full"),
         ("--host-memory is right already", "--host-memory is right already"),
+        ("cluster 'a.toml': host_memory is missing", "cluster 'a.toml': host_memory is missing"),
     ],
 )
 def test_messages_name_options(python: str, options: str) -> None:

@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     texts = _read_prompts(args.prompts)
     if args.out is not None and args.out.exists():
         raise ValueError(f"--out {args.out} exists; name another file, or remove it")
-    if not Path(args.model).is_dir():
-        raise FileNotFoundError(f"{args.model}: no folder there; give one with weights, config.json and tokenizer")
+    if not Path(args.model, "config.json").is_file():
+        what = "no config.json in the folder" if Path(args.model).is_dir() else "no folder there"
+        raise FileNotFoundError(f"{args.model}: {what}; give one with weights, config.json and tokenizer")
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
     config = transformers.AutoConfig.from_pretrained(args.model)
     prompts = [Prompt(text, tokenizer(text)["input_ids"]) for text in texts]

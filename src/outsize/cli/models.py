@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,20 @@ def configuration(path: str | None) -> Any:
         )
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(file))
+    with _refused():
+        return AutoConfig.from_pretrained(str(file))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Around what transformers does with a configuration, of which it checks little: an error of any kind may come."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (OSError, ValueError, ModuleNotFoundError)):
+            raise
+        kind = type(error).__name__
+        raise ValueError(f"transformers makes no model of the configuration of --model: {error} ({kind})") from error
 
 
 def holds(path: str | None, *patterns: str) -> bool:
@@ -69,5 +84,5 @@ def build(config: Any, path: str | None = None) -> Any:
 
 def on_meta(config: Any) -> Any:
     """The model without memory behind its parameters: shapes only."""
-    with torch.device("meta"):
+    with _refused(), torch.device("meta"):
         return build(config)

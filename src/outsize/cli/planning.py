@@ -87,8 +87,9 @@ def _count(text: str) -> float:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    sizes = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if not all(name and size.isdigit() and int(size) for name, size in sizes.items()):
+    parts = text.split(",")
+    sizes = dict(part.strip().partition("=")[::2] for part in parts)
+    if len(sizes) < len(parts) or not all(name and size.isdigit() and int(size) for name, size in sizes.items()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write the size of each dimension: pp=4,dp=8,tp=2")
     return {name: int(size) for name, size in sizes.items()}
 

@@ -25,6 +25,8 @@ _SENTENCES = (  # what the command line has another remedy for, or none
 
 def in_options(message: str) -> str:
     """`message` with `host_memory=1.0 GiB` as `--host-memory 1.0 GiB`, and so on."""
+    if message.startswith("cluster "):  # of a file, whose fields have names of their own
+        return message
     for python, words in _SENTENCES:
         message = re.sub(python, words, message)
     message = re.sub(r"\blet (params|grads|states) be '(\w+)'", r"use --\1 \2", message)
