@@ -119,6 +119,22 @@ def test_incomplete_and_damaged_checkpoints_are_passed_over_and_named(
         outsize.load(tmp_path / "nowhere", run.model, run.optimizer)
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "ckpts" / "step-10", DataReader.__init__
+
+    def replaced(*args: Any) -> None:
+        monkeypatch.undo()
+        copy = shutil.copytree(path, tmp_path / "copy")
+        shutil.rmtree(path)
+        copy.rename(path)
+        opened(*args)
+
+    monkeypatch.setattr(DataReader, "__init__", replaced)
+    assert outsize.load(path, run.model, run.optimizer) == "step-10"
+
+
 @pytest.mark.parametrize("text", ["", "{"])
 def test_a_damaged_manifest_is_passed_over_and_named(
     text: str, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture

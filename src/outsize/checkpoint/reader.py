@@ -210,7 +210,7 @@ def open_checkpoint(
     looks = 0
     while True:
         looks += 1
-        names = _names_beside(path)
+        files = _files_beside(path)
         try:
             checkpoint = Checkpoint(find_checkpoint(path), peers)
             try:
@@ -221,11 +221,12 @@ def open_checkpoint(
                 raise
             return checkpoint.opened(live, cuts, passed_over)
         except FileNotFoundError:
-            # A run that saves with `keep` may just have removed what was the newest.
-            if looks == LOOKS or names == _names_beside(path):
+            # A run that saves with `keep`, or to the same path, may just have removed what was the newest.
+            if looks == LOOKS or files == _files_beside(path):
                 raise
 
 
-def _names_beside(path: Path) -> set[str]:
+def _files_beside(path: Path) -> set[tuple[str, int]]:
+    """Names and inodes: a checkpoint that is replaced has the same names."""
     folder = path if path.is_dir() else path.parent
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+    return {(entry.name, entry.inode()) for entry in os.scandir(folder)} if folder.is_dir() else set()
