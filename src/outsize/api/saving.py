@@ -426,9 +426,11 @@ def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
                 found[name] = _saved_grad(unit.shard.slots[name], grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:
                 if grad.layout is not torch.strided:
+                    if unit.has_applied(grad):
+                        continue
                     raise TypeError(
                         f"the gradient of {name!r} is sparse, and a checkpoint holds dense ones alone; call "
-                        f"optimizer.zero_grad() before outsize.save, after step()"
+                        f"optimizer.step(), or zero_grad(), before outsize.save"
                     )
                 value = unit.shard.part_of(name, local_gradient(param, grad))
                 found[name] = SavedGrad(GradOps(), {}, value.dtype, value)

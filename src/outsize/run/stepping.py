@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -213,6 +214,8 @@ class Stepper:
     def _update_rows(self, unit: Unit, pending: Pending) -> None:
         for name, owed in pending.items():
             update_rows(self._updater.rule, unit.shard, name, owed)
+            if (grad := unit.parameters[name].grad) is not None:
+                unit.stepped = weakref.ref(grad), grad._version
         unit.updates += 1
 
     def _note(self, unit: Unit, pending: Pending) -> None:
