@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
@@ -50,7 +50,7 @@ def deep() -> nn.Module:
         (0, False, {}, False),
         (1 << 20, False, {}, True),
         (-1 << 20, True, {}, True),  # what another model holds stays
-        (0, False, {"compute_dtype": torch.bfloat16}, True),  # and what is reserved before weights take its place
+        (1 << 20, False, {"compute_dtype": torch.bfloat16}, True),  # and what is reserved before weights take its place
     ],
 )
 def test_a_model_of_init_may_fill_the_drive(
@@ -86,6 +86,32 @@ def test_a_model_of_init_may_fill_the_drive(
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@pytest.mark.parametrize("memory", ["3500KiB", "4MiB", "6MiB", "16MiB"])
+def test_what_does_not_fit_the_drive_is_a_matter_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int, memory: str
+) -> None:
+    """Weights that go to memory free what `init` holds of them too late for the others."""
+    Drive(tmp_path, int((copies * (2 << 20) + SPARE) / 0.95), monkeypatch)
+    with outsize.init(host_memory="1MiB", disk=tmp_path, device="cpu"):
+        model = deep()
+    with suppress(outsize.BudgetError):
+        outsize.prepare(model, torch.optim.AdamW(model.parameters()), host_memory=memory, disk=tmp_path, device="cpu")
+
+
+def test_units_of_several_parameters_take_the_place_of_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Drive(tmp_path, int(((2 << 20) + SPARE) / 0.95), monkeypatch)
+    torch.manual_seed(0)
+    with outsize.init(host_memory="1MiB", disk=tmp_path, device="cpu"):
+        model = deep()
+    halves = nn.Sequential(model[:4], model[4:])
+    outsize.prepare(halves, host_memory="4MiB", disk=tmp_path, device="cpu", params="disk", units=["0", "1"])
+    torch.manual_seed(0)
+    assert torch.equal(halves(torch.ones(1, 256)), deep()(torch.ones(1, 256)))
+
+
 @pytest.mark.parametrize("of_init", [False, True])
 def test_a_drive_that_others_fill_meanwhile_costs_no_values_unsaid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_init: bool
@@ -105,7 +131,7 @@ def test_a_drive_that_others_fill_meanwhile_costs_no_values_unsaid(
     with pytest.raises(OSError, match="No space left"):
         outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", **fields)
     if before is None:
-        with pytest.raises(RuntimeError, match="they are lost: build the model again"):
+        with pytest.raises(RuntimeError, match="failed while it moved them: build the model again"):
             outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", **fields)
     else:
         assert all(map(torch.equal, model.parameters(), before.parameters()))

@@ -30,9 +30,12 @@ def adopt(
     states: dict[Any, dict[str, Any]],
     load: Callable[[nn.Parameter], torch.Tensor],
     sums: dict[str, str] | None,
+    swapped: bool,
 ) -> None:
-    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer."""
+    """Move one unit's values to where they rest; the parameters become views of the unit's gathered buffer. `swapped`:
+    their space on disk is taken here, once `load` has given back what they had of it."""
     shard = unit.shard
+    late = shard.params if swapped and isinstance(shard.params, DiskStore) else None
     if not shard.tile_rows or shard.lanes is not None:  # an accelerator's memory is only viewed while it is there
         shard.buffer.materialize()
         shard.buffer.use()
@@ -43,11 +46,11 @@ def adopt(
         with torch.no_grad():
             if not shard.in_place or sums is not None:
                 value = local(load(param))
-                if isinstance(shard.params, DiskStore):  # where the values have been on disk, they are no more
-                    shard.params.preallocate(0, shard.params.nbytes)
                 if sums is not None:
                     sums[name] = f"{crc32c(value):08x}"
                 if not shard.in_place and shard.tile_rows:
+                    if late is not None:  # of this parameter alone
+                        late.preallocate(0, late.nbytes)
                     _adopt_rows(shard, name, value, state or {})
                     state = None
                 elif not shard.in_place:
@@ -62,6 +65,8 @@ def adopt(
     unit.adopt()
     if shard.params is not None:
         if not shard.tile_rows and not shard.in_place:
+            if late is not None:
+                late.preallocate(0, late.nbytes)
             shard.write_params()
         unit.release()
 

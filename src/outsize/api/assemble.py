@@ -314,7 +314,7 @@ def _build(
     move_wrappers(model, config)
     with progress_over("outsize.prepare", units, lambda unit: unit.nbytes, config.progress) as each_unit:
         for unit in each_unit:
-            adopt(unit, states, load, sums)
+            adopt(unit, states, load, sums, plan.unit_bytes[unit.index].swapped > 0)
     if ranks is not None and sums is not None:
         check_same(ranks.alike(), "the values of their parameters", sums)
         if ranks.tensor is not None:

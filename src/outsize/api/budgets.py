@@ -27,9 +27,8 @@ CONTROL_GROUPS = (
 the use but free for the taking: cached files that nobody has read again)."""
 
 
-def find_budgets(config: Config, dry: bool = False, given_back: int = 0) -> Budgets:
-    """The budgets in bytes; what the user did not name follows from what is free, and on disk from what this process
-    gives back."""
+def find_budgets(config: Config, dry: bool = False) -> Budgets:
+    """The budgets in bytes; what the user did not name follows from what is free."""
     here = local_ranks()
     host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN) // here
     device = config.device_memory
@@ -47,7 +46,7 @@ def find_budgets(config: Config, dry: bool = False, given_back: int = 0) -> Budg
         for directory in config.directories:
             for saved_into in dead_saves(directory):  # half a checkpoint holds the space of the run's files
                 remove_leftovers(saved_into)
-        disk = int((free_bytes(config.directories) // here + given_back) * DISK_MARGIN)
+        disk = int(free_bytes(config.directories) * DISK_MARGIN) // here
         if config.disk_space is not None:
             assert isinstance(config.disk_space, int)
             disk = min(disk, config.disk_space)

@@ -39,7 +39,7 @@ from outsize.run.buffers import collecting_sizes
 from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
 from outsize.run.mapped_files import FileRange, ranges_in_files
-from outsize.run.paging import given_back
+from outsize.run.paging import held_on_disk
 from outsize.run.tiles import can_use_tiles
 from outsize.run.wrappers import Inner, inside, is_wrapper, known, known_parameters
 
@@ -93,12 +93,7 @@ def place_model(
         else _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
         for name, param in parameters.items()
     }
-    parts = 1 if ranks is None or not config.stage else ranks.size
-    swapped = 0  # on disk: what `init` holds, where weights take its place
-    if config.params in ("auto", "disk") and (parts == 1 or config.stage == 3):
-        for name, param in parameters.items():
-            swapped += min(given_back(param, config.directories), infos[name].nbytes // parts)
-    budgets = find_budgets(config, dry, swapped)
+    budgets = find_budgets(config, dry)
     shared = size > 1 if ranks is None else not ranks.alone
     tables_split = 0, size
     if ranks is not None:
@@ -124,10 +119,15 @@ def place_model(
     by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
     layouts = tuple(with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts)
     in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
+    held: dict[str, int] = {}
+    if ranks is None and config.disk_space is None:  # ranks place alike, and what is asked for is a limit of all
+        held = held_on_disk(parameters, config.directories)
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
     sizes = tuple(
         replace(
-            _bytes_of(layout, infos, kept, config, size, shared and each), in_place=layout.slots[0].name in in_files
+            _bytes_of(layout, infos, kept, config, size, shared and each),
+            in_place=layout.slots[0].name in in_files,
+            swapped=sum(min(held.get(slot.name, 0), infos[slot.name].nbytes) for slot in layout.slots),
         )
         for layout, each in zip(layouts, graded, strict=True)
     )
@@ -155,10 +155,15 @@ def place_model(
                 if working < sizes[index].working:
                     rows[index], padded = count, with_whole_rows(layout, size)
                     nbytes = _bytes_of(padded, infos, kept, config, size, shared and graded[index])
-                    nbytes = replace(nbytes, tiles=working, in_place=sizes[index].in_place)
+                    nbytes = replace(
+                        nbytes, tiles=working, in_place=sizes[index].in_place, swapped=sizes[index].swapped
+                    )
                     layouts = (*layouts[:index], padded, *layouts[index + 1 :])
                     sizes = (*sizes[:index], nbytes, *sizes[index + 1 :])
     tiers = place(sizes, budgets, wanted, together)
+    if budgets.disk is not None:
+        swapped = sum(each.swapped for each, tier in zip(sizes, tiers, strict=True) if tier.params == "disk")
+        budgets = replace(budgets, disk=budgets.disk + swapped)
     budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
     rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
     rows.update((index, layouts[index].slots[0].shape[0]) for index in by_rows)

@@ -130,7 +130,7 @@ def _save(
     settle(prepared)
     every_unit = prepared.engine.parameters.units
     units = [unit for unit in every_unit if frozen or _trained(unit)]
-    left_out = _in_all_stages({name for unit in every_unit if unit not in units for name in unit.parameters}, ranks)
+    left_out = {name for unit in every_unit if unit not in units for name in unit.parameters}
     give_own_params(units, ranks, "save")
     state.add(buffers, first, capture_rng(prepared.config.compute_device))
     states = [state]
@@ -142,7 +142,8 @@ def _save(
     leads = peers is None or peers.leads
     shards = [unit.shard for unit in units if leads or unit.shard.ranks > 1]
     grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
-    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared), left_out)
+    everywhere_left_out = None if frozen else _in_all_stages(left_out, ranks)
+    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared), everywhere_left_out)
     return _write(prepared, target, snapshot, ranks, outdated)
 
 
@@ -338,8 +339,8 @@ def _room(prepared: Prepared) -> tuple[int, int]:
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
-    """As `ready`, of a model that still has the parameters which `prepare` took, in their places. Else `ValueError`
-    that names them: files have the names of `prepare`."""
+    """As `ready`, of a model that still has the parameters which `prepare` took, none in the place of another. Else
+    `ValueError` that names them: files have the names of `prepare`."""
     prepared = ready(model, optimizer, verb)
     here = {id(param): name for name, param in known_parameters(model)}
     names = prepared.placed.parameters

@@ -35,7 +35,6 @@ from outsize.planning.layout import ArrayLayout, Segment, UnitLayout, array_layo
 from outsize.planning.placement import UnitTiers
 from outsize.planning.sizes import format_bytes
 from outsize.run.buffers import KEPT
-from outsize.run.paging import given_back
 
 COPIED_BYTES = 4 << 20
 """At once, from one store to another."""
@@ -185,9 +184,7 @@ class Shards:
     def _preallocate(self, shard: UnitShard) -> None:
         """Take the disk space of what training will write, before anything is written. Weights that take the place of
         what `init` holds follow when that is given back."""
-        params = [self._plan.parameters[slot.name] for slot in shard.layout.slots]
-        follow = any(given_back(param, self._config.directories) for param in params)
-        if isinstance(shard.params, DiskStore) and not follow:
+        if isinstance(shard.params, DiskStore) and not self._plan.unit_bytes[shard.layout.index].swapped:
             shard.params.preallocate(0, shard.params.nbytes)
         for slot in shard.layout.slots:
             for grads in shard.grad_shards if self._plan.infos[slot.name].trainable and slot.numel else ():

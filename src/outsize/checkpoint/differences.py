@@ -56,7 +56,7 @@ def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True)
 
     With `strict` False, what is missing and unexpected is returned, and the rest must fit.
     """
-    left_out = {name: live.parameters.get(name, ((), torch.float32)) for name in manifest.left_out}
+    left_out = {name: live.parameters.get(name, ((), torch.float32)) for name in manifest.left_out or ()}
     stored = left_out | {name: (record.shape, record.dtype) for name, record in manifest.parameters.items()}
     found = _differences("parameter", stored, live.parameters)
     if live.buffers is not None:

@@ -169,10 +169,7 @@ def _open_regular(path: Path, folder: int | None) -> int:
         except OSError as error:
             if error.errno == errno.ELOOP:  # a symbolic link
                 raise ValueError(f"{path} is not a regular file; the checkpoint is damaged") from error
-            said = os.strerror(error.errno or 0)
-            if error.errno == errno.ENOENT:
-                said = "a file of the checkpoint is missing; load an earlier one"
-            raise OSError(error.errno, said, str(path)) from error
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise ValueError(f"{path} is not a regular file; the checkpoint is damaged")
@@ -254,7 +251,11 @@ class DataReader:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
         try:
             for name, record in manifest.files.items():
-                self._open[name] = _open_regular(folder / name, held)
+                try:
+                    self._open[name] = _open_regular(folder / name, held)
+                except FileNotFoundError as error:
+                    what = "a file of the checkpoint is missing; load an earlier one"
+                    raise FileNotFoundError(error.errno, what, error.filename) from error
                 os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 nbytes = os.fstat(self._open[name]).st_size
                 if nbytes != record.nbytes:

@@ -241,7 +241,7 @@ class Manifest:
     tensor_ranks: int = 1
     stages: int = 1
     """Of a pipeline."""
-    left_out: Set[str] = frozenset()
+    left_out: Set[str] | None = None
     """The parameters of the model that are not in the checkpoint."""
 
     def extra_states(self, number: int = 0) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class Manifest:
             "chunk_bytes": CHUNK_BYTES,
             "files": self.files,
             "parameters": self.parameters,
-            "left_out": sorted(self.left_out),
+            **({} if self.left_out is None else {"left_out": sorted(self.left_out)}),
             "buffers": self.buffers,
             "persistent": sorted(self.persistent),
             "optimizer": self.optimizer and self.optimizer.to_json(),
@@ -315,7 +315,7 @@ class Manifest:
             world_size=natural(value["world_size"]),
             tensor_ranks=natural(value["tensor_ranks"]),
             stages=natural(value.get("stages", 1)),
-            left_out=frozenset(map(str, value.get("left_out", ()))),
+            left_out=frozenset(map(str, value["left_out"])) if "left_out" in value else None,
         )
         size, ranks, whole = manifest.world_size, len(manifest.ranks), manifest.tensor_ranks * manifest.stages
         if not 1 <= whole <= size or size % whole:

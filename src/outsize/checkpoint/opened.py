@@ -38,7 +38,7 @@ class Opened:
 
     # Of a checkpoint of ours alone:
     trained_alone: bool = False
-    """Whether what was never trained was left out of it."""
+    """Whether it was saved without what was never trained."""
     name: str = ""
     """What tells it from other checkpoints."""
     grads: Mapping[str, Mapping[str, tuple[Readable, GradNote]]] = field(default_factory=dict)

@@ -181,7 +181,7 @@ class Checkpoint:
             absent=live.parameters.keys() - records.keys(),
             hyper=self.hyper,
             steps=0 if manifest.optimizer is None else manifest.optimizer.steps,
-            trained_alone=bool(manifest.left_out),
+            trained_alone=manifest.left_out is not None,
             name=f"{self.folder.name}, saved at {manifest.saved_at}",
             grads={
                 key: {

@@ -56,7 +56,7 @@ class Snapshot:
     peers: Peers | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """Which part along a dimension this rank has, of the parameters that tensor parallelism has split."""
-    left_out: frozenset[str] = frozenset()
+    left_out: frozenset[str] | None = None
     """The parameters that it does not hold, though the model has them."""
 
 

@@ -61,11 +61,11 @@ def _refused() -> Iterator[None]:
     """Around what transformers does with a configuration, of which it checks little: an error of any kind may come."""
     try:
         yield
+    except (OSError, ValueError, ModuleNotFoundError):
+        raise
     except Exception as error:
-        if isinstance(error, (OSError, ValueError, ModuleNotFoundError)):
-            raise
         kind = type(error).__name__
-        raise ValueError(f"transformers makes no model of the configuration of --model: {error} ({kind})") from error
+        raise ValueError(f"transformers makes no model of this configuration: {error} ({kind})") from error
 
 
 def holds(path: str | None, *patterns: str) -> bool:

@@ -51,6 +51,9 @@ class UnitBytes:
     in_place: bool = False
     """Whether its parameters can be read from files of others: on "disk" they lie there, and take no space of it."""
 
+    swapped: int = 0
+    """What its parameters take of the disk already, and give back as they come to rest there."""
+
     @property
     def total(self) -> int:
         return self.params + self.grads + self.states
@@ -364,7 +367,9 @@ def _take(left: dict[str, int], unit: UnitBytes, kind: str, wanted: str, on_cpu:
     automatic = (memory_tier, "disk") if on_cpu or in_tiles else ("device", "host", "disk")
     for tier in automatic if wanted == "auto" else (wanted,):
         memory = "device" if on_cpu and tier == "host" else tier
-        nbytes = 0 if unit.in_place and (kind, tier) == ("params", "disk") else unit.most(kind)
+        nbytes = unit.most(kind)
+        if (kind, tier) == ("params", "disk"):
+            nbytes = 0 if unit.in_place else nbytes - unit.swapped
         if nbytes <= left[memory]:
             left[memory] -= nbytes
             return tier

@@ -424,9 +424,9 @@ def _asked_by_vmap() -> bool:
 
 def _refuse_orphan() -> NoReturn:
     raise RuntimeError(
-        "the prepared model that this parameter belongs to is gone, with its optimizer and all of its modules: keep "
-        "the model for as long as its parameters are used. Where outsize.prepare has failed while it moved the values, "
-        "they are lost: build the model again"
+        "this parameter has lost its values. Either the prepared model that it belonged to is gone, with its optimizer "
+        "and all of its modules: keep the model for as long as its parameters are used. Or outsize.prepare failed "
+        "while it moved them: build the model again"
     )
 
 

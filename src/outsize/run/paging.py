@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +106,8 @@ class PageFile:
     def __init__(self, directories: Sequence[Path], limit_bytes: int) -> None:
         self._directories = directories
         self.devices = devices_of(directories)
-        self.gives_back = False
-        """Whether space is free again as soon as it is given, which not every file system can."""
+        self.takes_holes = False
+        """Whether the file system frees a part of a file, which not every one does."""
         self._limit_bytes = min(limit_bytes, FILE_BYTES)
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -125,7 +125,7 @@ class PageFile:
             self._opened.callback(engine.close)
             self._file = StripedFile(engine, [run.path for run in runs], "parameters", self._limit_bytes)
             self._opened.callback(self._file.close)
-            self.gives_back = self._file.give_back(0, min(self._file.nbytes, STRIPE_BYTES * len(runs)))
+            self.takes_holes = self._file.give_back(0, min(self._file.nbytes, STRIPE_BYTES * len(runs)))
         return self._file
 
     def take(self, nbytes: int) -> int:
@@ -242,12 +242,12 @@ class Pager:
             self._read(page)
             self._make_plain(page)
 
-    def given_back(self, param: nn.Parameter, devices: frozenset[int]) -> int:
-        """The bytes that `hand_over` frees on these file systems."""
+    def held_on_disk(self, param: nn.Parameter, devices: frozenset[int]) -> int:
+        """The bytes on these file systems that `hand_over` gives back, once all that share them were handed over."""
         page = self._page_of[id(param)]
-        if page.start is None or self.disk is None or not self.disk.gives_back:
+        if page.start is None or self.disk is None or not self.disk.takes_holes or not self.disk.devices <= devices:
             return 0
-        return page.length if self.disk.devices <= devices else 0
+        return page.length // len(page.owners)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -445,9 +445,11 @@ class PagedParameter(nn.Parameter):
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, built under outsize.init)"
 
 
-def given_back(param: nn.Parameter, directories: Sequence[Path]) -> int:
-    """The bytes that `page_in` of the parameter frees on the file systems of these directories."""
-    return param.pager.given_back(param, devices_of(directories)) if isinstance(param, PagedParameter) else 0
+def held_on_disk(params: Mapping[str, torch.Tensor], directories: Sequence[Path]) -> dict[str, int]:
+    """By name: the bytes on the file systems of these directories that `page_in` of the parameter gives back."""
+    devices = devices_of(directories)
+    paged = {name: param for name, param in params.items() if isinstance(param, PagedParameter)}
+    return {name: param.pager.held_on_disk(param, devices) for name, param in paged.items()}
 
 
 def page_in(param: nn.Parameter) -> torch.Tensor:
