@@ -411,6 +411,12 @@ def give_own_params(units: Sequence[Unit], ranks: Ranks | None, verb: str) -> No
     everywhere(ranks, give, verb)
 
 
+def _is_applied(unit: Unit, grad: torch.Tensor) -> bool:
+    """Whether the last step has applied this gradient of a table, as it is."""
+    applied = None if unit.shard.rows is None else unit.shard.rows.applied
+    return applied is not None and applied[0]() is grad and applied[1] == grad._version
+
+
 def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
     found = {}
     for unit in prepared.engine.parameters.units:
@@ -427,7 +433,7 @@ def _gradients(prepared: Prepared) -> dict[str, SavedGrad]:
                 found[name] = _saved_grad(unit.shard.slots[name], grad.ops, norms, grad.loose, grad.shard)
             elif grad is not None:
                 if grad.layout is not torch.strided:
-                    if unit.has_applied(grad):
+                    if _is_applied(unit, grad):
                         continue
                     raise TypeError(
                         f"the gradient of {name!r} is sparse, and a checkpoint holds dense ones alone; call "

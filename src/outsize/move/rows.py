@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import gcd
@@ -184,6 +184,7 @@ class Rows:
         for name, array in self._on_disk.items():
             assert isinstance(array.store, DiskStore)
             files.setdefault(array.store.file, {})[name] = array
+        self.applied: tuple[Callable[[], object], int] | None = None  # the gradient of the last step, and its version
         self._records = [Records(file, each) for file, each in files.items()]
         self._ledger = ledger
         self._hot = self._above_the_drive(0)

@@ -93,6 +93,18 @@ class Page:
     def params(self) -> list[nn.Parameter]:
         return [param for ref in list(self.owners.values()) if (param := ref()) is not None]
 
+    def can_leave(self, params: list[nn.Parameter], unshared: tuple[int, int, int]) -> bool:
+        """Whether only `params`, its owners, reach it. See Note [Paged in place]."""
+        if self.on_disk or self.holds or not self.length or len(params) != len(self.owners):
+            return False
+        for param in params:
+            if not self.holds_values_of(param):
+                return False
+            param_uses, storage_references, storage_uses = use_counts(param)
+            if (param_uses, storage_references, storage_uses - len(self.owners) + 1) != unshared:
+                return False
+        return True
+
     def inside(self, param: nn.Parameter) -> torch.Tensor:
         """The bytes that can go to disk, as uint8 [length]."""
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -346,24 +358,12 @@ class Pager:
                 if left <= goal:
                     break
                 params = page.params()
-                if (page.nbytes < SMALL_BYTES) is small and self._can_leave(page, params):
+                if (page.nbytes < SMALL_BYTES) is small and page.can_leave(params, self._unshared):
                     if page.start is None:
                         page.start = self.disk.take(page.length)
                     source = page.inside(params[0])
                     writes.callback(self._drop, page, source, self.disk.file.write(page.start, source))
                     left -= page.length
-
-    def _can_leave(self, page: Page, params: list[nn.Parameter]) -> bool:
-        """Whether only `params`, its owners, reach the page. See Note [Paged in place]."""
-        if page.on_disk or page.holds or not page.length or len(params) != len(page.owners):
-            return False
-        for param in params:
-            if not page.holds_values_of(param):
-                return False
-            param_uses, storage_references, storage_uses = use_counts(param)
-            if (param_uses, storage_references, storage_uses - len(page.owners) + 1) != self._unshared:
-                return False
-        return True
 
     def _drop(self, page: Page, source: torch.Tensor, written: Transfer) -> None:
         """The memory's pages go when they are written; the address stays. `source` keeps the storage until then."""

@@ -214,8 +214,9 @@ class Stepper:
     def _update_rows(self, unit: Unit, pending: Pending) -> None:
         for name, owed in pending.items():
             update_rows(self._updater.rule, unit.shard, name, owed)
-            if (grad := unit.parameters[name].grad) is not None:
-                unit.stepped = weakref.ref(grad), grad._version
+            rows, grad = unit.shard.rows, unit.parameters[name].grad
+            if rows is not None and grad is not None:
+                rows.applied = weakref.ref(grad), grad._version
         unit.updates += 1
 
     def _note(self, unit: Unit, pending: Pending) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import chain
@@ -67,8 +67,6 @@ class Unit:
         self.pending: Pending = {}
         self.held: Pending = {}
         self.updates = 0
-        self.stepped: tuple[Callable[[], object], int] | None = None
-        """The sparse gradient that the last step applied, and its version."""
         self.was_trained = False  # before the checkpoint that it was loaded from
         self.holds = 0
         self.shown = 0
@@ -224,10 +222,6 @@ class Unit:
         """The unit is not used for now, unless somebody holds a view of it."""
         if self.shard.lanes is not None and not self.viewed:
             self.shard.buffer.leave()
-
-    def has_applied(self, grad: torch.Tensor) -> bool:
-        """Whether the last step has applied this sparse gradient, as it is."""
-        return self.stepped is not None and self.stepped[0]() is grad and self.stepped[1] == grad._version
 
     @property
     def viewed(self) -> bool:
