@@ -36,7 +36,7 @@ TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
-DEVICES = ("sim", "cuda")
+DEVICES = ("sim", "sim:1", "cuda")
 
 torch.set_num_threads(1)  # tiny tensors: more threads only cost
 hypothesis.settings.register_profile("outsize", deadline=None)  # other work may hold up any example
@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    simulated = session.config.getoption("--device") == "sim" or any(
-        "sim" in getattr(item, "fixturenames", ()) for item in session.items
+    simulated = "sim" in session.config.getoption("--device") or any(
+        "sim" in getattr(item, "fixturenames", ()) or item.nodeid.startswith("tests/accelerator/")
+        for item in session.items
     )
     capture: Any = session.config.pluginmanager.getplugin("capturemanager")
 
@@ -171,7 +172,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if chosen == "cpu" or request.node.nodeid.startswith("tests/accelerator/"):  # which choose for themselves
         yield "cpu"
         return
-    with simulator.switched_on("hold") if chosen == "sim" else nullcontext(), torch.device(chosen), _DrawnOnCpu():
+    switch = simulator.switched_on("hold", devices=1 + chosen.endswith("1")) if "sim" in chosen else nullcontext()
+    with switch, torch.device(chosen), _DrawnOnCpu():
         yield chosen
 
 
@@ -449,7 +451,9 @@ def random_state() -> Tensor:
 
 def forget_last_graph() -> None:
     """The threads on which torch runs a backward keep its graph until the next one, here after an error."""
-    for place in ["cpu", *([torch.accelerator.current_accelerator()] if torch.accelerator.is_available() else [])]:
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here is not None else 0
+    for place in ["cpu", *(f"{here}:{index}" for index in range(count))]:
         torch.ones((), requires_grad=True, device=place).backward()
 
 

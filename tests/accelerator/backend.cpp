@@ -20,6 +20,8 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <array>
+#include <atomic>
 #include <set>
 
 #include "simulator.hpp"
@@ -33,12 +35,25 @@ using sim::Range;
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
-thread_local int current_stream = 0;
+constexpr int kDevices = 2;  // as many as a process may see
+
+thread_local c10::DeviceIndex current_device = 0;
+thread_local int current_streams[kDevices] = {sim::kDefaultStreams[0], sim::kDefaultStreams[1]};
+std::atomic<c10::DeviceIndex> device_count{1};
+std::array<std::atomic<c10::DeviceIndex>, sim::kStreams> device_of_stream;
 thread_local bool in_kernel = false;
 
 Machine& machine() { return Machine::get(); }
-c10::Device device() { return {kSim, 0}; }
-c10::Stream stream_of(int id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
+c10::Device device() { return {kSim, current_device}; }
+c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
+int current_stream() { return current_streams[current_device]; }
+int default_stream(c10::DeviceIndex index) { return sim::kDefaultStreams[index]; }
+c10::Stream stream_of(int id, c10::Device of) { return c10::Stream(c10::Stream::UNSAFE, {kSim, index_of(of)}, id); }
+c10::Stream new_stream(c10::Device of) {
+    int id = machine().new_stream();
+    device_of_stream[id] = index_of(of);
+    return stream_of(id, of);
+}
 
 // ---- where a call comes from ----
 
@@ -81,7 +96,7 @@ struct WithoutInterpreter {  // a host thread that waits lets others run Python
 
 struct Allocator final : c10::DeviceAllocator {
     c10::DataPtr allocate(size_t nbytes) override {
-        void* at = machine().allocate(nbytes, current_stream, place_of("allocation"));
+        void* at = machine().allocate(nbytes, current_stream(), place_of("allocation"));
         return {at, at, &release, device()};
     }
     static void release(void* at) { machine().free(at); }
@@ -131,11 +146,12 @@ struct PinnedAllocator final : c10::Allocator {
 PinnedAllocator pinned_allocator;
 
 void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
+    c10::DeviceGuard guard(storage.device());
     size_t kept = std::min(nbytes, storage.nbytes());
     c10::DataPtr fresh = allocator.allocate(nbytes);
     if (kept) {
         auto from = reinterpret_cast<Address>(storage.data()), to = reinterpret_cast<Address>(fresh.get());
-        machine().run(current_stream, place_of("resize_"), {{{from, from + kept}, false}, {{to, to + kept}, true}}, 0,
+        machine().run(current_stream(), place_of("resize_"), {{{from, from + kept}, false}, {{to, to + kept}, true}}, 0,
                       double(kept), [&] { allocator.copy_data(fresh.get(), storage.data(), kept); });
     }
     storage.set_data_ptr_noswap(std::move(fresh));
@@ -145,8 +161,9 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
 // ---- random numbers: a host generator of its own behind the device's ----
 
 struct Generator final : c10::GeneratorImpl {
-    explicit Generator(at::Generator host)
-        : c10::GeneratorImpl(device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host(std::move(host)) {}
+    Generator(at::Generator host, c10::DeviceIndex index)
+        : c10::GeneratorImpl({kSim, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+          host(std::move(host)) {}
     void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
     void set_offset(uint64_t) override { TORCH_CHECK(false, "sim generators have no offset"); }
     uint64_t get_offset() const override { TORCH_CHECK(false, "sim generators have no offset"); }
@@ -157,17 +174,17 @@ struct Generator final : c10::GeneratorImpl {
         return host.unsafeGetGeneratorImpl()->get_state();
     }
     static c10::DeviceType device_type() { return kSim; }
-    Generator* clone_impl() const override { return new Generator(host.clone()); }
+    Generator* clone_impl() const override { return new Generator(host.clone(), device().index()); }
     at::Generator host;
 };
 
-at::Generator make_generator(c10::DeviceIndex = 0) {
-    return at::make_generator<Generator>(at::detail::createCPUGenerator());
+at::Generator make_generator(c10::DeviceIndex index) {
+    return at::make_generator<Generator>(at::detail::createCPUGenerator(), index < 0 ? current_device : index);
 }
 
-at::Generator& default_generator() {
-    static auto* generator = new at::Generator(make_generator());
-    return *generator;
+at::Generator& default_generator(c10::DeviceIndex index) {
+    static auto* generators = new std::array<at::Generator, kDevices>{make_generator(0), make_generator(1)};
+    return (*generators)[index < 0 ? current_device : index];
 }
 
 // ---- streams, events, hooks ----
@@ -176,22 +193,32 @@ using Event = std::shared_ptr<sim::Marker>;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kSim; }
-    c10::Device exchangeDevice(c10::Device) const override { return device(); }
+    c10::Device exchangeDevice(c10::Device to) const override {
+        c10::Device before = getDevice();
+        setDevice(to);
+        return before;
+    }
     c10::Device getDevice() const override { return device(); }
-    void setDevice(c10::Device to) const override { TORCH_CHECK(to.index() <= 0, "there is one sim device"); }
-    void uncheckedSetDevice(c10::Device) const noexcept override {}
-    c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-    c10::Stream getStream(c10::Device) const override { return stream_of(current_stream); }
-    c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
-    c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream_of(machine().new_stream()); }
-    c10::Stream getNewStream(c10::Device, int) const override { return stream_of(machine().new_stream()); }
+    void setDevice(c10::Device to) const override {
+        TORCH_CHECK(to.index() < device_count, "there are ", int(device_count), " sim devices");
+        uncheckedSetDevice(to);
+    }
+    void uncheckedSetDevice(c10::Device to) const noexcept override { current_device = index_of(to); }
+    c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
+    c10::Stream getStream(c10::Device of) const override { return stream_of(current_streams[index_of(of)], of); }
+    c10::Stream getDefaultStream(c10::Device of) const override { return stream_of(default_stream(index_of(of)), of); }
+    c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override { return new_stream(of); }
+    c10::Stream getNewStream(c10::Device of, int) const override { return new_stream(of); }
     c10::Stream exchangeStream(c10::Stream stream) const override {
-        return stream_of(std::exchange(current_stream, static_cast<int>(stream.id())));
+        auto& current = current_streams[stream.device_index()];
+        return stream_of(std::exchange(current, static_cast<int>(stream.id())), stream.device());
     }
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
         delete static_cast<Event*>(event);
     }
-    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex of,
+                const c10::EventFlag) const override {
+        TORCH_CHECK(of < 0 || of == stream.device_index(), "an event of one device is recorded on a stream of another");
         if (!*event) *event = new Event;
         *static_cast<Event*>(*event) = machine().record(static_cast<int>(stream.id()));
     }
@@ -208,10 +235,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeStream(const c10::Stream& stream) const override {
         wait(machine().record(static_cast<int>(stream.id())), "stream");
     }
-    void synchronizeDevice(const c10::DeviceIndex) const override {
+    void synchronizeDevice(const c10::DeviceIndex of) const override {
         auto where = place();
         WithoutInterpreter freely;
-        machine().synchronize_device(where);
+        std::vector<int> streams;
+        for (int id = 0; id < sim::kStreams; ++id)
+            if (device_of_stream[id] == (of < 0 ? current_device : of)) streams.push_back(id);
+        machine().synchronize_device(where, streams);
     }
     void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
         machine().record_use(data.get(), static_cast<int>(stream.id()));
@@ -230,8 +260,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
-    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
-    at::Generator getNewGenerator(c10::DeviceIndex) const override { return make_generator(); }
+    const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+    at::Generator getNewGenerator(c10::DeviceIndex index) const override { return make_generator(index); }
     at::Device getDeviceFromPtr(void*) const override { return device(); }
     bool isPinnedPtr(const void* data) const override {
         auto at = reinterpret_cast<Address>(data);
@@ -242,11 +272,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
         resize_storage(*storage.unsafeGetStorageImpl(), nbytes);
     }
-    c10::DeviceIndex deviceCount() const override { return 1; }
-    void setCurrentDevice(c10::DeviceIndex index) const override { TORCH_CHECK(index <= 0, "there is one sim device"); }
-    c10::DeviceIndex getCurrentDevice() const override { return 0; }
-    c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+    c10::DeviceIndex deviceCount() const override { return device_count; }
+    void setCurrentDevice(c10::DeviceIndex index) const override { Guard().setDevice({kSim, index}); }
+    c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+    c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+        return Guard().exchangeDevice({kSim, index}).index();
+    }
+    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+        return index < 0 ? current_device : exchangeDevice(index);
+    }
 };
 struct RegisterHooks {
     RegisterHooks() { at::RegisterPrivateUse1HooksInterface(new Hooks); }
@@ -360,7 +394,7 @@ struct StandIns {
         auto* to =
             static_cast<char*>(const_cast<void*>(made.storage().data())) + made.storage_offset() * made.itemsize();
         auto first = reinterpret_cast<Address>(to);
-        machine().run(current_stream, where, {{{first, first + nbytes}, true}}, 0, 0,
+        machine().run(current_stream(), where, {{{first, first + nbytes}, true}}, 0, 0,
                       [&] { std::memcpy(machine().mine(to), result.const_data_ptr(), nbytes); });
     }
 };
@@ -387,14 +421,23 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     StandIns stand_ins;
     std::vector<at::Tensor> inputs;
     bool mixed = mixes.count(name) != 0;
+    c10::OptionalDeviceGuard guard;  // the operator runs where its tensors lie
     auto convert = [&](const at::Tensor& tensor, bool write) -> at::Tensor {
         inputs.push_back(tensor);
-        if (is_sim(tensor)) return stand_ins.host(tensor, write);
+        if (is_sim(tensor)) {
+            auto lies = tensor.device();
+            TORCH_CHECK(!guard.current_device() || *guard.current_device() == lies,
+                        "Expected all tensors to be on the same device, but ", name, " was given tensors on ", lies,
+                        " and on ", *guard.current_device());
+            if (!guard.current_device()) guard.reset_device(lies);
+            return stand_ins.host(tensor, write);
+        }
         TORCH_CHECK(!tensor.defined() || tensor.dim() == 0 || mixed,
                     "Expected all tensors to be on the same device, but ", name, " was given tensors on sim and on ",
                     tensor.device());
         return tensor;
     };
+    c10::IValue* own_generator = nullptr;
     for (size_t i = 0; i < count; ++i) {
         auto& value = (*stack)[first + i];
         const auto& argument = schema.arguments()[i];
@@ -411,18 +454,21 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                 made.push_back(tensor ? std::optional<at::Tensor>(convert(*tensor, write)) : std::nullopt);
             value = std::move(made);
         } else if (value.isDevice()) {
+            auto chosen = value.toDevice();
+            if (chosen.type() == kSim && chosen.has_index()) guard.reset_device(chosen);
             value = c10::Device(c10::kCPU);
         } else if (value.isGenerator()) {
             auto generator = value.toGenerator();
             if (generator.device().type() == kSim)
                 value = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->host;
         } else if (value.isNone() && argument.name() == "generator") {
-            value = static_cast<Generator*>(default_generator().unsafeGetGeneratorImpl())->host;
+            own_generator = &value;
         }
     }
+    if (own_generator) *own_generator = static_cast<Generator*>(default_generator(-1).unsafeGetGeneratorImpl())->host;
     double bytes = 0;
     for (auto& access : stand_ins.accesses) bytes += double(access.range.last - access.range.first);
-    machine().run(current_stream, where, stand_ins.accesses, flops_of(name, inputs), bytes, [&] {
+    machine().run(current_stream(), where, stand_ins.accesses, flops_of(name, inputs), bytes, [&] {
         in_kernel = true;
         try {
             op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -457,18 +503,20 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
             to_host = true;
         }
     }
-    if (to_host) Guard::wait(machine().record(current_stream), "item");
+    if (to_host) Guard::wait(machine().record(current_stream()), "item");
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                 std::optional<c10::Device>, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+                 std::optional<c10::Device> on, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+    c10::OptionalDeviceGuard guard(on);
     TORCH_CHECK(!pin.value_or(false), "only host memory can be pinned");
     return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                      c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
-                         std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool> pin) {
+                         std::optional<c10::Layout>, std::optional<c10::Device> on, std::optional<bool> pin) {
+    c10::OptionalDeviceGuard guard(on);
     TORCH_CHECK(!pin.value_or(false), "only host memory can be pinned");
     return at::detail::empty_strided_generic(
         size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
@@ -523,6 +571,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 }
 
 at::Tensor& set_empty(at::Tensor& self) {
+    c10::DeviceGuard guard(self.device());
     c10::Storage storage(c10::Storage::use_byte_size_t(), 0, allocator.allocate(0), &allocator, true);
     return set_strided(self, std::move(storage), 0, {0}, {1});
 }
@@ -542,18 +591,23 @@ Range range_of(const at::Tensor& tensor) {
 // As CUDA: another type is converted on the source's side, gaps are closed first, and pageable memory blocks.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
     if (target.numel() == 0) return target;
+    c10::DeviceGuard guard(is_sim(self) ? self.device() : target.device());
     if (is_sim(self) && is_sim(target)) {
+        auto theirs = static_cast<int>(Guard().getStream(target.device()).id());  // of another device: both wait
+        machine().wait(current_stream(), machine().record(theirs));
         StandIns stand_ins;
         at::Tensor from = stand_ins.host(self, false), to = stand_ins.host(target, true);
         from._set_conj(self.is_conj());
         from._set_neg(self.is_neg());
         to._set_conj(target.is_conj());
         to._set_neg(target.is_neg());
-        machine().run(current_stream, place_of("aten::copy_"), stand_ins.accesses, 0, double(2 * target.nbytes()), [&] {
-            in_kernel = true;
-            to.copy_(from);
-            in_kernel = false;
-        });
+        machine().run(current_stream(), place_of("aten::copy_"), stand_ins.accesses, 0, double(2 * target.nbytes()),
+                      [&] {
+                          in_kernel = true;
+                          to.copy_(from);
+                          in_kernel = false;
+                      });
+        machine().wait(theirs, machine().record(current_stream()));
         return target;
     }
     at::Tensor source = self.to(target.scalar_type()).expand(target.sizes()).contiguous().resolve_conj().resolve_neg();
@@ -569,7 +623,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     std::string where = to_device ? "copy to the device" : "copy to the host";
     where = blocking ? where + " at " + place() : place_of(where);
     WithoutInterpreter freely;
-    machine().copy(current_stream, where, range_of(source), range_of(target), to_device, blocking, pinned);
+    machine().copy(current_stream(), where, range_of(source), range_of(target), to_device, blocking, pinned);
     return target;
 }
 
@@ -579,11 +633,12 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+    c10::DeviceGuard guard(self.device());
     StandIns stand_ins;
     at::Tensor host = stand_ins.host(self, false);
     at::Scalar value;
-    machine().run(current_stream, place_of("item"), stand_ins.accesses, 0, 0, [&] { value = host.item(); });
-    Guard::wait(machine().record(current_stream), "item");
+    machine().run(current_stream(), place_of("item"), stand_ins.accesses, 0, 0, [&] { value = host.item(); });
+    Guard::wait(machine().record(current_stream()), "item");
     return value;
 }
 
@@ -703,7 +758,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }  // namespace
 
 PYBIND11_MODULE(_sim, m) {
-    m.def("default_generator", [] { return default_generator(); });
+    for (c10::DeviceIndex index = 0; index < kDevices; ++index) device_of_stream[default_stream(index)] = index;
+    m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
+    m.def("set_device_count", [](int count) { device_count = static_cast<c10::DeviceIndex>(count); });
     m.def("host_register", [](Address address, size_t nbytes) { machine().pin(address, nbytes, {}); });
     m.def("host_unregister", [](Address address) { machine().unpin(address, true); });
     m.def("set_memory_cap", [](size_t nbytes) { machine().set_cap(nbytes); });

@@ -25,6 +25,7 @@ from tests.accelerator.build import LIBRARY
 _initialized = True  # else torch's checkpoint forgets the device's random numbers
 _native: Any = None
 _available = False
+_count = 1
 
 Device = torch.device | str | int | None  # what torch takes for a device
 
@@ -55,31 +56,40 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    _native.set_device_count(2)
+    torch.ones((), requires_grad=True).backward()  # now torch has a thread for the backward of each
+    _native.set_device_count(1)
     set_clock(None)
 
 
 @contextmanager
-def switched_on(policy: str = "now", seed: int = 0, memory_cap: int = 1 << 30) -> Iterator[Any]:
-    """The device is available inside, with a clean record; what was found wrong raises at the end."""
-    global _available
+def switched_on(policy: str = "now", seed: int = 0, memory_cap: int = 1 << 30, devices: int = 1) -> Iterator[Any]:
+    """The device is available inside, or two of it, with a clean record; what was found wrong raises at the end. Which
+    of them is the current one must be at the end as it was."""
+    global _available, _count
     load()
     gc.collect()  # what an earlier test left in a traceback is not this one's memory
     _native.reset()
     set_policy(policy, seed)
     set_memory_cap(memory_cap)
+    _count = devices
+    _native.set_device_count(devices)
     manual_seed_all(0)
     reset_peak_memory_stats()
     _available = True
     DefaultDeviceType.set_device_type("sim")
     try:
         yield sys.modules[__name__]
-        synchronize()
+        assert current_device() == 0
+        for index in range(devices):
+            synchronize(index)
         found = problems()
         assert not found, "\n".join(found)
     finally:
         _native.reset()
         set_policy("now")
         set_clock(None)
+        set_device(0)
         _available = False
         DefaultDeviceType.set_device_type("cpu")
 
@@ -169,34 +179,42 @@ def init() -> None:
 
 
 def device_count() -> int:
-    return int(_available)
+    return _count if _available else 0
 
 
 def current_device() -> int:
-    return 0
+    return int(torch._C._accelerator_getDeviceIndex())
+
+
+def _index(device: Device) -> int:
+    index = device if isinstance(device, int) else torch.device("sim" if device is None else device).index
+    return current_device() if index is None else index
 
 
 class device:
-    """The block in which a device is the current one: there is but one."""
+    """The block in which a device is the current one."""
 
     def __init__(self, device: Device) -> None:
-        set_device(device)
+        self._index = _index(device)
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._before = current_device()
+        set_device(self._index)
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        set_device(self._before)
 
 
 def set_device(device: Device) -> None:
-    assert torch.device("sim" if device is None else device).index in (None, 0)
+    torch._C._accelerator_setDeviceIndex(_index(device))
 
 
 def synchronize(device: Device = None) -> None:
-    torch._C._accelerator_synchronizeDevice(0)
+    torch._C._accelerator_synchronizeDevice(_index(device))
 
 
 def current_stream(device: Device = None) -> torch.Stream:
-    return torch._C._accelerator_getStream(0)
+    return torch._C._accelerator_getStream(_index(device))
 
 
 def stream(chosen: torch.Stream) -> torch.Stream:
@@ -222,22 +240,24 @@ def _is_in_bad_fork() -> bool:
 
 def manual_seed(seed: int) -> None:
     if _native is not None:
-        _native.default_generator().manual_seed(seed)
+        _native.default_generator(-1).manual_seed(seed)
 
 
-manual_seed_all = manual_seed
+def manual_seed_all(seed: int) -> None:
+    for index in range(_count if _native is not None else 0):
+        _native.default_generator(index).manual_seed(seed)
 
 
 def initial_seed() -> int:
-    return int(_native.default_generator().initial_seed())
+    return int(_native.default_generator(-1).initial_seed())
 
 
 def get_rng_state(device: Device = "sim") -> torch.Tensor:
-    return _native.default_generator().get_state()
+    return _native.default_generator(_index(device)).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = "sim") -> None:
-    _native.default_generator().set_state(new_state)
+    _native.default_generator(_index(device)).set_state(new_state)
 
 
 def memory_stats(device: Device = None) -> dict[str, Any]:
@@ -270,11 +290,12 @@ class MemPool:
     _numbers = itertools.count(1)
 
     def __init__(self, use_on_oom: bool = False) -> None:
-        self.number = next(self._numbers)
+        self.number, self.device = next(self._numbers), current_device()
 
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: Device = None) -> Iterator[None]:
+    assert pool.device == _index(device)
     _native.set_pool(pool.number)
     try:
         yield

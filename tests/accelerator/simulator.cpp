@@ -406,10 +406,10 @@ void Machine::synchronize(const std::shared_ptr<Marker>& marker, const char* kin
     sleep_until(lock, marker ? marker->time : 0, kind, place);
 }
 
-void Machine::synchronize_device(const std::string& place) {
+void Machine::synchronize_device(const std::string& place, const std::vector<int>& streams) {
     Lock lock(mutex_);
     double time = 0;
-    for (int s = 0; s < kStreams; ++s) {
+    for (int s : streams) {
         drain(s, streams_[s].issued);
         join(host_, streams_[s].ticks);
         time = std::max(time, streams_[s].free_at);
@@ -421,7 +421,7 @@ void Machine::synchronize_device(const std::string& place) {
 int Machine::new_stream() {
     Lock lock(mutex_);
     int stream = next_stream_;
-    next_stream_ = stream + 1 < kStreams ? stream + 1 : 1;
+    next_stream_ = stream + 1 < kDefaultStreams[1] ? stream + 1 : 1;
     return stream;
 }
 

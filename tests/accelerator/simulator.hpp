@@ -21,7 +21,8 @@ namespace sim {
 using Address = std::uintptr_t;
 using Ticks = std::vector<std::uint64_t>;  // a vector clock: actor 0 is the host, actor 1 + s is stream s
 
-constexpr int kStreams = 64;  // streams are handed out in turn, as CUDA's 32 are
+constexpr int kStreams = 64;                          // streams are handed out in turn, as CUDA's 32 are
+constexpr int kDefaultStreams[] = {0, kStreams - 1};  // of each device
 
 struct Range {
     Address first = 0, last = 0;  // [first, last)
@@ -103,7 +104,7 @@ class Machine {
     void wait(int stream, const std::shared_ptr<Marker>& marker);
     bool query(const std::shared_ptr<Marker>& marker);
     void synchronize(const std::shared_ptr<Marker>& marker, const char* kind, const std::string& place);
-    void synchronize_device(const std::string& place);
+    void synchronize_device(const std::string& place, const std::vector<int>& streams);
     int new_stream();
 
     // What the host itself reads or writes in pinned memory, as far as it can be seen.

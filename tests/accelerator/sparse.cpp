@@ -19,6 +19,22 @@ namespace {
 
 bool is_sim(c10::Device device) { return device.type() == c10::DeviceType::PrivateUse1; }
 
+// A new sparse tensor lies on the device that is the current one.
+at::Tensor with_dims(int64_t sparse, int64_t dense, c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                     std::optional<c10::Layout> layout, std::optional<c10::Device> on, std::optional<bool> pin) {
+    c10::OptionalDeviceGuard guard(on);
+    return at::native::new_with_dims_sparse(sparse, dense, size, dtype, layout, on, pin);
+}
+
+at::Tensor with_tensors(int64_t sparse, int64_t dense, c10::SymIntArrayRef size, const at::Tensor& indices,
+                        const at::Tensor& values, std::optional<c10::ScalarType> dtype,
+                        std::optional<c10::Layout> layout, std::optional<c10::Device> on, std::optional<bool> pin,
+                        std::optional<bool> coalesced) {
+    c10::DeviceGuard guard(values.device());
+    return at::native::new_with_dims_and_tensor_sparse_symint(sparse, dense, size, indices, values, dtype, layout, on,
+                                                              pin, coalesced);
+}
+
 at::Tensor moved(const at::Tensor& tensor, c10::Device to) {
     if (!tensor.is_sparse()) return tensor.to(to);
     auto values = tensor._values().to(to);
@@ -40,12 +56,13 @@ void put_back(const at::Tensor& into, const at::Tensor& result) {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const auto& schema = op.schema();
     const auto first = stack->size() - schema.arguments().size();
-    c10::Device device(c10::DeviceType::PrivateUse1, 0), home = device;
+    c10::Device home(c10::DeviceType::PrivateUse1);
     std::vector<std::pair<at::Tensor, at::Tensor>> written;  // (on the device, its copy)
     for (size_t at = 0; at < schema.arguments().size(); ++at) {
         c10::IValue& value = (*stack)[first + at];
         auto* alias = schema.arguments()[at].alias_info();
         if (value.isTensor() && value.toTensor().defined() && is_sim(value.toTensor().device())) {
+            home = value.toTensor().device();
             at::Tensor copy = moved(value.toTensor(), c10::kCPU);
             if (alias && alias->isWrite()) written.emplace_back(value.toTensor(), copy);
             value = copy;
@@ -72,8 +89,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
-    m.impl("_sparse_coo_tensor_with_dims", &at::native::new_with_dims_sparse);
-    m.impl("_sparse_coo_tensor_with_dims_and_tensors", &at::native::new_with_dims_and_tensor_sparse_symint);
+    m.impl("_sparse_coo_tensor_with_dims", &with_dims);
+    m.impl("_sparse_coo_tensor_with_dims_and_tensors", &with_tensors);
     m.impl("_indices", &at::native::_indices_sparse);
     m.impl("_values", &at::native::_values_sparse);
     m.impl("indices", &at::native::indices_sparse);

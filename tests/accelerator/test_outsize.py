@@ -7,6 +7,7 @@ import itertools
 import threading
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ STEPS = 3
 anytime = pytest.mark.parametrize("sim", POLICIES, indirect=True)
 
 
-def on_sim(data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    return [(x.to("sim"), y.to("sim")) for x, y in data]
+def on_sim(data: list[tuple[Tensor, Tensor]], device: str = "sim") -> list[tuple[Tensor, Tensor]]:
+    return [(x.to(device), y.to(device)) for x, y in data]
 
 
 def stack() -> nn.Module:
@@ -46,14 +47,14 @@ Trained = tuple[Trace, dict[str, Tensor]]
 """What a run shows, and the weights that it ends with."""
 
 
-def trained(workshop: Workshop, tiers: tuple[str, str, str], **fields: Any) -> Trained:
+def trained(workshop: Workshop, tiers: tuple[str, str, str], device: str = "sim", **fields: Any) -> Trained:
     """A run with room for two units only."""
     model = stack()
     optimizer = adamw(model)
     kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
-    workshop.prepare(model, optimizer, device="sim", disk=workshop.disk, **kinds, **fields)
+    workshop.prepare(model, optimizer, device=device, disk=workshop.disk, **kinds, **fields)
     squeeze(model)
-    trace = train(model, optimizer, on_sim(batches(STEPS)), clip=0.5)
+    trace = train(model, optimizer, on_sim(batches(STEPS), device), clip=0.5)
     return trace, values(model)
 
 
@@ -100,6 +101,47 @@ def test_every_mixture_of_tiers_trains_like_torch_and_to_the_same_bits(
     if set(tiers) != {"device"}:  # which steps by torch's formulas
         assert trace == on_the_host[0]
         assert_same_bits(mine, on_the_host[1])
+
+
+# -- the second of two devices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "auto"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_another_device_than_the_current_one_trains_to_the_same_bits_and_leaves_that_the_current_one(
+    tmp_path: Path, tier: str, activations: str, in_torch: Trained, on_the_host: Trained
+) -> None:
+    with simulator.switched_on("hold", devices=2) as sim:
+        trace, mine = trained(Workshop(tmp_path, "sim:1"), (tier,) * 3, "sim:1", activations=activations)
+        assert sim.current_device() == 0
+        gc.collect()
+    trace.close_to(in_torch[0])
+    torch.testing.assert_close(mine, in_torch[1], rtol=0, atol=1e-5)
+    if tier != "device":
+        assert_same_bits(mine, on_the_host[1])
+
+
+def test_two_devices_train_at_once_in_one_process(tmp_path: Path, on_the_host: Trained) -> None:
+    with simulator.switched_on("random", devices=2):
+        pairs = {}
+        for device in ("sim:0", "sim:1"):
+            model = stack()
+            pairs[device] = model, adamw(model)
+            outsize.prepare(*pairs[device], device=device, disk=tmp_path, host_memory="64MiB", params="disk")
+        for data in batches(STEPS):
+            for device, (model, optimizer) in pairs.items():
+                train(model, optimizer, on_sim([data], device), clip=0.5)
+        found = [values(model) for model, _ in pairs.values()]
+        del pairs, model, optimizer
+        gc.collect()
+    assert_same_bits(found[0], found[1])
+
+
+def test_a_model_on_another_device_than_the_chosen_one_is_refused_by_name() -> None:
+    with simulator.switched_on(devices=2):
+        model = stack().to("sim:1")
+        with pytest.raises(ValueError, match=r"is on sim:1 but device is sim:0; .* or pass device='sim:1'"):
+            outsize.prepare(model, adamw(model))
 
 
 # -- manners ---------------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def _usual_seconds(work: Callable[[], object], device: torch.device | None = Non
         began = time.perf_counter()
         work()
         if device is not None and device.type != CPU:
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return median(seconds[1:])
 

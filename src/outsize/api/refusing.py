@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -110,7 +111,9 @@ def check_devices(plan: PlacedModel, config: Config) -> None:
                 f"parameter {name!r} is on the meta device and has no values; build the model under outsize.init "
                 f"instead, or materialize it first (outsize.plan works on meta models)"
             )
-        if param.device.type not in ("cpu", config.compute_device.type):
+        # A launcher's script may have put the model on the first accelerator, which is not that of this rank.
+        same = param.device.type if "LOCAL_RANK" in os.environ else param.device
+        if param.device.type != "cpu" and same not in (config.compute_device, config.compute_device.type):
             raise ValueError(
                 f"parameter {name!r} is on {param.device} but device is {config.compute_device}; move the model to the "
                 f"CPU or pass device={str(param.device)!r}"

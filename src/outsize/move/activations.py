@@ -420,7 +420,7 @@ class ActivationStore:
         span.uses = 1
         span.lend()
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.device)
         return (time.perf_counter() - began) / (2 * PROBED_BYTES)
 
     def forget_gone(self) -> None:

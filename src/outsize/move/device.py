@@ -38,13 +38,14 @@ class Lanes:
     @contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
         """What the calling thread starts in the block goes to the stream. (`with stream` keeps the stream of before in
-        the object, where another thread would find it.)"""
-        before = self.current()
+        the object, where another thread would find it.) The thread's current device is the same afterwards."""
+        before, index = self.current(), torch.accelerator.current_device_index()
         torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
             torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(index)
 
     def follow(self, *lanes: torch.Stream) -> None:
         """What these lanes do from now on comes after all that the current stream was given."""

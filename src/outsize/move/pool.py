@@ -68,7 +68,8 @@ def open_pool(device: torch.device) -> Pool | None:
         return None
     try:
         # Another allocation may take the pool's free memory, before it fails.
-        inside = partial(module.use_mem_pool, module.MemPool(use_on_oom=True), device)
+        with module.device(device):
+            inside = partial(module.use_mem_pool, module.MemPool(use_on_oom=True), device)
         with inside():
             torch.empty(1, device=device)
     except (RuntimeError, TypeError):

@@ -159,7 +159,7 @@ class Choice:
     def now(self) -> float:
         """Seconds, when the device has done what it was given."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def _is_short(self, costs: Iterable[Cost]) -> bool:
