@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.planning.layout import PAGE_ELEMENTS
+from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, prepared_stack
 from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error
 
@@ -125,3 +126,14 @@ def test_gradients_on_their_way_to_disk_take_nothing_of_the_device(sim: Any, wor
     engine.streamer.room.planned_capacity = sum(unit.nbytes for unit in engine.parameters.units)
     squared_error(model, on_sim(batches(1))[0]).backward()
     assert all(unit.shard.buffer.resident for unit in engine.parameters.units)
+
+
+def test_a_device_that_does_not_tell_of_its_memory_wants_a_budget(
+    sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(simulator, "mem_get_info")
+    with pytest.raises(ValueError, match="torch does not tell how much of sim:0 is free: give device_memory"):
+        workshop.prepare(nn.Linear(4, 4), device="sim")
+    model = nn.Linear(4, 4)
+    workshop.prepare(model, device="sim", device_memory="1MiB")
+    outsize.release(model)

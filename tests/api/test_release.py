@@ -92,7 +92,7 @@ def test_a_release_without_memory_says_how_much_and_changes_nothing(
 ) -> None:
     pair = workshop.pair()
     pair.train(batches(1))
-    monkeypatch.setattr(releasing, "available_memory", lambda: 1000)
+    monkeypatch.setattr(releasing, "available_memory", lambda device: 1000)
     if device != "cpu":
         monkeypatch.setattr(torch.get_device_module(device), "mem_get_info", lambda _: (1000, 1000))
     with pytest.raises(ValueError, match=r"outsize.release needs .* KiB .* and 1000 B of \w+ memory are free"):

@@ -19,6 +19,8 @@ DEVICE_MARGIN = 0.7
 DISK_MARGIN = 0.95
 """The share of what is free that is used when the user names no budget; the rest is for activations and others."""
 
+UNKNOWN_BYTES = 1 << 62
+
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -33,7 +35,11 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
     host = config.host_memory if config.host_memory is not None else int(available_memory() * HOST_MARGIN) // here
     device = config.device_memory
     if config.compute_device.type != "cpu" and device is None:
-        free, _ = torch.get_device_module(config.compute_device).mem_get_info(config.compute_device)
+        free = available_memory(config.compute_device)
+        if free >= UNKNOWN_BYTES:
+            raise ValueError(
+                f"torch does not tell how much memory {config.compute_device} has free: give device_memory"
+            )
         device = int(free * DEVICE_MARGIN)
     if config.compute_device.type == "cpu":
         host = min(int(host), int(device)) if device is not None else host
@@ -53,8 +59,12 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
     return Budgets(int(host), None if device is None else int(device), disk)
 
 
-def available_memory() -> int:
-    """Bytes of host memory that a new process could take, within the control group's limit."""
+def available_memory(device: torch.device | None = None) -> int:
+    """Free bytes of an accelerator, `UNKNOWN_BYTES` where torch does not tell; else bytes of host memory that a new
+    process could take, within the control group's limit."""
+    if device is not None and device.type != "cpu":
+        module = torch.get_device_module(device)
+        return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else UNKNOWN_BYTES
     free = _meminfo_available()
     for limit, used in _control_group():
         free = min(free, max(limit - used, 0))

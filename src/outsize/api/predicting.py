@@ -67,12 +67,10 @@ def predict(
 def _timing(placed: PlacedModel, config: Config) -> Timing | None:
     """On this machine, within the budget of the device and in memory that is free."""
     device, budget = config.compute_device, next(iter(placed.budgets.by_tier.values()))
-    if device.type == "cpu":
-        return Timing(device, min(budget, available_memory()))
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if here is None or here.type != device.type:
+    if device.type != "cpu" and (here is None or here.type != device.type):
         return None
-    return Timing(device, min(budget, torch.get_device_module(device).mem_get_info(device)[0]))
+    return Timing(device, min(budget, available_memory(device)))
 
 
 def _assumed(optimizer: torch.optim.Optimizer | None, config: Config) -> Iterator[str]:

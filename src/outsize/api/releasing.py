@@ -75,10 +75,7 @@ def _check_memory(prepared: Prepared) -> None:
     device = prepared.config.compute_device
     placed = prepared.placed
     needed = sum(unit.total * placed.split_of(index)[1] for index, unit in enumerate(placed.unit_bytes))
-    if device.type == "cpu":
-        free = available_memory()
-    else:
-        free = torch.get_device_module(device).mem_get_info(device)[0]
+    free = available_memory(device)
     if needed > free:
         raise ValueError(
             f"outsize.release needs {format_bytes(needed)} for the values, gradients and states of the whole model, "
