@@ -132,7 +132,7 @@ def test_a_device_that_does_not_tell_of_its_memory_wants_a_budget(
     sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(simulator, "mem_get_info")
-    with pytest.raises(ValueError, match="torch does not tell how much of sim:0 is free: give device_memory"):
+    with pytest.raises(ValueError, match="torch does not tell how much memory sim:0 has free: give device_memory"):
         workshop.prepare(nn.Linear(4, 4), device="sim")
     model = nn.Linear(4, 4)
     workshop.prepare(model, device="sim", device_memory="1MiB")
