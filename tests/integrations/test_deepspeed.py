@@ -161,7 +161,9 @@ def test_keys_have_the_names_and_places_of_published_files() -> None:
         "aio": {"block_size": 262144, "queue_depth": 32},  # where transformers' documentation has it
         "prefetch_bucket_size": 1e7,
         "gather_16bit_weights_on_model_save": True,
+        "zero_quantized_weights": None,
     }
+    given["optimizer"] = {"type": "Adam", "params": None}
     assert config_from(given).fields["compute_dtype"] is torch.bfloat16
 
 
@@ -170,6 +172,7 @@ def test_keys_have_the_names_and_places_of_published_files() -> None:
     [
         ({"zero_optimization": True}, 'zero_optimization: it is True; name the stage: {"stage": 1}'),
         ({"fp16": {"enabled": True, "loss_scale_window": 9}, "bf16": {"enabled": True}}, "bf16.enabled: fp16.enabled"),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bfloat16: it is the older name of bf16"),
         ({"train_micro_batch_size_per_gpu": 0, "train_batch_size": 8}, "it is 0; it must be a whole number"),
         ({"fp16": {"enabled": "auto", "initial_scale_power": 9, "loss_scale_window": 9}}, 'enabled: it is "auto"'),
     ],

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     BaseFinetuning,
     EMAWeightAveraging,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -265,6 +267,48 @@ def test_resumed_training_is_bit_for_bit_the_same(middle: bool, on_disk: Make, t
         assert trainer.optimizers[0].param_groups[0]["lr"] == finished.optimizers[0].param_groups[0]["lr"]
         assert_same_weights(again, whole, atol=0)
         assert counter.steps == trainer.global_step == 18
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_after_backward"])
+def test_gradients_of_an_accumulation_go_on(hook: str, on_disk: Make, tmp_path: Path) -> None:
+    """Those of a checkpoint in the midst of a batch, as after an error, do not: the batch is not done."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    whole_batch = hook.endswith("end")
+
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 2:
+            trainer.save_checkpoint(tmp_path / "ckpt")
+
+    def train(checkpoint: Path | None = None, **hooks: Any) -> Net:
+        model, start = new(), LambdaCallback(**hooks)
+        trainer = trainer_of(tmp_path, on_disk(), max_epochs=1, accumulate_grad_batches=2, callbacks=[start])
+        trainer.fit(model, stateful(data(), BATCH), ckpt_path=checkpoint)
+        return model
+
+    found: list[bool] = []
+    whole = train(**{hook: save})
+    again = train(tmp_path / "ckpt", on_train_start=lambda _, model: found.append(model.scale.grad is not None))
+    assert found == [whole_batch]
+    if whole_batch:
+        assert again.losses == whole.losses[3:]
+        assert_same_weights(again, whole, atol=0)
+
+
+@dataclass
+class Size:
+    width: int = WIDTH
+
+
+def test_a_class_of_the_users_in_a_checkpoint_is_named_to_be_read(on_disk: Make, tmp_path: Path) -> None:
+    model = new()
+    model.save_hyperparameters({"size": Size()})
+    trainer = trainer_of(tmp_path, on_disk(), max_epochs=1)
+    trainer.fit(model, loader())
+    trainer.save_checkpoint(tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="add_safe_globals"):
+        trainer_of(tmp_path, on_disk()).fit(new(), loader(), ckpt_path=tmp_path / "ckpt", weights_only=False)
+    with torch.serialization.safe_globals([Size]):
+        trainer_of(tmp_path, on_disk()).fit(new(), loader(), ckpt_path=tmp_path / "ckpt")
 
 
 def test_checkpoints_come_and_go_as_in_the_plain_trainer(on_disk: Make, tmp_path: Path) -> None:

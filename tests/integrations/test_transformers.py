@@ -348,6 +348,7 @@ def prepared(model: Any) -> Any:
         (lambda model: {"model": prepared(model)}, r"pass the optimizer that was prepared.*outsize.release\(model\)"),
         (lambda model: {"model_init": lambda: model}, "model_init is given.*pass the model"),
         (lambda model: {"model": model, "torch_compile": True}, "torch_compile is on.*layers"),
+        (lambda model: {"model": model, "bf16_full_eval": True}, "bf16_full_eval.*bf16=True evaluates"),
         (lambda model: {"model": model, "sync_ref_model": True}, "sync_ref_model is on.*outsize.gathered"),
         (lambda model: {"model": model, "_n_gpu": 2}, "one process sees 2 accelerators.*torchrun"),
         (lambda model: {"model": model, "host_memory": "1 apple"}, "1 apple"),
@@ -356,7 +357,7 @@ def prepared(model: Any) -> Any:
 def test_what_cannot_train_is_refused_with_the_remedy(spoil: Any, message: str, tmp_path: Path) -> None:
     given = spoil(language_model())
     args = arguments(tmp_path)
-    for name in ("torch_compile", "_n_gpu", "sync_ref_model"):
+    for name in ("torch_compile", "_n_gpu", "sync_ref_model", "bf16_full_eval"):
         setattr(args, name, given.pop(name, getattr(args, name, False)))
     with pytest.raises(ValueError, match=message):
         Trainer(args=args, train_dataset=rows(), **given)

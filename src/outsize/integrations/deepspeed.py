@@ -173,9 +173,12 @@ class _Reader:
     """Takes one key after the other; what is left at the end has no counterpart."""
 
     def __init__(self, given: Mapping[str, Any], args: Any) -> None:
-        sections = {OLD_NAMES.get(name, name): value for name, value in given.items() if value is not None}
-        self._left = dict(_flat("", sections))
         self._problems: list[str] = []
+        for old, name in OLD_NAMES.items():
+            if given.get(old) is not None and given.get(name) is not None:
+                self._refuse(old, f"it is the older name of {name}, which is there too: keep one of them")
+        sections = {OLD_NAMES.get(name, name): value for name, value in given.items()}
+        self._left = dict(_flat("", sections))
         for key, value in list(self._left.items()):
             if key in FROM_ARGUMENTS:
                 self._fill(key, value, args)
@@ -303,12 +306,12 @@ class _Reader:
 
 
 def _flat(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted key."""
+    """Every value with its dotted key; null says nothing, but to an optimizer."""
     for name, value in given.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _flat(f"{key}.", value)
-        else:
+        elif value is not None or prefix == "optimizer.params.":
             yield key, value
 
 

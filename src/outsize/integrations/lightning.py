@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
@@ -284,8 +285,16 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         model, optimizer = self.lightning_module, self.optimizers[0] if self._fits else None
-        found = self._load(path, model, optimizer, model.strict_loading, weights_only)
+        try:
+            found = self._load(path, model, optimizer, model.strict_loading, weights_only)
+        except UnpicklingError as error:  # the Trainer passes no `weights_only` of its caller
+            raise ValueError(
+                f"{path} has values of classes that torch reads only where they are named before: "
+                f"torch.serialization.add_safe_globals([...]). The Trainer does not pass weights_only= on"
+            ) from error
         self._rng = _collect_rng_states() if self._fits else None
+        if optimizer is not None and _has_gradient(optimizer) and _between_batches(found):
+            model.zero_grad = lambda *_, **__: delattr(model, "zero_grad")  # the Trainer's next call would drop them
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -411,6 +420,12 @@ def _parted(state: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
 
 def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def _between_batches(checkpoint: Mapping[str, Any]) -> bool:
+    """An exception may save one in the midst of a batch, which then runs again."""
+    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    return bool(batches["ready"] == batches["processed"])
 
 
 def _undotted(path: Any) -> Path:

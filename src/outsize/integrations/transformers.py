@@ -77,6 +77,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     def _refuse_what_cannot_train(self) -> None:
         for refused, what, remedy in (
             (self.args.torch_compile, "torch_compile is on", "call .compile() of the model's layers"),
+            (
+                self.args.bf16_full_eval or self.args.fp16_full_eval,
+                "bf16_full_eval or fp16_full_eval is on, which casts the model",
+                "bf16=True evaluates in 16 bits too",
+            ),
             (self.args.n_gpu > 1, f"one process sees {self.args.n_gpu} accelerators", "start one each, with torchrun"),
             (
                 getattr(self.args, "sync_ref_model", False),
