@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -395,6 +396,33 @@ def test_a_deep_copy_made_inside_is_a_plain_model(workshop: Workshop, tier: str)
     workshop.pair(Tied).train(data)
     pair.model.to(workshop.device)
     copied.double()
+
+
+class Wrapper(nn.Module):
+    """Passes attributes on, as PEFT's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stack()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def test_a_deep_copy_of_a_wrapper_is_a_wrapper(workshop: Workshop) -> None:
+    model = workshop.pair(Wrapper).model
+    with outsize.gathered(model):
+        copied = copy.deepcopy(model)
+    assert isinstance(copied, Wrapper) and isinstance(copied.inner, Stack)
+    assert not any("__deepcopy__" in vars(module) for module in copied.modules())
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -108,10 +108,16 @@ def _copied(before: Attributes, module: nn.Module, memo: dict[int, Any]) -> nn.M
     """A deep copy is a plain module: its parameters copy themselves, where they are gathered."""
     ours = {name: module.__dict__.get(name, _NOTHING) for name in before}
     _put(module, before)
+    plain = "__deepcopy__" not in module.__dict__ and not hasattr(type(module), "__deepcopy__")
+    if plain:  # else a wrapper that passes attributes on, as PEFT's, would copy what it wraps in its own place
+        module.__dict__["__deepcopy__"] = None
     try:
-        return copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
     finally:
         _put(module, ours)
+    if plain:
+        copied.__dict__.pop("__deepcopy__", None)
+    return copied
 
 
 def _calls(engine: Engine, module: nn.Module, inside: bool, again: Callable[[Call], Call] | None) -> Attributes:
