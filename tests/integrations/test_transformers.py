@@ -336,6 +336,39 @@ def test_saved_model_opens_in_transformers(disk: dict[str, Any], tmp_path: Path)
     assert not {"save_pretrained", "load_state_dict"} & vars(model).keys()
 
 
+class Noted(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Saves more than transformers does."""
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:
+        super().save_pretrained(folder, **options)
+        Path(folder, "note.txt").touch()
+
+
+class Passing(torch.nn.Module):
+    """Saves what it wraps."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.inner = transformers.LlamaForCausalLM(config)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("inner", "_modules") else getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("kind", [Noted, Passing])
+def test_a_save_of_another_class_is_that_class(kind: Any, disk: dict[str, Any], tmp_path: Path) -> None:
+    model = kind(language_model().config)
+    outsize.prepare(model, device="cpu", **disk)
+    with pytest.raises(RuntimeError, match="outsize.gathered"):
+        model.save_pretrained(tmp_path / "at rest")
+    with outsize.gathered(model):
+        model.save_pretrained(tmp_path / "model")
+    assert "lm_head.weight" in safetensors.load_file(tmp_path / "model" / "model.safetensors")
+    if kind is Noted:
+        Trainer(kind(model.config), arguments(tmp_path), train_dataset=rows(), **disk).save_model(tmp_path / "saved")
+        assert {path.name for path in (tmp_path / "saved").iterdir()} >= {"note.txt", "model.safetensors"}
+
+
 def prepared(model: Any) -> Any:
     outsize.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu", host_memory="8MiB")
     return model

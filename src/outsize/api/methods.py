@@ -19,9 +19,15 @@ Method = Callable[..., Any]
 def methods_of(model: nn.Module) -> dict[str, Method]:
     """What takes their places, by name."""
     found: dict[str, Method] = {"load_state_dict": _loading(model)}
-    if callable(getattr(model, "save_pretrained", None)) and not hasattr(model, "peft_config"):
+    if saved_by_transformers(model) and not hasattr(model, "peft_config"):
         found["save_pretrained"] = _saving(model)
     return found
+
+
+def saved_by_transformers(model: nn.Module) -> bool:
+    """Whether `save_pretrained` is transformers' own. Another class's writes more, or another layout."""
+    own = getattr(type(model), "save_pretrained", None)  # of the class: a wrapper may pass on that of the model inside
+    return getattr(own, "__module__", "").startswith("transformers.")
 
 
 def _loading(model: nn.Module) -> Method:

@@ -24,6 +24,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
 import outsize
+from outsize.api.methods import saved_by_transformers
 from outsize.integrations.accelerate import STATE, prepare
 from outsize.integrations.key_values import KeyValueCache as KeyValueCache
 
@@ -122,6 +123,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._adapters:
             with outsize.gathered(self._adapters), outsize.gathered(self._saved_with_adapters()):  # by every rank
+                super()._save(output_dir, state_dict)
+            return
+        if isinstance(self.model, transformers.PreTrainedModel) and not saved_by_transformers(self.model):
+            with outsize.gathered(self.model):  # its class saves in a way of its own
                 super()._save(output_dir, state_dict)
             return
         folder = Path(output_dir or self.args.output_dir)
