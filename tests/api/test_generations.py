@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_a_save_without_room_for_the_next_update_is_refused(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(directory.os, "statvfs", lambda path: Full)
-        with pytest.raises(OSError, match=r"no room for this checkpoint and to train on.*keep=") as raised:
+        with pytest.raises(OSError, match=r"no room for this checkpoint and the next update.*keep=") as raised:
             run.save(tmp_path / "ckpt")
     assert raised.value.errno == errno.ENOSPC
     assert not (tmp_path / "ckpt").exists()
@@ -202,12 +203,16 @@ def test_files_that_cannot_be_linked_are_copied(tmp_path: Path, monkeypatch: pyt
     assert_holds(tmp_path / "ckpt", plain.values(), tmp_path, steps=1)
 
 
+@pytest.mark.parametrize("scarce", ["the budget", "the drive, which another mount of it does not link"])
 def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scarce: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "link", lambda generation, target: False)
     at_rest = outsize.plan(Run(tmp_path).model).bytes_on("disk")
-    run = Run(tmp_path, disk_space=at_rest)
+    run = Run(tmp_path, **({"disk_space": at_rest} if scarce == "the budget" else {}))
+    if scarce != "the budget":
+        free = SimpleNamespace(f_bavail=at_rest // 512 + 64, f_frsize=512)  # what is in memory, too
+        monkeypatch.setattr(directory.os, "statvfs", lambda path: free)
     run.train()
     settle(run.prepared)
     used = blocks(tmp_path / "disk", set())

@@ -173,6 +173,19 @@ def test_closing_twice_is_safe_and_gives_the_bytes_back(tmp_path: Path, engine: 
     assert ledger.peak == {"host/params": PAGE, "disk/params": PAGE}
 
 
+def test_a_name_that_a_file_system_keeps_does_not_stop_the_closing(
+    tmp_path: Path, engine: _native.DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    file = StripedFile(engine, [tmp_path], "unit.0", PAGE)
+    generations = Generations(lambda number: file)
+    monkeypatch.setattr(os, "unlink", refuse)
+    generations.close()
+    assert not file.devices, "nothing is open"
+
+
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_an_error_names_the_file_and_the_errno(

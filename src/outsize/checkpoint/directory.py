@@ -191,9 +191,9 @@ def remove_all(folders: Iterable[Path]) -> None:
             logger.warning("%s is superfluous and could not be removed; remove it by hand", folder)
 
 
-def check_room(directory: Path, needed: int, going: Iterable[Path]) -> None:
+def check_room(directory: Path, needed: int, going: Iterable[Path]) -> int:
     """Raise `OSError` (ENOSPC) unless the file system of the directory has room for the bytes that the checkpoint and
-    the next update write there. The checkpoints `going` are removed in between."""
+    the next update write there; gives the bytes that are left. The checkpoints `going` are removed in between."""
     free = os.statvfs(directory)
     room = free.f_bavail * free.f_frsize
     for file in (file for folder in going for file in data_of(folder)):
@@ -203,8 +203,8 @@ def check_room(directory: Path, needed: int, going: Iterable[Path]) -> None:
     if needed > room:
         raise OSError(
             errno.ENOSPC,
-            f"no room for this checkpoint and to train on: {format_bytes(needed)} are written beside the files that "
-            f"it shares, and {format_bytes(room)} are free; remove older checkpoints (keep=), or save to another file "
-            f"system",
+            f"no room for this checkpoint and the next update: {format_bytes(needed)} are written on this file system, "
+            f"and {format_bytes(room)} are free; remove older checkpoints (keep=), or save to another file system",
             str(directory),
         )
+    return room - needed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -87,10 +87,13 @@ class UnfinishedCheckpoint:
             units = [self._plan(shard) for shard in snapshot.shards]
             files = [file for unit in units for file in unit.files.values()]
             small = sum(unit.copied_bytes for unit in units) + sum(f.touched_bytes for f in files) <= AT_ONCE_BYTES
-            self._check_room(units, small, going)
+            linked = {
+                name for unit in units for name, file in unit.files.items() if not small and self._link(name, file)
+            }
+            disk_bytes = min(disk_bytes, self._check_room(units, linked, small, going))
             if not small:
                 sync_all(files)
-            self._take_files(units, small, disk_bytes)
+            self._take_files(units, linked, small, disk_bytes)
             self._take_memory(units, small, copy_bytes)
             for file in (self._grads, *(state.file for state in snapshot.states)):
                 if file.nbytes or file is not self._grads:
@@ -124,27 +127,35 @@ class UnfinishedCheckpoint:
         """Whether anything large is still to be written."""
         return bool(self._later)
 
-    def _check_room(self, units: Sequence[UnitFiles], small: bool, going: Sequence[Path]) -> None:
-        """Raise `OSError` now, while nothing has changed, if what is about to be written has no room."""
+    def _link(self, name: str, file: Generations) -> bool:
+        return link(file.now, self._folder.path / name)
+
+    def _check_room(
+        self, units: Sequence[UnitFiles], linked: Collection[str], small: bool, going: Sequence[Path]
+    ) -> int:
+        """Raise `OSError` now, while nothing has changed, if what is about to be written has no room. Gives the bytes
+        that are left for the next generations of files which are copied."""
         here = self._folder.path.stat().st_dev
         in_memory = sum(unit.copied_bytes for unit in units)
         needed = self._grads.nbytes + sum(state.file.nbytes for state in self._snapshot.states) + in_memory
-        pending = in_memory > 0
-        for file in (file for unit in units for file in unit.files.values()):
-            if small or file.now.file.device != here:
+        pending, beside = in_memory > 0, False
+        for name, file in (item for unit in units for item in unit.files.items()):
+            if name not in linked:
                 needed += file.touched_bytes
                 pending = True
+                beside |= here in file.now.file.devices
             elif not file.has_next:
                 needed += file.reserved_bytes
         # What goes makes room only for what is written after it: the next generations, unless there is more to come.
-        check_room(self._folder.target.parent, needed, going if not pending else ())
+        left = check_room(self._folder.target.parent, needed, going if not pending else ())
+        return left if beside else sys.maxsize
 
-    def _take_files(self, units: Sequence[UnitFiles], small: bool, disk_bytes: int) -> None:
-        """Link the files that hold the state where the file system can, else copy them: now, or later if there is room
-        for the generation that follows."""
+    def _take_files(self, units: Sequence[UnitFiles], linked: Collection[str], small: bool, disk_bytes: int) -> None:
+        """Freeze the files that are linked, copy the others: now, or later if there is room for the generation that
+        follows."""
         for name, file in (item for unit in units for item in unit.files.items()):
-            now, place = file.now, self._folder.path / name
-            if not small and link(now, place):
+            now = file.now
+            if name in linked:
                 self._freeze(file)
                 self.linked.append(now)
                 self._files[name] = record_of(now)
@@ -226,8 +237,7 @@ class UnfinishedCheckpoint:
             raise
         self._frozen = []  # whatever comes now, the files are the checkpoint's
         for generation in self.linked:
-            with suppress(OSError):  # then it has two names until the run ends
-                generation.file.unlink()
+            generation.file.unlink()
         return replaced
 
     def _manifest(self, parts: Sequence[RankPart]) -> Manifest:

@@ -299,9 +299,9 @@ class StripedFile:
         return self._files[0] if len(self._files) == 1 else None
 
     @property
-    def device(self) -> int:
-        """The file system (`st_dev`); -1 where the file is striped."""
-        return -1 if self.single is None else os.fstat(self.single).st_dev
+    def devices(self) -> set[int]:
+        """The file systems (`st_dev`) in which it lies."""
+        return {os.fstat(file).st_dev for file in self._files}
 
     @property
     def links(self) -> int:
@@ -381,9 +381,10 @@ class StripedFile:
                 os.fsync(file)
 
     def unlink(self) -> None:
-        """Give up the name; the bytes stay readable until `close`. Safe to repeat."""
+        """Give up the name; the bytes stay readable until `close`. Safe to repeat. What a file system refuses keeps its
+        name until the run's directory goes."""
         for path in self._paths:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.unlink(path)
 
     def close(self) -> None:
