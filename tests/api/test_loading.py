@@ -21,6 +21,7 @@ from torch import nn
 import outsize
 from outsize.checkpoint import directory, files, reader
 from outsize.checkpoint.files import DataReader, file_record, open_manifest
+from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
 
@@ -532,6 +533,14 @@ def test_a_directory_is_looked_through_again_when_its_newest_checkpoint_goes(
         assert outsize.load(tmp_path / "ckpts", run.model, run.optimizer) == "step-10"
     assert not pruned.times
     assert not caplog.text
+
+
+def test_a_checkpoint_that_is_being_saved_is_no_incomplete_one(tmp_path: Path) -> None:
+    saving = NewFolder(tmp_path / "step-1")
+    (saving.path / "unit-00000.bin").touch()
+    assert directory.lookalikes_in(tmp_path) == {}
+    os.close(saving._lock)  # as a kill does
+    assert list(directory.lookalikes_in(tmp_path)) == [saving.path]
 
 
 @pytest.mark.parametrize("seen", [False, True])

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from outsize.checkpoint.files import open_manifest, read_manifest
-from outsize.checkpoint.folder import HEAD_BYTES, foreign_in, is_stranded, set_aside
+from outsize.checkpoint.folder import HEAD_BYTES, foreign_in, is_being_written, is_stranded, set_aside
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 from outsize.planning.sizes import format_bytes
 
@@ -62,7 +62,7 @@ def lookalikes_in(parent: Path) -> dict[Path, str]:
             continue
         if os.path.lexists(manifest) and not _is_hidden(entry):
             found[entry] = "its manifest is damaged" if os.access(manifest, os.R_OK) else UNREADABLE
-        elif not os.path.lexists(manifest):
+        elif not os.path.lexists(manifest) and not is_being_written(entry):
             found[entry] = "it has no manifest, so it was never completed"
     return {entry: why for entry, why in found.items() if entry.exists()}  # another run may have renamed it just now
 

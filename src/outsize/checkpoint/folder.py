@@ -257,6 +257,19 @@ def remove_leftovers(parent: Path) -> None:
                 os.close(fd)
 
 
+def is_being_written(folder: Path) -> bool:
+    """Whether a save that goes on has locked it."""
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
 def set_aside(checkpoint: Path) -> Path:
     """Take a checkpoint out of sight in one rename; gives its hidden name, under which it may be removed in peace."""
     hidden = checkpoint.parent / f".{checkpoint.name}.gone-{secrets.token_hex(6)}"
