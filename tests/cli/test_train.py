@@ -17,6 +17,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from outsize.checkpoint.folder import locked  # noqa: E402
 from outsize.cli import corpus, main, models, reporting, watch  # noqa: E402
 from outsize.integrations.transformers import Trainer  # noqa: E402
 from tests.cli.conftest import write_model, write_text  # noqa: E402
@@ -259,9 +260,23 @@ def test_new_run_takes_no_folder_that_holds_one(words: list[str], tmp_path: Path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "options.json").write_text("{}")
     assert main(words) == 2
-    assert "run holds a run already; go on with it by --resume" in capsys.readouterr().err
+    assert "run holds a run that has saved no checkpoint; remove the folder if" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "run")]) == 2
     assert "no complete checkpoint in" in capsys.readouterr().err
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    (checkpoint / "outsize").mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    assert main(words) == 2
+    assert "run holds a run already; go on with it by --resume" in capsys.readouterr().err
+
+
+def test_two_commands_never_train_in_one_folder(words: list[str], tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run").mkdir()
+    other = locked(tmp_path / "run")
+    assert main(words) == 2
+    assert "another `outsize train` is at work in" in capsys.readouterr().err
+    assert (tmp_path / "run").exists()
+    os.close(other)
 
 
 def on_two_ranks(run: Path, *commands: list[str]) -> list[tuple[int, list[float]]]:

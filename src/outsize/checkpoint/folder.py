@@ -49,7 +49,7 @@ class NewFolder:
             self.path = target.parent / f".{target.name}.new-{secrets.token_hex(6)}"
             try:
                 self.path.mkdir()
-                self._lock = _locked(self.path)
+                self._lock = locked(self.path)
             except BaseException:
                 with suppress(OSError):
                     self.path.rmdir()
@@ -95,8 +95,8 @@ def _make_parents(folder: Path) -> None:
             sync(each.parent)
 
 
-def _locked(folder: Path) -> int:
-    """The folder, open and locked; -1 where somebody has swept it before it was locked."""
+def locked(folder: Path) -> int:
+    """The folder, open and locked until it is closed; -1 where somebody else has locked it, or removed it."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

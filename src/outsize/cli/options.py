@@ -111,8 +111,7 @@ def find_run(args: argparse.Namespace) -> tuple[argparse.Namespace, Path, str | 
     """The options that hold, the run's folder, and the checkpoint that it goes on from. Writes nothing."""
     if args.resume is None:
         run = Path(args.run) if args.run else _unused(Path(RUNS, "default").absolute())
-        if options_file(run).exists():
-            raise ValueError(f"--run {run} holds a run already; go on with it by --resume {run}, or name another")
+        check_new(run)
         return args, run, None
     if args.run is not None:
         raise ValueError(f"--run {args.run} names a new run, and --resume {args.resume} one that is there: give one")
@@ -129,6 +128,20 @@ def find_run(args: argparse.Namespace) -> tuple[argparse.Namespace, Path, str | 
                 "give the same or leave it out"
             )
     return options, run, checkpoint
+
+
+def check_new(run: Path) -> None:
+    """Raise `ValueError` where the folder holds a run."""
+    from outsize.integrations.transformers import last_checkpoint
+
+    if not options_file(run).exists():
+        return
+    if last_checkpoint(run) is None:
+        raise ValueError(
+            f"--run {run} holds a run that has saved no checkpoint; remove the folder if that run has ended, or name "
+            f"another"
+        )
+    raise ValueError(f"--run {run} holds a run already; go on with it by --resume {run}, or name another")
 
 
 def options_file(run: Path) -> Path:
@@ -148,7 +161,7 @@ def _to_resume(path: Path) -> tuple[Path, str]:
     runs = [path] if options_file(path).exists() else [file.parent for file in path.glob("*/options.json")]
     found = [checkpoint for checkpoint in map(last_checkpoint, runs) if checkpoint is not None]
     if not found:
-        raise FileNotFoundError(f"--resume: no complete checkpoint in {path}")
+        raise FileNotFoundError(f"--resume: no complete checkpoint in {path}; name another folder, or begin a new run")
     newest = max(found, key=lambda checkpoint: Path(checkpoint, "trainer_state.json").stat().st_mtime)
     return Path(newest).parent, newest
 

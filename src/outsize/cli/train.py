@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers
 from accelerate import PartialState
 
 import outsize
+from outsize.checkpoint.folder import locked
 from outsize.cli import corpus, models, options, reporting, watch
 from outsize.integrations.transformers import Trainer, last_checkpoint
 from outsize.planning.sizes import format_bytes
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
     arguments = _training_arguments(wanted, folder, checkpoint)
     PartialState().wait_for_everyone()
-    with _removed_if_untrained(folder, arguments.process_index == 0):
+    with _held(folder) if arguments.process_index == 0 else nullcontext():
         return _Run(wanted, folder, checkpoint, arguments).train()
 
 
@@ -78,9 +80,14 @@ def _training_arguments(wanted: argparse.Namespace, folder: Path, checkpoint: st
 
 
 @contextmanager
-def _removed_if_untrained(folder: Path, first: bool) -> Iterator[None]:
-    """Leave nothing behind, of what was not there before, if nothing is saved or drawn."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()] if first else []
+def _held(folder: Path) -> Iterator[None]:
+    """No other command trains in the folder meanwhile. Leaves nothing behind, of what was not there before, if nothing
+    is saved or drawn."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = locked(folder)
+    if lock < 0:
+        raise ValueError(f"another `outsize train` is at work in {folder}; let it end, or name another folder by --run")
     try:
         yield
     finally:
@@ -89,6 +96,7 @@ def _removed_if_untrained(folder: Path, first: bool) -> Iterator[None]:
             with suppress(OSError):  # somebody else has begun to use it
                 for parent in made[1:]:
                     parent.rmdir()
+        os.close(lock)
 
 
 class _Run:
@@ -133,6 +141,8 @@ class _Run:
         return {"disk": str(self.folder / "disk"), **options.config_fields(self.wanted)}
 
     def _prepare_folder(self, config: Any, ranks: int, tokenizer: str | None) -> None:
+        if self.checkpoint is None:
+            options.check_new(self.folder)  # once more: another command may have come and gone
         if not corpus.is_there(self.folder / "corpus"):
             corpus.text_files(self.wanted.text or ())  # a file that is missing is told before the plan
         (self.folder / "disk").mkdir(parents=True, exist_ok=True)
