@@ -121,7 +121,7 @@ def test_resumed_run_is_bit_for_bit_the_same_and_needs_no_option_and_no_text(
     shutil.copytree(whole.run, run)
     goes_on_to_the_same(run)
     assert main(["train", "--resume", str(run)]) == 0
-    assert "checkpoint-6 is at step 6 of 6: there is nothing to do; give more --steps" in capsys.readouterr().out
+    assert "checkpoint-6 is at step 6 of 6: there is nothing to do; give more --steps, or" in capsys.readouterr().out
     assert main(["train", "--resume", str(run), "--steps", "7"]) == 0
     assert len(history(run)) == 7
     assert main(["train", "--resume", str(run), "--seed", "5"]) == 2

@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         type=path,
         help=f"go on with a run, from its newest checkpoint or from RUN/checkpoint-N (default: the run in {RUNS}/ that "
-        f"saved last). The run's options hold; others win, but for {', '.join(FIXED)}",
+        f"saved last). The run's options hold; others win, but for "
+        + ", ".join(f"--{name.replace('_', '-')}" for name in FIXED),
     )
     add("--save-every", type=at_least(1), default=100, help="steps between checkpoints; the two newest stay")
     add("--eval-every", type=at_least(1), default=50, help="steps between looks at held-out text")

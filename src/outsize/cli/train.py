@@ -33,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
     if checkpoint is not None:
         step = json.loads(Path(checkpoint, "trainer_state.json").read_text())["global_step"]
         if step >= wanted.steps:
-            print(f"{checkpoint} is at step {step} of {wanted.steps}: there is nothing to do; give more --steps")
+            print(
+                f"{checkpoint} is at step {step} of {wanted.steps}: there is nothing to do; give more --steps, or open "
+                f"that folder with from_pretrained"
+            )
             return 0
     arguments = _training_arguments(wanted, folder, checkpoint)
     PartialState().wait_for_everyone()
