@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,19 @@ def test_resumed_training_is_bit_for_bit_the_same(
         trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
     with pytest.raises(ValueError, match="checkpoint-6 is no checkpoint of a Trainer"):
         trainer(1, "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
+
+
+def test_the_newest_checkpoints_stay_after_the_clock_was_set_back(disk: dict[str, Any], tmp_path: Path) -> None:
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                for at, step in enumerate((1, 2)):
+                    later = time.time() + 3600 + 10 * at
+                    os.utime(tmp_path / f"checkpoint-{step}", (later, later))
+
+    args = arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=2)
+    Trainer(language_model(), args, train_dataset=rows(), callbacks=[Clock()], **disk).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:

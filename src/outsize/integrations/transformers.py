@@ -15,6 +15,9 @@ Trainers of other libraries mix it in: `class Mine(outsize.integrations.transfor
 from __future__ import annotations
 
 import json
+import os
+import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -137,6 +140,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
                 tokenizer.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:
+            _bring_to_the_past(self.args.output_dir)
+        super()._save_checkpoint(*args, **kwargs)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         place, base_too = Path(output_dir, STATE), not self._adapters
@@ -173,6 +181,16 @@ class _Begins(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._monitor.begin()
+
+
+def _bring_to_the_past(output_dir: str | Path) -> None:
+    """`save_total_limit` removes the checkpoints with the oldest times: after a clock was set back, the next one."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()]
+    times = [path.stat().st_mtime for path in folders]
+    ahead = max(times, default=0.0) - time.time()
+    for path, changed in zip(folders, times, strict=True) if ahead > 0 else ():
+        with suppress(OSError):  # another user's
+            os.utime(path, (changed - ahead, changed - ahead))
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
