@@ -128,6 +128,19 @@ def test_resumed_run_is_bit_for_bit_the_same_and_needs_no_option_and_no_text(
     assert "was made with --seed 0, not 5; give the same or leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["--lr 0.02", "--weight-decay 0.9", "--save-every 1 --eval-every 1"])
+def test_options_of_a_resumed_run_win_over_those_of_its_checkpoint(words: str, whole: Whole, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole.run, run)
+    assert main(["train", "--resume", str(run / "checkpoint-4"), *words.split()]) == 0
+    rates, before = history(run, "learning_rate")[4:], history(whole.run, "learning_rate")[4:]
+    assert rates == ([2 * rate for rate in before] if "--lr" in words else before)
+    assert (history(run)[:5] == whole.losses[:5]) and ((history(run)[5] == whole.losses[5]) == ("--save" in words))
+    log = json.loads((run / "history.json").read_text())
+    assert [entry["step"] for entry in log if "saved" in entry] == ([2, 5, 6] if "--save" in words else [2, 6])
+    assert len(history(run, "eval_loss")) == (5 if "--eval" in words else 4)
+
+
 def test_resumed_run_in_bf16_with_compact_state_and_a_delayed_update_is_bit_for_bit_the_same(
     words: list[str], text: Path, tmp_path: Path
 ) -> None:

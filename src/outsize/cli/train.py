@@ -102,6 +102,23 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+class _OptionsHold(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """A checkpoint brings the options that it was saved under. Those of this command win."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._decays = [group["weight_decay"] for group in optimizer.param_groups]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trained: Any) -> None:
+        state.compute_steps(args, state.max_steps)
+        groups, scheduler = trained["optimizer"].param_groups, trained["lr_scheduler"]
+        for group, decay in zip(groups, self._decays, strict=True):
+            group["weight_decay"] = decay
+        scheduler.base_lrs = [args.learning_rate for _ in groups]
+        if state.global_step:  # the rate of the step that comes
+            scheduler.last_epoch -= 1
+            scheduler.step()
+
+
 class _Run:
     """The trainer of one run, ready to begin or to go on."""
 
@@ -135,6 +152,7 @@ class _Run:
         seconds = wanted.minutes * 60 - (time.monotonic() - started) if wanted.minutes else None
         self.watch = watch.Watch(self.trainer, self.base_memory, wanted.batch * wanted.seq_len, seconds)
         self.trainer.add_callback(self.watch)
+        self.trainer.add_callback(_OptionsHold(self.trainer.optimizer))
 
     def say(self, *words: object) -> None:
         if self.first:
