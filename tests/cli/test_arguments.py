@@ -15,7 +15,7 @@ import torch
 
 import outsize
 from outsize.api import probing
-from outsize.cli import build_parser, main, options, probe
+from outsize.cli import build_parser, main, options, probe, reporting
 from outsize.cli.options import config_fields, find_run
 
 
@@ -73,6 +73,9 @@ def test_run_that_saved_last_is_resumed_from_its_newest_checkpoint(
         tmp_path / "runs" / "b",
         str(tmp_path / "runs" / "b" / "checkpoint-7"),
     )
+    (tmp_path / "runs" / "b" / "checkpoint-7" / "trainer_state.json").write_text("")  # a loss of power
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint in .*checkpoint-7"):
+        find_run(parse("--resume", "runs/b/checkpoint-7"))
     made(tmp_path / "runs" / "default")
     made(tmp_path / "runs" / "default-2")
     assert find_run(parse())[1] == tmp_path / "runs" / "default-3"
@@ -84,6 +87,8 @@ def test_options_that_no_run_has_written_are_named(content: str, tmp_path: Path)
     options.options_file(run).write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"options\.json does not hold the options of a run"):
         find_run(parse("--resume", str(run)))
+    with pytest.raises(ValueError, match=r"options\.json does not hold the options of a run"):
+        reporting.write_report(run, [{"step": 1, "seconds": 1.0}])
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

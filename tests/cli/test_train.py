@@ -355,7 +355,9 @@ def test_figures_of_a_step_are_the_same_in_a_line_and_in_the_panel() -> None:
 
 
 def test_report_is_written_where_there_was_a_step(tmp_path: Path) -> None:
-    (tmp_path / "options.json").write_text('{"steps": 9, "model": null, "text": ["<here>"]}')
+    (tmp_path / "options.json").write_text(
+        '{"steps": 9, "model": null, "text": ["<here>"], "batch": 1, "seq_len": 2, "seed": 0}'
+    )
     assert not reporting.write_report(tmp_path, [{"step": 0, "eval_loss": 9.0}])
     assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
     log = [RECORD, {"step": 3, "eval_loss": 9.0}, {"step": 3, "saved": True}, {"step": 3, "sample": "x < y"}]

@@ -117,7 +117,7 @@ def find_run(args: argparse.Namespace) -> tuple[argparse.Namespace, Path, str | 
     if args.run is not None:
         raise ValueError(f"--run {args.run} names a new run, and --resume {args.resume} one that is there: give one")
     run, checkpoint = _to_resume(Path(args.resume))
-    stored = _stored(run)
+    stored = stored_in(run)
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     parser.set_defaults(**stored)
@@ -155,9 +155,9 @@ def _unused(run: Path) -> Path:
 
 
 def _to_resume(path: Path) -> tuple[Path, str]:
-    from outsize.integrations.transformers import last_checkpoint
+    from outsize.integrations.transformers import is_complete, last_checkpoint
 
-    if (path / "trainer_state.json").exists():
+    if is_complete(path):
         return path.parent, str(path)
     runs = [path] if options_file(path).exists() else [file.parent for file in path.glob("*/options.json")]
     found = [checkpoint for checkpoint in map(last_checkpoint, runs) if checkpoint is not None]
@@ -167,7 +167,8 @@ def _to_resume(path: Path) -> tuple[Path, str]:
     return Path(newest).parent, newest
 
 
-def _stored(run: Path) -> dict[str, Any]:
+def stored_in(run: Path) -> dict[str, Any]:
+    """The options that a run was made with. Raises `ValueError`."""
     try:
         stored = json.loads(options_file(run).read_text(encoding="utf-8"))
         return {**stored, **{name: stored[name] for name in FIXED}}

@@ -72,8 +72,9 @@ def write_report(folder: Path, history: Sequence[Record]) -> bool:
     if not steps:
         return False
     records = [steps[step] for step in sorted(steps)]
+    chosen = options.stored_in(folder)
     _draw(folder / "report.png", records, history)
-    _write_page(folder / "report.html", records, history, json.loads(options.options_file(folder).read_text()))
+    _write_page(folder / "report.html", records, history, chosen)
     return True
 
 

@@ -196,10 +196,10 @@ def _bring_to_the_past(output_dir: str | Path) -> None:
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """The newest checkpoint of a Trainer's folder that is complete; a run that is killed may leave others."""
     found = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob("checkpoint-*[0-9]")}
-    return next((str(found[step]) for step in sorted(found, reverse=True) if _is_complete(found[step])), None)
+    return next((str(found[step]) for step in sorted(found, reverse=True) if is_complete(found[step])), None)
 
 
-def _is_complete(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """`outsize.save` makes its folder appear complete; the Trainer's own state is written after it."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
