@@ -1,6 +1,7 @@
 """`outsize train` from the first line to the export, on disk. A run that never stopped is the oracle of resuming."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -246,6 +247,19 @@ def test_run_that_stops_by_time_says_so_and_how_to_go_on(
     assert "stopped: 0.0001 minutes are over (step 1 of 6); the newest checkpoint is" in capsys.readouterr().out
     assert main(["train", "--resume", str(tmp_path / "run"), "--minutes", "0"]) == 0
     assert history(tmp_path / "run") == whole.losses
+
+
+def test_a_full_disk_is_told_with_the_way_on_though_the_report_fails_too(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "the drive")
+
+    monkeypatch.setattr(Trainer, "train", full)
+    monkeypatch.setattr(reporting, "write_report", full)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "the report could not be written" in said and "'the drive'; there is no checkpoint to go on from" in said
 
 
 def test_run_that_diverges_ends_in_one_line_with_the_way_on(words: list[str], tmp_path: Path, capsys: Capture) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -199,8 +200,11 @@ class _Run:
     def _report(self) -> None:
         state, peak = self.trainer.state, watch.process_memory("VmHWM") - self.base_memory
         history = [*state.log_history, {"step": state.global_step, "peak_bytes": peak}]
-        if reporting.write_report(self.folder, history):
-            reporting.keep_history(self.folder, history)
+        try:
+            if reporting.write_report(self.folder, history):
+                reporting.keep_history(self.folder, history)
+        except OSError as error:  # that which has ended the run is told too
+            print(f"the report could not be written: {error}", file=sys.stderr)
 
     def _way_on(self) -> str:
         newest = last_checkpoint(self.folder)
