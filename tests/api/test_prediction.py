@@ -126,6 +126,12 @@ def test_products_of_experts_count_as_the_rows_that_they_multiply(dtype: torch.d
     assert plan.step_seconds == pytest.approx(2 * BATCH * WIDTH**2 * (3 * 2 - 1) / RATE, rel=1e-5)
 
 
+def test_a_step_is_counted_where_torch_looks_for_anomalies() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        assert predicted(stack(1)).step_seconds == predicted(stack(1)).step_seconds > 0
+        assert torch.is_anomaly_enabled()
+
+
 def test_an_example_is_a_dict_or_a_tuple_for_the_model() -> None:
     model = stack()
     named = predicted(model, example={"input": BATCHES[0]}, host_memory="1GiB")
