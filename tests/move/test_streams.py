@@ -59,6 +59,8 @@ class Accelerator:
         self.lanes.incoming, self.lanes.outgoing = Stream(self), Stream(self)  # type: ignore[assignment]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(self, "current", stream))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
 
     def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
         return self._collective("gather")
