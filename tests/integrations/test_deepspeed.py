@@ -165,6 +165,7 @@ def test_keys_have_the_names_and_places_of_published_files() -> None:
     }
     given["optimizer"] = {"type": "Adam", "params": None}
     assert config_from(given).fields["compute_dtype"] is torch.bfloat16
+    assert config_from({**given, "bf16": None}).fields["compute_dtype"] is torch.bfloat16
 
 
 @pytest.mark.parametrize(

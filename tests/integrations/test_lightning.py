@@ -293,6 +293,13 @@ def test_gradients_of_an_accumulation_go_on(hook: str, on_disk: Make, tmp_path: 
         assert again.losses == whole.losses[3:]
         assert_same_weights(again, whole, atol=0)
 
+    def refuse(trainer: Any, *_: Any) -> None:
+        assert "zero_grad" not in vars(trainer.lightning_module)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "ckpt", on_load_checkpoint=refuse)
+
 
 @dataclass
 class Size:

@@ -60,7 +60,7 @@ class Accelerator:
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(self, "current", stream))
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+        monkeypatch.setattr(torch._C, "_accelerator_maybeExchangeDevice", lambda index: 0)
 
     def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
         return self._collective("gather")

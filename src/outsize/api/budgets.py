@@ -20,6 +20,7 @@ DISK_MARGIN = 0.95
 """The share of what is free that is used when the user names no budget; the rest is for activations and others."""
 
 UNKNOWN_BYTES = 1 << 62
+"""More than there is anywhere: what an accelerator has free of which torch does not tell."""
 
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),

@@ -203,7 +203,7 @@ class _Run:
         try:
             if reporting.write_report(self.folder, history):
                 reporting.keep_history(self.folder, history)
-        except OSError as error:  # that which has ended the run is told too
+        except (OSError, ValueError) as error:  # that which has ended the run is told too
             print(f"the report could not be written: {error}", file=sys.stderr)
 
     def _way_on(self) -> str:

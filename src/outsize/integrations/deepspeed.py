@@ -177,7 +177,7 @@ class _Reader:
         for old, name in OLD_NAMES.items():
             if given.get(old) is not None and given.get(name) is not None:
                 self._refuse(old, f"it is the older name of {name}, which is there too: keep one of them")
-        sections = {OLD_NAMES.get(name, name): value for name, value in given.items()}
+        sections = {OLD_NAMES.get(name, name): value for name, value in given.items() if value is not None}
         self._left = dict(_flat("", sections))
         for key, value in list(self._left.items()):
             if key in FROM_ARGUMENTS:

@@ -159,10 +159,11 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
     precision_plugin: Any
     prepared: ClassVar[WeakSet[nn.Module]] = WeakSet()
     """What a Trainer has prepared: the next `fit` prepares it anew."""
+    _keeps_grads = False
 
     def setup(self, trainer: Any) -> None:
         """Prepare the model, with the optimizer of `configure_optimizers` where it is to be trained."""
-        model, self._fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        model, self._fits, self._keeps_grads = self.lightning_module, trainer.state.fn == TrainerFn.FITTING, False
         self._refuse_what_cannot_train(trainer.callbacks)
         self.accelerator.setup(trainer)
         if self._alone:  # batches come in the loader's own order
@@ -293,9 +294,14 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
                 f"torch.serialization.add_safe_globals([...]). The Trainer does not pass weights_only= on"
             ) from error
         self._rng = _collect_rng_states() if self._fits else None
-        if optimizer is not None and _has_gradient(optimizer) and _between_batches(found):
-            model.zero_grad = lambda *_, **__: delattr(model, "zero_grad")  # the Trainer's next call would drop them
+        self._keeps_grads = optimizer is not None and _has_gradient(optimizer) and _between_batches(found)
         return found
+
+    def barrier(self, name: str = "") -> None:
+        super().barrier(name)
+        if name == "run-stage" and self._keeps_grads:  # the Trainer's next call would drop the gradients
+            self._keeps_grads, model = False, self.lightning_module
+            model.zero_grad = lambda *_, **__: delattr(model, "zero_grad")
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if checkpoint["state_dict"]:

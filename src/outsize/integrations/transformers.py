@@ -128,7 +128,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
             with outsize.gathered(self._adapters), outsize.gathered(self._saved_with_adapters()):  # by every rank
                 super()._save(output_dir, state_dict)
             return
-        if isinstance(self.model, transformers.PreTrainedModel) and not saved_by_transformers(self.model):
+        own = hasattr(type(self.model), "save_pretrained") and not saved_by_transformers(self.model)
+        calls_it = super()._save.__func__ is not transformers.Trainer._save  # of a library, mixed in
+        if own and (calls_it or isinstance(self.model, transformers.PreTrainedModel)):
             with outsize.gathered(self.model):  # its class saves in a way of its own
                 super()._save(output_dir, state_dict)
             return
@@ -141,7 +143,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.args.should_save:
+        if self.args.should_save and self.args.save_total_limit:
             _bring_to_the_past(self.args.output_dir)
         super()._save_checkpoint(*args, **kwargs)
 
@@ -185,11 +187,10 @@ class _Begins(transformers.TrainerCallback):  # type: ignore[misc]
 
 def _bring_to_the_past(output_dir: str | Path) -> None:
     """`save_total_limit` removes the checkpoints with the oldest times: after a clock was set back, the next one."""
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()]
-    times = [path.stat().st_mtime for path in folders]
-    ahead = max(times, default=0.0) - time.time()
-    for path, changed in zip(folders, times, strict=True) if ahead > 0 else ():
-        with suppress(OSError):  # another user's
+    with suppress(OSError):  # one that is another user's, or removed meanwhile
+        times = {path: path.stat().st_mtime for path in Path(output_dir).glob("checkpoint-*[0-9]") if path.is_dir()}
+        ahead = max(times.values(), default=0.0) - time.time()
+        for path, changed in times.items() if ahead > 0 else ():
             os.utime(path, (changed - ahead, changed - ahead))
 
 

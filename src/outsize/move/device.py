@@ -45,7 +45,7 @@ class Lanes:
             yield
         finally:
             torch.accelerator.set_stream(before)
-            torch.accelerator.set_device_index(index)
+            torch._C._accelerator_maybeExchangeDevice(index)  # makes no context on a device that has none
 
     def follow(self, *lanes: torch.Stream) -> None:
         """What these lanes do from now on comes after all that the current stream was given."""

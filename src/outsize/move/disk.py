@@ -381,11 +381,14 @@ class StripedFile:
                 os.fsync(file)
 
     def unlink(self) -> None:
-        """Give up the name; the bytes stay readable until `close`. Safe to repeat. What a file system refuses keeps its
-        name until the run's directory goes."""
+        """Give up the name; the bytes stay readable until `close`. Safe to repeat. On a read-only file system the name
+        stays."""
         for path in self._paths:
-            with suppress(OSError):
+            try:
                 os.unlink(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EROFS):
+                    raise
 
     def close(self) -> None:
         while self._files:
