@@ -144,6 +144,23 @@ def test_a_model_on_another_device_than_the_chosen_one_is_refused_by_name() -> N
             outsize.prepare(model, adamw(model))
 
 
+def test_a_launcher_s_rank_takes_its_own_device_wherever_the_model_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_the_host: Trained
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with simulator.switched_on("hold", devices=2) as sim:
+        model = stack().to("sim")  # the first one
+        optimizer = adamw(model)
+        outsize.prepare(model, optimizer, disk=tmp_path, host_memory="64MiB", params="disk")
+        assert sim.current_device() == 1
+        train(model, optimizer, on_sim(batches(STEPS)), clip=0.5)
+        mine = values(model)
+        del model, optimizer
+        gc.collect()
+        sim.set_device(0)
+    assert_same_bits(mine, on_the_host[1])
+
+
 # -- manners ---------------------------------------------------------------------------------------------------------
 
 MANNERS: dict[str, dict[str, Any]] = {
