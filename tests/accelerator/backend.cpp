@@ -41,6 +41,7 @@ thread_local c10::DeviceIndex current_device = 0;
 thread_local int current_streams[kDevices] = {sim::kDefaultStreams[0], sim::kDefaultStreams[1]};
 std::atomic<c10::DeviceIndex> device_count{1};
 std::array<std::atomic<c10::DeviceIndex>, sim::kStreams> device_of_stream;
+std::array<std::atomic<bool>, kDevices> awake;  // with a context, which takes memory: since it was chosen or worked
 thread_local bool in_kernel = false;
 
 Machine& machine() { return Machine::get(); }
@@ -96,6 +97,7 @@ struct WithoutInterpreter {  // a host thread that waits lets others run Python
 
 struct Allocator final : c10::DeviceAllocator {
     c10::DataPtr allocate(size_t nbytes) override {
+        awake[current_device] = true;
         void* at = machine().allocate(nbytes, current_stream(), place_of("allocation"));
         return {at, at, &release, device()};
     }
@@ -201,6 +203,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Device getDevice() const override { return device(); }
     void setDevice(c10::Device to) const override {
         TORCH_CHECK(to.index() < device_count, "there are ", int(device_count), " sim devices");
+        if (index_of(to) != current_device) awake[index_of(to)] = true;
         uncheckedSetDevice(to);
     }
     void uncheckedSetDevice(c10::Device to) const noexcept override { current_device = index_of(to); }
@@ -213,17 +216,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         auto& current = current_streams[stream.device_index()];
         return stream_of(std::exchange(current, static_cast<int>(stream.id())), stream.device());
     }
-    void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    // As CUDA's: to these three, torch chooses the device of the event, then that of before again.
+    static void visit(c10::DeviceIndex index) {
+        if (index >= 0 && index != current_device) awake[index] = awake[current_device] = true;
+    }
+    void destroyEvent(void* event, const c10::DeviceIndex of) const noexcept override {
+        if (event) visit(of);
         delete static_cast<Event*>(event);
     }
     void record(void** event, const c10::Stream& stream, const c10::DeviceIndex of,
                 const c10::EventFlag) const override {
         TORCH_CHECK(of < 0 || of == stream.device_index(), "an event of one device is recorded on a stream of another");
+        visit(stream.device_index());
         if (!*event) *event = new Event;
         *static_cast<Event*>(*event) = machine().record(static_cast<int>(stream.id()));
     }
     void block(void* event, const c10::Stream& stream) const override {
-        if (event) machine().wait(static_cast<int>(stream.id()), *static_cast<Event*>(event));
+        if (!event) return;
+        visit(stream.device_index());
+        machine().wait(static_cast<int>(stream.id()), *static_cast<Event*>(event));
     }
     bool queryEvent(void* event) const override { return !event || machine().query(*static_cast<Event*>(event)); }
     void synchronizeEvent(void* event) const override {
@@ -268,7 +279,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return machine().pinned({at, at});
     }
     c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-    bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+    bool hasPrimaryContext(c10::DeviceIndex index) const override { return awake[index]; }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
         resize_storage(*storage.unsafeGetStorageImpl(), nbytes);
     }
@@ -279,7 +290,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return Guard().exchangeDevice({kSim, index}).index();
     }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
-        return index < 0 ? current_device : exchangeDevice(index);
+        return index < 0 ? current_device : std::exchange(current_device, index);
     }
 };
 struct RegisterHooks {
@@ -761,7 +772,11 @@ PYBIND11_MODULE(_sim, m) {
     for (c10::DeviceIndex index = 0; index < kDevices; ++index) device_of_stream[default_stream(index)] = index;
     m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
     m.def("set_device_count", [](int count) { device_count = static_cast<c10::DeviceIndex>(count); });
-    m.def("host_register", [](Address address, size_t nbytes) { machine().pin(address, nbytes, {}); });
+    m.def("host_register", [](Address address, size_t nbytes) {
+        awake[current_device] = true;
+        machine().pin(address, nbytes, {});
+    });
+    m.def("is_awake", [](int index) { return awake[index].load(); });
     m.def("host_unregister", [](Address address) { machine().unpin(address, true); });
     m.def("set_memory_cap", [](size_t nbytes) { machine().set_cap(nbytes); });
     m.def("set_pool", [](int pool) { machine().set_pool(pool); });
@@ -776,7 +791,13 @@ PYBIND11_MODULE(_sim, m) {
     m.def("set_clock", [](bool on, double flops, double memory, double to_device, double to_host, double launch) {
         machine().set_clock(on, {flops, memory, to_device, to_host, launch});
     });
-    m.def("reset", [] { machine().reset(); }, py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "reset",
+        [] {
+            machine().reset();
+            for (auto& each : awake) each = false;
+        },
+        py::call_guard<py::gil_scoped_release>());
     m.def("problems", [] { return machine().problems(); });
     m.def("reset_counts", [] { machine().reset_counts(); });
     m.def("counts", [] {

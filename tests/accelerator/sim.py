@@ -150,6 +150,11 @@ def reset_counts() -> None:
     _native.reset_counts()
 
 
+def is_awake(index: int) -> bool:
+    """Whether it was chosen or had work, since the device was switched on."""
+    return bool(_native.is_awake(index))
+
+
 def host_register(address: int, nbytes: int) -> None:
     """Pin these bytes of the host's memory."""
     _native.host_register(address, nbytes)
@@ -198,11 +203,10 @@ class device:
         self._index = _index(device)
 
     def __enter__(self) -> None:
-        self._before = current_device()
-        set_device(self._index)
+        self._before = torch._C._accelerator_exchangeDevice(self._index)
 
     def __exit__(self, *_: object) -> None:
-        set_device(self._before)
+        torch._C._accelerator_maybeExchangeDevice(self._before)
 
 
 def set_device(device: Device) -> None:

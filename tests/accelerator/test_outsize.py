@@ -121,6 +121,15 @@ def test_another_device_than_the_current_one_trains_to_the_same_bits_and_leaves_
         assert_same_bits(mine, on_the_host[1])
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_thread_wakes_another_device_than_the_chosen_one(tmp_path: Path, tier: str) -> None:
+    with simulator.switched_on("hold", devices=2) as sim, sim.device(1):
+        offload = {"activations": "offload", "activations_tier": "disk"}
+        trained(Workshop(tmp_path, "sim:1"), (tier,) * 3, "sim", **offload)
+        gc.collect()
+        assert not sim.is_awake(0)
+
+
 def test_two_devices_train_at_once_in_one_process(tmp_path: Path, on_the_host: Trained) -> None:
     with simulator.switched_on("random", devices=2):
         pairs = {}

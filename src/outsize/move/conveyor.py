@@ -297,6 +297,8 @@ class Conveyor:
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # grad mode belongs to the thread
         try:
+            if self._lanes is not None:  # so does the current device, and work for another one makes it use memory
+                torch.accelerator.set_device_index(self._lanes.device)
             while self._await_work():
                 self._belt.serve()
         except BaseException as error:  # nobody waits for a thread that is gone: all hear of the error
