@@ -267,12 +267,20 @@ def test_evaluation_on_a_second_stream_sees_the_weights(sim: Any, workshop: Work
 
 
 @anytime
-def test_a_loop_on_a_stream_of_its_own_trains_alike(sim: Any, workshop: Workshop, on_the_host: Trained) -> None:
-    model, optimizer = prepared_stack(workshop)
-    expected, data = on_the_host[0], on_sim(batches(STEPS))
-    own = torch.Stream("sim")
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_loop_on_a_stream_of_its_own_trains_alike(
+    sim: Any, workshop: Workshop, on_the_host: Trained, tmp_path: Path, loaded: bool
+) -> None:
+    data, own = on_sim(batches(STEPS)), torch.Stream("sim")
     own.wait_stream(torch.accelerator.current_stream())
-    with own:
+    model, optimizer = prepared_stack(workshop, activations="keep")  # which measures nothing, and so never waits
+    expected = on_the_host[0]
+    if loaded:
+        squared_error(model, data[0]).backward()
+        outsize.save(tmp_path / "saved", model, optimizer)
+        outsize.load(tmp_path / "saved", model, optimizer)
+    with own:  # nothing orders it behind what was prepared and loaded
+        optimizer.zero_grad()
         assert train(model, optimizer, data[:2], clip=0.5).losses == expected.losses[:2]
     torch.accelerator.current_stream().wait_stream(own)
     assert train(model, optimizer, data[2:], clip=0.5).losses == expected.losses[2:]

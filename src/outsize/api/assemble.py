@@ -368,5 +368,6 @@ def _build(
     if reduction is not None:
         reduction.complete()
     hooks.refuse_other_optimizers(engine, optimizer)
+    resources.synchronize()
     weakref.finalize(engine, resources.close)
     return prepared

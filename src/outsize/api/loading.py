@@ -109,6 +109,7 @@ def _load(
             give_own_params([*filled], ranks, "load")
         with prepared.engine.streamer.live.changing("outsize.load"), _gathered_anew(prepared):
             everywhere(ranks, partial(_fill, prepared, opened, model, optimizer), "load")
+        prepared.resources.synchronize()
         return opened.extra
     finally:
         opened.close()

@@ -96,6 +96,12 @@ class Resources:
                 if self.saving.done():
                     self.saving = None
 
+    def synchronize(self) -> None:
+        """Block until an accelerator has done what it was given: whatever stream works with it next finds it there."""
+        if self.lanes is not None:
+            self.lanes.current().synchronize()
+            self.lanes.synchronize()
+
     @property
     def run_directories(self) -> list[Path]:
         """This run's own directories, one for each `disk` directory."""

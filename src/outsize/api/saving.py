@@ -390,14 +390,11 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
 
 def settle(prepared: Prepared) -> None:
     """Run every update that is owed and wait until all of it has arrived where it rests."""
-    lanes = prepared.resources.lanes
     prepared.engine.backward.end_interrupted()
     prepared.engine.streamer.settle_all(prepared.config.progress)
     for unit in prepared.engine.parameters.units:
         unit.await_written()
-    if lanes is not None:  # what the computation still writes is read on other streams
-        lanes.current().synchronize()
-        lanes.synchronize()
+    prepared.resources.synchronize()
 
 
 def give_own_params(units: Sequence[Unit], ranks: Ranks | None, verb: str) -> None:
