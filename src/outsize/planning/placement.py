@@ -262,7 +262,7 @@ def place(
         return ()
     total = sum(unit.most(kind) for unit in units for kind in KINDS)
     all_auto_or_device = all(tier in ("auto", "device") for tier in wanted.values())
-    room = budgets.device if budgets.device is not None else budgets.host - budgets.least_staging
+    room = budgets.device if budgets.device is not None else budgets.host
     if all_auto_or_device and total + 2 * max(unit.shared for unit in units) <= room:
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
