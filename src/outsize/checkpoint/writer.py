@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -237,7 +238,8 @@ class UnfinishedCheckpoint:
             raise
         self._frozen = []  # whatever comes now, the files are the checkpoint's
         for generation in self.linked:
-            generation.file.unlink()
+            with suppress(OSError):  # then it has two names until the run ends
+                generation.file.unlink()
         return replaced
 
     def _manifest(self, parts: Sequence[RankPart]) -> Manifest:
