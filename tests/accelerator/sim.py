@@ -57,6 +57,7 @@ def load() -> None:
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     _native.set_device_count(2)
+    torch.set_num_threads(torch.get_num_threads())  # after a fork torch makes its pool anew, which two threads may not
     torch.ones((), requires_grad=True).backward()  # now torch has a thread for the backward of each
     _native.set_device_count(1)
     set_clock(None)
