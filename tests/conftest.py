@@ -9,6 +9,8 @@ import copy
 import gc
 import itertools
 import os
+import shutil
+import tempfile
 import threading
 import weakref
 import zlib
@@ -37,6 +39,10 @@ PAIRS = (("device", "disk"), ("host", "squeezed"))
 AT_REST_TIERS = TIERS[1:]
 KINDS = ("params", "grads", "states")
 DEVICES = ("sim", "sim:1", "cuda")
+
+SHARED_MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 6 << 30
+ON_DRIVE = ("tests/native/", "tests/move/", "tests/durability/")
+"""Where tests have a folder on a drive. All others have one in memory, where there is room: they take half the time."""
 
 torch.set_num_threads(1)  # tiny tensors: more threads only cost
 hypothesis.settings.register_profile("outsize", deadline=None)  # other work may hold up any example
@@ -70,6 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", *DEVICES), help="where the models of the tests compute")
     parser.addoption("--every-tier", action="store_true", help="each case, on each tier; else in turns")
     parser.addoption("--workers", default=1, type=int, help="how many processes run tests; see tests/workers.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if SHARED_MEMORY.is_mount() and shutil.disk_usage(SHARED_MEMORY).free > ENOUGH_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -195,6 +206,16 @@ def sim(request: pytest.FixtureRequest) -> Iterator[Any]:
     parameter; races fail the test. Name it before `workshop`, which closes what runs on it."""
     with simulator.switched_on(getattr(request, "param", "hold"), seed=11) as device:
         yield device
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder of the test's own. See `ON_DRIVE`."""
+    if not request.node.nodeid.startswith(ON_DRIVE):
+        yield request.getfixturevalue("tmp_path")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(params=TIERS)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -183,6 +184,35 @@ def test_interruption_saves_and_says_how_to_go_on(
     if number is signal.SIGINT:
         assert main(["train", "--resume", str(run)]) == 0
         assert history(run) == whole.losses
+
+
+def closes_its_terminal(words: list[str]) -> int:
+    """After the second step."""
+    ours, theirs = os.openpty()
+    show = watch.Watch._show
+
+    def show_and_close(self: Any, record: Any, steps: int) -> None:
+        show(self, record, steps)
+        if record["step"] == 2 and "loss" in record:
+            os.close(ours)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+
+    watch.Watch._show = show_and_close  # type: ignore[method-assign]
+    for number in (1, 2):
+        os.dup2(theirs, number)
+    os.close(theirs)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    return main(words)
+
+
+def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(words: list[str], whole: Whole, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole.run / "corpus", run / "corpus")
+    assert run_on_ranks(1, closes_its_terminal, words) == [129]
+    assert [*run.glob("checkpoint-*/outsize")] and (run / "report.png").exists()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert history(run) == whole.losses
 
 
 def test_a_termination_before_the_first_step_leaves_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -32,7 +33,7 @@ def process_memory(field: str = "VmRSS") -> int:
 
 
 class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Shows the Trainer's log of each step. Stops after `seconds`, and at Ctrl-C and SIGTERM.
+    """Shows the Trainer's log of each step. Stops after `seconds`, at Ctrl-C and SIGTERM, and when the terminal closes.
 
     A stop comes after the step at hand, on all ranks, with a checkpoint. A second signal ends the run at once.
     """
@@ -47,8 +48,11 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._live: Any = None
 
     def __enter__(self) -> None:
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or somebody who knows better
+            numbers.append(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._ask) for number in numbers}
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]  # a closed one is none any more
         if sys.stdout.isatty() and self._trainer.is_world_process_zero():
             self._live = Live(refresh_per_second=4)
             self._live.start()
@@ -61,9 +65,18 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         second, self.signal = self.signal is not None, number
-        if second:
+        if number == signal.SIGHUP:  # the kernel says it, and the shell once more
+            self._leave_terminals()
+        elif second:
             raise KeyboardInterrupt
         print("\nfinishing this step, then saving (once more: stop at once)", file=sys.stderr, flush=True)
+
+    def _leave_terminals(self) -> None:
+        """Those that are closed take no more words: these go nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in self._terminals:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step:
