@@ -131,10 +131,13 @@ def test_resumed_run_is_bit_for_bit_the_same_and_needs_no_option_and_no_text(
 
 
 @pytest.mark.parametrize("words", ["--lr 0.02", "--weight-decay 0.9", "--save-every 1 --eval-every 1"])
-def test_options_of_a_resumed_run_win_over_those_of_its_checkpoint(words: str, whole: Whole, tmp_path: Path) -> None:
+def test_options_of_a_resumed_run_win_over_those_of_its_checkpoint(
+    words: str, whole: Whole, tmp_path: Path, capsys: Capture
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole.run, run)
     assert main(["train", "--resume", str(run / "checkpoint-4"), *words.split()]) == 0
+    assert f"{run / 'checkpoint-6'} stays" in capsys.readouterr().out
     rates, before = history(run, "learning_rate")[4:], history(whole.run, "learning_rate")[4:]
     assert rates == ([2 * rate for rate in before] if "--lr" in words else before)
     assert (history(run)[:5] == whole.losses[:5]) and ((history(run)[5] == whole.losses[5]) == ("--save" in words))

@@ -127,6 +127,9 @@ class _Run:
         started = time.monotonic()
         self.wanted, self.folder, self.checkpoint, self.first = wanted, folder, checkpoint, arguments.process_index == 0
         self.say("loading ..." if checkpoint is None else f"loading {checkpoint} ...")
+        newest = last_checkpoint(folder)
+        if newest is not None and checkpoint is not None and Path(newest).name != Path(checkpoint).name:
+            self.say(f"{newest} stays, and --resume {folder} goes on from the highest number: remove what you give up")
         config = models.configuration(wanted.model)
         self.base_memory = watch.process_memory()
         given = wanted.model if models.holds(wanted.model, "tokenizer.json") else None
