@@ -82,6 +82,13 @@ class Weights:
     def dtype(self, slot: Slot) -> torch.dtype:
         return DTYPES[slot.dtype]
 
+    def view(self, first: int, nbytes: int) -> torch.Tensor | None:
+        """The bytes themselves where they rest in memory of the CPU."""
+        shard = self._shard
+        if shard.params is None:
+            return shard.buffer.view(self._into(first, nbytes), nbytes)
+        return shard.params.view(first, nbytes)
+
     def read(self, first: int, out: torch.Tensor) -> None:
         """Fill `out` (uint8, whole pages) with the bytes from `first`. Blocks."""
         shard = self._shard
@@ -115,6 +122,9 @@ class States:
 
     def dtype(self, slot: Slot) -> torch.dtype:
         return self._array.value_dtype(slot.dtype)
+
+    def view(self, first: int, nbytes: int) -> torch.Tensor | None:
+        return self._array.store.view(first, nbytes) if self._array.code is None else None
 
     def read(self, first: int, out: torch.Tensor) -> None:
         if self._array.code is None:
@@ -153,7 +163,7 @@ class Fill:
 def copy_in(fills: Sequence[Fill], slab: torch.Tensor) -> None:
     """Write the parts of arrays of a unit that belong to the same wanted parameters, all arrays together.
 
-    One half of the slab is filled while the other one is written.
+    What rests in memory is filled there. For the rest, one half of the slab is filled while the other one is written.
     """
     halves, under_way = slab.chunk(2), deque[list[Transfer]]([[]])
     with ExitStack() as writing:  # each is waited for, also when another fails
@@ -162,9 +172,12 @@ def copy_in(fills: Sequence[Fill], slab: torch.Tensor) -> None:
             at = 0
             for fill in fills:
                 first, nbytes = fill.array.layout.span(start, end)
-                content, at = halves[0][at : at + nbytes], at + nbytes
+                content = in_place = fill.array.view(first, nbytes)
+                if content is None:
+                    content, at = halves[0][at : at + nbytes], at + nbytes
                 if fill.keep:
-                    fill.array.read(first, content)
+                    if in_place is None:
+                        fill.array.read(first, content)
                 elif sum(high - low for _, low, high in parts) < end - start:
                     zero(content)
                 for slot, low, high in parts:

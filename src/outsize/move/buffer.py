@@ -110,7 +110,9 @@ class Buffer(Store):
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
         if self._lanes is None:
-            self.flat[start : start + source.numel()].copy_(source)
+            target = self.flat[start : start + source.numel()]
+            if target.data_ptr() != source.data_ptr():  # else it was filled in place
+                target.copy_(source)
         else:
             with self.filling():
                 self.flat[start : start + source.numel()].copy_(source, non_blocking=True)
