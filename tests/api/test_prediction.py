@@ -163,6 +163,13 @@ def test_a_step_that_depends_on_values_and_figures_that_are_none_are_errors() ->
 
     with pytest.raises(ValueError, match="a step of Picks cannot be counted: what it does depends on values"):
         predicted(Picks(4, 4), example=(torch.ones(2, 4),), host_memory="1GiB")
+
+    class Casts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super(Casts, self.to(x.dtype)).forward(x)
+
+    with pytest.raises(ValueError, match=r"trains with this batch, leave example out: .* such as Module.to\(\)"):
+        predicted(Casts(4, 4), example=(torch.ones(2, 4),), host_memory="1GiB")
     with pytest.raises(TypeError, match="machine is a int; it must be the figures that outsize.probe returns"):
         outsize.plan(stack(), example=BATCHES, machine=7, host_memory="1GiB")  # type: ignore[arg-type]
 

@@ -102,7 +102,9 @@ def _run_step(
                 ) from error
             raise ValueError(
                 f"the example does not fit the model: {type(model).__name__} raised {type(error).__name__}{where} "
-                f"({error}). Give a batch as the training loop does: a dict of keywords or a tuple for the model"
+                f"({error}). Give a batch as the training loop does: a dict of keywords or a tuple for the model. If "
+                f"the model trains with this batch, leave example out: its forward does what tensors without values "
+                f"cannot, such as Module.to()"
             ) from error
         finally:
             random.setstate(drawn)
