@@ -398,6 +398,27 @@ def test_a_deep_copy_made_inside_is_a_plain_model(workshop: Workshop, tier: str)
     copied.double()
 
 
+def clone(module: nn.Module) -> nn.Module:
+    """As libraries for meta-learning clone modules."""
+    copied = module.__new__(type(module))
+    copied.__dict__ = module.__dict__.copy()
+    copied.__dict__["_modules"] = {name: clone(child) for name, child in module._modules.items() if child is not None}
+    return copied
+
+
+@pytest.mark.parametrize("copier", [copy.copy, clone])
+def test_the_call_of_a_copy_of_the_attributes_is_refused(workshop: Workshop, copier: Any) -> None:
+    pair = workshop.pair()
+    ((x, _),) = batches(1)
+    with outsize.gathered(pair.model):
+        for module in (pair.model, pair.model.blocks[0]):
+            with pytest.raises(
+                RuntimeError, match=rf"this {type(module).__name__} has the attributes of a module of a"
+            ):
+                copier(module)(x)
+    pair.train(batches(2))
+
+
 class Wrapper(nn.Module):
     """Passes attributes on, as PEFT's models do."""
 

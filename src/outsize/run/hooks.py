@@ -6,6 +6,7 @@ So are steps of another optimizer than the model's own.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cache, partial, wraps
@@ -28,7 +29,12 @@ from outsize.run.wrappers import known
 # library, may replace `forward` before `prepare` or after it. `module.forward(x)` called directly has no frame: there
 # each module inside opens its own, and a parameter that `forward` uses itself is refused with the remedy.
 
+# Note [A copy with our attributes]
+# `_call_impl` belongs to one module. Who copies attributes (`copy.copy`, the clones of meta-learning libraries) copies
+# it too, and a call of that copy would compute the original. `nn.Module.__call__` does not pass `self` to an attribute
+# of the instance: so the frame that calls tells whose call it is.
 
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _NOTHING = object()
 Attributes = dict[str, Any]
 Call = Callable[..., Any]
@@ -141,7 +147,13 @@ def _framed(engine: Engine, module: nn.Module, call: Call, inside: bool) -> Call
     units = engine.owned.get(id(module), ())
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (inside and torch.compiler.is_compiling()) or engine.has_opened(units):
+        if inside and torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        caller = sys._getframe(1)  # see Note [A copy with our attributes]
+        if caller.f_code is _WRAPPED_CALL and caller.f_locals["self"] is not module:
+            refusals.call_of_a_copy(type(module).__name__)
+        del caller
+        if engine.has_opened(units):
             return call(*args, **kwargs)
         with engine.frame(module):
             return call(*args, **kwargs)

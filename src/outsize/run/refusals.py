@@ -52,6 +52,14 @@ def copy(name: str, what: str) -> NoReturn:
     )
 
 
+def call_of_a_copy(kind: str) -> NoReturn:
+    raise RuntimeError(
+        f"this {kind} has the attributes of a module of a prepared model (copy.copy, or a library's clone of modules), "
+        f"and its call would compute that module: take copy.deepcopy(model) inside `with outsize.gathered(model):`, "
+        f"which gives a plain model, or call the prepared one by torch.func.functional_call there"
+    )
+
+
 def vmap(name: str) -> NoReturn:
     raise RuntimeError(
         f"torch.vmap takes {name!r} apart where outsize cannot see it, and its values may be on disk: pass a "
