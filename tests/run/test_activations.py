@@ -337,6 +337,27 @@ def test_the_users_own_checkpoints_and_autocast(workshop: Workshop, mode: str) -
     pair.train(sequences(2), rel=2e-2, atol=1e-1, loss_of=loss_of)
 
 
+class Traced(nn.Module):
+    """Block by block, as torchvision's networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).mean(-1, keepdim=True).expand_as(x)
+        return x
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute"])
+def test_a_layer_is_traced_by_fx_as_it_is(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(Traced, activations=activations)
+    traced = torch.fx.symbolic_trace(pair.model)
+    ((x, _),) = batches(1)
+    torch.testing.assert_close(traced(x.to(workshop.device)), pair.plain(x.to(workshop.device)))
+
+
 class Segments(Layers):
     """Six layers, some in one checkpoint of the user's (Chen et al. 2016). `seen`: the memory of each layer's input."""
 

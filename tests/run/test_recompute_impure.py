@@ -3,6 +3,7 @@
 import itertools
 import random
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,29 @@ def test_a_changed_input_inside_a_list_or_mapping_is_refused(workshop: Workshop,
     pair = workshop.pair(lambda: Whole(lambda: nn.Sequential(Inside())), tier="host", activations=activations)
     with pytest.raises(RuntimeError, match=REFUSED):
         pair.model(batches(1)[0][0].clone())
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_results_put_into_a_mapping_that_was_given_are_not_there_when_a_layer_runs_again(
+    workshop: Workshop, kind: Any, activations: str
+) -> None:
+    class Puts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, found: Any) -> Any:
+            found["x"] = torch.tanh(self.lin(found["x"]))
+            return found
+
+    class Whole(Passes):
+        def forward(self, x: Tensor) -> Tensor:
+            found = kind({"x": x})
+            for layer in self.layers:
+                found = layer(found)
+            return self.head(found["x"])
+
+    workshop.pair(lambda: Whole(Puts), tier="host", activations=activations).train(batches(3))
 
 
 @pytest.mark.parametrize("keyword", [None, "input"])

@@ -6,7 +6,8 @@ Chen et al. 2016 (recomputation); ZeRO-Infinity, section 5.1.2 (inputs moved out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -15,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.jit._fuser import optimized_execution
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -125,7 +127,8 @@ class Layer:
     @_outside_of_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again = in_backward() or of_checkpoint(top_hooks())
-        if (again and not self._parts.strict) or is_transformed():
+        traced = any(isinstance(each, Proxy) for each in (*args, *kwargs.values()))
+        if (again and not self._parts.strict) or is_transformed() or traced:
             return self._forward(*args, **kwargs)
         # Parameters in a `gathered` block pass the gate, where autograd saves other tensors than in a second forward.
         mode = self._mode if torch.is_grad_enabled() and not self._activations.shown(self._modules) else "keep"
@@ -216,11 +219,11 @@ class Layer:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = {id(each): each for each in leaves if isinstance(each, torch.Tensor)}
         places = {at: list(tensors).index(id(each)) for at, each in enumerate(leaves) if id(each) in tensors}
-        others = [None if at in places else each for at, each in enumerate(leaves)]
+        others = [None if at in places else _as_it_is(each) for at, each in enumerate(leaves)]
 
         def given(*saved: torch.Tensor) -> tuple[Any, Any]:
             """The arguments, made of their tensors. Attention asks whether two of its inputs are one tensor."""
-            values = [saved[places[at]] if at in places else each for at, each in enumerate(others)]
+            values = [saved[places[at]] if at in places else _as_it_is(each) for at, each in enumerate(others)]
             return tree_unflatten(values, spec)  # type: ignore[no-any-return]
 
         contexts = nullcontext(), state
@@ -375,6 +378,11 @@ def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:
         elif nested and isinstance(value, (list, tuple, Mapping)):
             found += _tensors(value.values() if isinstance(value, Mapping) else value, nested=False)
     return found
+
+
+def _as_it_is(leaf: Any) -> Any:
+    """A mapping that torch does not take apart, as the encodings of transformers: a layer may put its results there."""
+    return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
 def in_backward() -> bool:
