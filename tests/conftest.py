@@ -42,7 +42,7 @@ DEVICES = ("sim", "sim:1", "cuda")
 
 SHARED_MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 6 << 30
 ON_DRIVE = ("tests/native/", "tests/move/", "tests/durability/")
-"""Where tests have a folder on a drive. All others have one in memory, where there is room: they take half the time."""
+"""Where tests have a folder on a drive. All others have one in memory, where there is room: no waiting for a drive."""
 
 torch.set_num_threads(1)  # tiny tensors: more threads only cost
 hypothesis.settings.register_profile("outsize", deadline=None)  # other work may hold up any example

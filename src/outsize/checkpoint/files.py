@@ -281,25 +281,19 @@ class DataReader:
         chunks = {name: sorted(numbers) for name, numbers in sorted(wanted.items())}
         with ThreadPoolExecutor(VERIFIERS, "outsize-verify") as pool:  # one reads while another sums up
             groups = [
-                (name, numbers[at : at + GROUP])
+                submitted(pool, self._verify, name, numbers[at : at + GROUP])
                 for name, numbers in chunks.items()
                 for at in range(0, len(numbers), GROUP)
             ]
-            started = [submitted(pool, self._verify, groups[at : at + VERIFIERS + 1]) for at in range(len(groups))]
             try:
-                for each in started:
-                    each.result()
+                for group in groups:
+                    group.result()
             finally:
-                for each in started:
-                    each.cancel()
+                for group in groups:
+                    group.cancel()
 
-    def _verify(self, groups: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Compare the first of these groups of chunks. The drive begins with the one that this thread may read next."""
-        name, numbers = groups[0]
+    def _verify(self, name: str, numbers: Sequence[int]) -> None:
         slab, record, path = HostBuffer(CHUNK_BYTES), self._files[name], self._folder / name
-        for following, later in groups[VERIFIERS:]:
-            nbytes = (later[-1] + 1 - later[0]) * CHUNK_BYTES
-            os.posix_fadvise(self._open[following], later[0] * CHUNK_BYTES, nbytes, os.POSIX_FADV_WILLNEED)
         for at in numbers:
             content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
             _read(self._open[name], at * CHUNK_BYTES, content, path)
