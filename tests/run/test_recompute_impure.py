@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -278,6 +279,26 @@ def test_results_put_into_a_mapping_that_was_given_are_not_there_when_a_layer_ru
             return self.head(found["x"])
 
     workshop.pair(lambda: Whole(Puts), tier="host", activations=activations).train(batches(3))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_an_error_of_a_layer_that_runs_again_says_so(workshop: Workshop) -> None:
+    class Narrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 8)
+
+        def forward(self, found: Any) -> Any:
+            found.x = torch.tanh(self.lin(found.x))
+            return found
+
+    pair = workshop.pair(lambda: nn.Sequential(Narrows()), tier="host", activations="recompute")
+    found = SimpleNamespace(x=torch.randn(4, 16))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        pair.model(found).x.sum().backward()
+    notes = str(raised.value.__notes__)
+    del raised, found.x  # the graph holds the arguments, and these the graph
+    assert 'pass activations="keep"' in notes
 
 
 @pytest.mark.parametrize("keyword", [None, "input"])

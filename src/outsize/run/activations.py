@@ -288,7 +288,15 @@ class Layer:
                     return result
             # A selection counts operations: those of a fetch are not among them.
             with self._frame(), using, _own_errors(record):
-                result = record.again(partial(self._forward, *args, **kwargs))
+                try:
+                    result = record.again(partial(self._forward, *args, **kwargs))
+                except Exception as error:
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(
+                            f"Layer {self._name} ran again in the backward. One that changes objects which it is given "
+                            f"cannot be recomputed, {self._remedy}"
+                        )
+                    raise
                 if position >= 0:
                     self._segments.save(result, None)
         if record.is_other:
