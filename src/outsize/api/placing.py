@@ -339,7 +339,8 @@ def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> froze
             if id(param) not in names:
                 raise ValueError(
                     f"the optimizer's parameter group {index} holds a parameter of shape {tuple(param.shape)} that is "
-                    f"not in the model; make the optimizer from model.parameters() of this model"
+                    f"not in the model; make the optimizer from model.parameters() of this model, or prepare "
+                    f"torch.nn.ModuleList([model, another]) where one optimizer trains two"
                 )
             found.add(names[id(param)])
     return frozenset(found)
