@@ -22,6 +22,7 @@ import outsize
 from outsize.api import exporting
 from outsize.api.assemble import prepared_of
 from outsize.api.exporting import export
+from outsize.checkpoint.folder import locked
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
@@ -333,6 +334,23 @@ def test_a_folder_never_holds_a_mixture_whenever_an_export_is_killed(
         assert (run.folder / "tokenizer.json").read_text() == "{}"
     assert run.loaded() == {2.0}
     assert not [name for name in os.listdir(run.folder) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_export_removes_what_a_killed_one_has_left(there: bool, tmp_path: Path) -> None:
+    model, folder = nn.Linear(4, 4), tmp_path / "out"
+    prepared(model, tmp_path)
+    if there:
+        export(folder, model)
+    killed, alive = ((folder if there else tmp_path) / f".out.export-{digit * 12}" for digit in "ab")
+    for each in (killed, alive):
+        each.mkdir()
+        (each / "model.safetensors").touch()
+    lock = locked(alive)
+    export(folder, model)
+    os.close(lock)
+    assert alive.exists() and not killed.exists()
+    assert sorted(opened(folder)) == ["bias", "weight"]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids="-".join)

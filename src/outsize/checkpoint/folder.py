@@ -22,14 +22,14 @@ HEAD_BYTES = 4096
 _OURS = re.compile(r"manifest\.json|(rank-\d{4,}-)?(unit-.*|grads|model)\.bin")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old|gone)-[0-9a-f]{12}")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old|gone|export)-[0-9a-f]{12}")
 
 # Note [One instant]
 # The new folder is complete and on the disk before the rename. Where a checkpoint is replaced, old and new exchange
 # names in one system call, so at every instant the path holds a complete checkpoint, the old or the new. File systems
 # that cannot exchange (some network ones) get two renames: between them the old checkpoint lies beside its place under
 # a name that `locate` knows. A folder that a killed save left is removed by the next save: it is known by its name and
-# by a lock on it that the kernel released with the process.
+# by a lock on it that the kernel released with the process. So is one that a killed export left.
 
 
 @final
@@ -44,16 +44,7 @@ class NewFolder:
             self.path = path
             return
         _make_parents(target.parent)
-        remove_leftovers(target.parent)
-        while self._lock < 0:
-            self.path = target.parent / f".{target.name}.new-{secrets.token_hex(6)}"
-            try:
-                self.path.mkdir()
-                self._lock = locked(self.path)
-            except BaseException:
-                with suppress(OSError):
-                    self.path.rmdir()
-                raise
+        self.path, self._lock = make_locked(target.parent, f".{target.name}.new")
 
     def publish(self) -> Path | None:
         """Bring it to its place; gives the folder that was there, under a hidden name, for the caller to remove.
@@ -93,6 +84,22 @@ def _make_parents(folder: Path) -> None:
     for each in missing:
         with suppress(OSError):  # a parent that cannot be opened is not ours
             sync(each.parent)
+
+
+def make_locked(parent: Path, name: str) -> tuple[Path, int]:
+    """A new folder, whose name begins so, and the lock on it. What killed processes left there is removed."""
+    remove_leftovers(parent)
+    while True:
+        path = parent / f"{name}-{secrets.token_hex(6)}"
+        try:
+            path.mkdir()
+            lock = locked(path)
+        except BaseException:
+            with suppress(OSError):
+                path.rmdir()
+            raise
+        if lock >= 0:
+            return path, lock
 
 
 def locked(folder: Path) -> int:
@@ -243,7 +250,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed saves left beside the checkpoints of a folder."""
+    """Remove what killed saves and exports left in a folder."""
     for entry in parent.glob(".*-*"):
         found = _LEFTOVER.fullmatch(entry.name)
         if found is None or entry.is_symlink() or is_stranded(entry):  # that is the only one: see Note [One instant]

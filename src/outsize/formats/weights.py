@@ -20,7 +20,7 @@ import torch
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import DataWriter
-from outsize.checkpoint.folder import sync, write_text
+from outsize.checkpoint.folder import make_locked, sync, write_text
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.threads import submitted
 from outsize.planning.layout import round_up
@@ -204,8 +204,7 @@ def merged_folder(target: Path) -> Iterator[Path]:
     exists = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     # Inside an existing folder, since that may be a file system of its own.
-    fresh = (target if exists else target.parent) / f".{target.name}.export-{secrets.token_hex(6)}"
-    fresh.mkdir()
+    fresh, lock = make_locked(target if exists else target.parent, f".{target.name}.export")
     try:
         yield fresh
         sync(fresh)
@@ -216,6 +215,7 @@ def merged_folder(target: Path) -> Iterator[Path]:
         sync(target.parent)
     finally:
         _remove(fresh)
+        os.close(lock)
 
 
 # Note [Never a mixture]
