@@ -201,9 +201,11 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """`outsize.save` makes its folder appear complete; the Trainer's own state is written after it."""
+    """`outsize.save` makes its folder appear complete; the Trainer's own state is written after it. A loss of power may
+    leave that empty: nobody syncs it."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+        drawn = all(path.stat().st_size for path in checkpoint.glob("rng_state*.pth"))
     except (OSError, ValueError):
         return False
-    return (checkpoint / STATE).is_dir()
+    return drawn and (checkpoint / STATE).is_dir()
