@@ -103,7 +103,7 @@ void DiskEngine::expect_known(std::uint64_t ticket) const {
 }
 
 void DiskEngine::cut(std::vector<Piece>& pieces, Piece whole) const {
-    if (whole.operation == Operation::kWrite && !in_blocks(whole) && is_direct(whole.fd))  // some file systems take it
+    if (whole.operation == Operation::kWrite && !in_blocks(whole) && is_direct(whole.fd))  // tmpfs takes it
         throw std::invalid_argument("a write to a direct file must have whole blocks of " +
                                     std::to_string(kBlockBytes) + " bytes, in memory too");
     const std::size_t nbytes = whole.nbytes;

@@ -137,7 +137,7 @@ def test_options_of_a_resumed_run_win_over_those_of_its_checkpoint(
     run = tmp_path / "run"
     shutil.copytree(whole.run, run)
     assert main(["train", "--resume", str(run / "checkpoint-4"), *words.split()]) == 0
-    assert f"{run / 'checkpoint-6'} stays" in capsys.readouterr().out
+    assert f"goes on from {run / 'checkpoint-6'}, not from what this run saves" in capsys.readouterr().out
     rates, before = history(run, "learning_rate")[4:], history(whole.run, "learning_rate")[4:]
     assert rates == ([2 * rate for rate in before] if "--lr" in words else before)
     assert (history(run)[:5] == whole.losses[:5]) and ((history(run)[5] == whole.losses[5]) == ("--save" in words))

@@ -26,7 +26,7 @@ from outsize.planning.sizes import format_bytes
 HELD_OUT_TOKENS = 4096  # the held-out loss is the mean over so many tokens, spread over the held-out text
 SAMPLE_TOKENS = 40
 PROMPTS = ("def __init__(self, ", "The ")  # of source code, of other text
-INTERRUPTED = 128  # and the signal's number: 130 after Ctrl-C, 143 after SIGTERM
+INTERRUPTED = 128  # and the signal's number: 130 after Ctrl-C, 143 after SIGTERM, 129 where the terminal closed
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,7 +129,7 @@ class _Run:
         self.say("loading ..." if checkpoint is None else f"loading {checkpoint} ...")
         newest = last_checkpoint(folder)
         if newest is not None and checkpoint is not None and Path(newest).name != Path(checkpoint).name:
-            self.say(f"{newest} stays, and --resume {folder} goes on from the highest number: remove what you give up")
+            self.say(f"until it is removed, --resume {folder} goes on from {newest}, not from what this run saves")
         config = models.configuration(wanted.model)
         self.base_memory = watch.process_memory()
         given = wanted.model if models.holds(wanted.model, "tokenizer.json") else None

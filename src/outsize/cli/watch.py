@@ -35,7 +35,7 @@ def process_memory(field: str = "VmRSS") -> int:
 class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Shows the Trainer's log of each step. Stops after `seconds`, at Ctrl-C and SIGTERM, and when the terminal closes.
 
-    A stop comes after the step at hand, on all ranks, with a checkpoint. A second signal ends the run at once.
+    A stop comes after the step at hand, on all ranks, with a checkpoint. A second Ctrl-C or SIGTERM ends it at once.
     """
 
     def __init__(self, trainer: Any, base_memory: int, tokens: int, seconds: float | None) -> None:
@@ -67,7 +67,8 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
         second, self.signal = self.signal is not None, number
         if number == signal.SIGHUP:  # the kernel says it, and the shell once more
             self._leave_terminals()
-        elif second:
+            return
+        if second:
             raise KeyboardInterrupt
         print("\nfinishing this step, then saving (once more: stop at once)", file=sys.stderr, flush=True)
 

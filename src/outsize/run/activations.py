@@ -7,7 +7,8 @@ Chen et al. 2016 (recomputation); ZeRO-Infinity, section 5.1.2 (inputs moved out
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -290,11 +291,11 @@ class Layer:
             with self._frame(), using, _own_errors(record):
                 try:
                     result = record.again(partial(self._forward, *args, **kwargs))
-                except Exception as error:
-                    if hasattr(error, "add_note"):  # Python 3.11
+                except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+                    if hasattr(error, "add_note") and not isinstance(error, torch.OutOfMemoryError):  # Python 3.11
                         error.add_note(
-                            f"Layer {self._name} ran again in the backward. One that changes objects which it is given "
-                            f"cannot be recomputed, {self._remedy}"
+                            f"Layer {self._name} raised this when it ran again in the backward. If it changes objects "
+                            f"that it is given, it cannot be recomputed, {self._remedy}"
                         )
                     raise
                 if position >= 0:
@@ -390,7 +391,7 @@ def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:
 
 def _as_it_is(leaf: Any) -> Any:
     """A mapping that torch does not take apart, as the encodings of transformers: a layer may put its results there."""
-    return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
+    return copy.copy(leaf) if isinstance(leaf, UserDict) else leaf
 
 
 def in_backward() -> bool:

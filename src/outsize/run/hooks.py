@@ -30,9 +30,9 @@ from outsize.run.wrappers import known
 # each module inside opens its own, and a parameter that `forward` uses itself is refused with the remedy.
 
 # Note [A copy with our attributes]
-# `_call_impl` belongs to one module. Who copies attributes (`copy.copy`, the clones of meta-learning libraries) copies
-# it too, and a call of that copy would compute the original. `nn.Module.__call__` does not pass `self` to an attribute
-# of the instance: so the frame that calls tells whose call it is.
+# `_call_impl` and `forward` belong to one module. Who copies attributes (`copy.copy`, the clones of meta-learning
+# libraries) copies them too, and a call of that copy would compute the original. `nn.Module.__call__` does not pass
+# `self` to an attribute of the instance: so the frame that calls tells whose call it is.
 
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _NOTHING = object()
@@ -74,6 +74,8 @@ def install(
             ours["forward"] = Head(module, frame, unchanged, partial(runner, engine, module.weight))
         if module in framed:
             ours |= _calls(engine, module, framed[module], again)
+        elif "forward" in ours:
+            ours["_call_impl"] = _unframed(module)
         if isinstance(module, nn.RNNBase):
             ours["flatten_parameters"] = _leave_parameters
         if any(True for _ in module.parameters()):
@@ -149,16 +151,32 @@ def _framed(engine: Engine, module: nn.Module, call: Call, inside: bool) -> Call
     def run(*args: Any, **kwargs: Any) -> Any:
         if inside and torch.compiler.is_compiling():
             return call(*args, **kwargs)
-        caller = sys._getframe(1)  # see Note [A copy with our attributes]
-        if caller.f_code is _WRAPPED_CALL and caller.f_locals["self"] is not module:
-            refusals.call_of_a_copy(type(module).__name__)
-        del caller
+        _refuse_copies(module)
         if engine.has_opened(units):
             return call(*args, **kwargs)
         with engine.frame(module):
             return call(*args, **kwargs)
 
     return run
+
+
+def _unframed(module: nn.Module) -> Call:
+    """The call of a module whose `forward` is ours."""
+    call = module._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _refuse_copies(module)
+        return call(*args, **kwargs)
+
+    return run
+
+
+def _refuse_copies(module: nn.Module) -> None:
+    """In our `_call_impl`: see Note [A copy with our attributes]."""
+    caller = sys._getframe(2)
+    if caller.f_code is _WRAPPED_CALL and caller.f_locals["self"] is not module:
+        refusals.call_of_a_copy(type(module).__name__)
 
 
 def _checked_load(module: nn.Module) -> Callable[..., None]:

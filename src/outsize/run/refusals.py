@@ -55,8 +55,8 @@ def copy(name: str, what: str) -> NoReturn:
 def call_of_a_copy(kind: str) -> NoReturn:
     raise RuntimeError(
         f"this {kind} has the attributes of a module of a prepared model (copy.copy, or a library's clone of modules), "
-        f"and its call would compute that module: take copy.deepcopy(model) inside `with outsize.gathered(model):`, "
-        f"which gives a plain model, or call the prepared one by torch.func.functional_call there"
+        f"and its call would compute that module. Take copy.deepcopy(model) inside `with outsize.gathered(model):`, "
+        f"which gives a plain model; or call the prepared one by torch.func.functional_call there"
     )
 
 
