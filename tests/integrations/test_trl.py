@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from outsize.integrations.transformers import Trainer
 from tests.ranks.launching import run_on_ranks
 from tests.test_examples import example
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
+datasets = pytest.importorskip("datasets")
 
 STEPS = 4
 ON_DISK = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "16MiB", "activations": "keep"}
@@ -60,6 +63,52 @@ def test_adapters_train_as_with_trl(tmp_path: Path) -> None:
         plain = train(tmp_path, tmp_path / "plain", STEPS, kind, config)
         ours = train(tmp_path, tmp_path / "ours", STEPS, peft=config, **budgets)
         assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def scored(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs within a group."""
+    return [len(set(each)) + index / 10 for index, each in enumerate(completions)]
+
+
+SUMS = [f"{a} + {a} =" for a in range(8)]
+ANSWERED = {"prompt": SUMS, "completion": [f" {2 * a}" for a in range(8)]}
+GROUPS = {"num_generations": 4, "max_completion_length": 4}
+OTHERS = {
+    "GRPO": (GROUPS | {"beta": 0.1}, {"reward_funcs": scored}, {"prompt": SUMS}),
+    "RLOO": (GROUPS, {"reward_funcs": scored}, {"prompt": SUMS}),
+    "KTO": ({}, {}, {**ANSWERED, "label": [True, False] * 4}),
+    "Reward": ({}, {}, {"chosen": [f"{each} 3" for each in SUMS], "rejected": [f"{each} 9" for each in SUMS]}),
+}
+"""Arguments, keywords and data of TRL's trainers that the example leaves out."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_trainers_train_as_with_trl(name: str, tmp_path: Path) -> None:
+    script, (fields, keywords, columns) = example("with_trl"), OTHERS[name]
+    script.make_base(tmp_path)
+    kind, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    arguments = script.arguments(STEPS, 1e-3) | {"per_device_train_batch_size": 4, "seed": 3} | fields
+    found = []
+    for kinds, budgets in (((kind,), {}), ((Trainer, kind), {**ON_DISK, "disk": tmp_path / "state"})):
+        trainer = type("Mine", kinds, {})(
+            model=str(tmp_path),
+            args=config(str(tmp_path / str(len(found))), **arguments),
+            train_dataset=datasets.Dataset.from_dict(columns),
+            processing_class=transformers.AutoTokenizer.from_pretrained(tmp_path),
+            **keywords,
+            **budgets,
+        )
+        trainer.train()
+        found.append(
+            [
+                value
+                for entry in trainer.state.log_history
+                if "loss" in entry
+                for value in (entry["loss"], entry["grad_norm"])
+            ]
+        )
+    assert len(found[1]) == 2 * STEPS
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-6)
 
 
 def rank_of_two(folder: Path) -> list[tuple[list[float], list[float]]]:
