@@ -398,6 +398,14 @@ def test_what_is_written_inside_gathered_is_trained_on(sim: Any, workshop: Works
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
+def test_weights_that_rest_on_the_device_are_read_after_a_backward(sim: Any, workshop: Workshop) -> None:
+    """Autograd's thread may forget the backward later than `backward()` returns."""
+    model, _ = prepared_stack(workshop, params="device", grads="host", states="host")
+    for batch in on_sim(batches(20)):
+        squared_error(model, batch).backward()
+        assert model.head.weight.detach().isfinite().all()
+
+
 # -- memory, and what rests where -------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 import torch
@@ -48,8 +47,14 @@ class Backward:
         if task not in (-1, self._task):
             self._owner.take(BACKWARD)
             self._task = task
-            over = partial(self._end, True)  # autograd drops it with the backward, also after an error
-            weakref.finalize(over, self._owner.give).atexit = False
+
+            def over() -> None:
+                self._end(complete=True)
+                give()
+
+            # Autograd drops `over` after an error, too, but on an accelerator only when `backward` has returned.
+            give = weakref.finalize(over, self._owner.give)
+            give.atexit = False
             Variable._execution_engine.queue_callback(over)
 
     def gradient_arrived(self, param: torch.Tensor) -> None:
