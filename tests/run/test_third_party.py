@@ -192,7 +192,10 @@ def test_what_the_user_hangs_on_parameters_is_seen_as_it_is_at_the_step(workshop
 
 
 def test_masks_and_narrow_states_keep_their_dtype_within_the_step(workshop: Workshop, tier: str) -> None:
-    workshop.pair(optimizer=lambda model: Masked(model.parameters(), lr=1e-2), tier=tier).train(batches(4))
+    pair = workshop.pair(optimizer=lambda model: Masked(model.parameters(), lr=1e-2), tier=tier)
+    pair.train(batches(4))
+    outsize.release(pair.model)  # the state has its dtypes again
+    pair.train(batches(2))
 
 
 def test_an_option_may_be_nan(workshop: Workshop) -> None:

@@ -117,12 +117,14 @@ def _states(prepared: Prepared) -> dict[torch.Tensor, dict[str, Any]]:
                 by_row = key in unit.shard.row_values
                 if not (by_row or key in unit.shard.arrays) or not isinstance(value, torch.Tensor):
                     continue
+                as_it_is = param.dtype is torch.float64 or value.dtype.itemsize < torch.float32.itemsize
+                dtype = value.dtype if as_it_is else torch.float32
                 if unit.shard.ranks > 1 and reduction is not None:
+                    value = value.to(param.dtype if param.dtype is torch.float64 else torch.float32)
                     shape = unit.shard.whole_slots[name].shape
                     width = prod(shape[1:]) if by_row else 1
                     whole = reduction.whole(unit.shard, name, value.reshape(-1), width)
                     value = whole.view(shape[:1] if by_row else shape)
-                dtype = value.dtype if param.dtype is torch.float64 else torch.float32
                 entry[key] = value.to(prepared.config.compute_device, dtype)
             found[param] = entry
     return found

@@ -70,6 +70,9 @@ class Rule(ABC):
     optional: frozenset[str] = frozenset()
     """The arrays that a parameter's state may be without, which then has None for it in its scalars."""
 
+    narrow: Mapping[str, torch.dtype] = MappingProxyType({})
+    """The arrays that the optimizer keeps in a dtype of fewer bits than the fp32 in which they rest."""
+
     row_values: tuple[str, ...] = ()
     """What a table has in place of arrays: one value a row, in host memory. Else its arrays have values for it too, of
     which only the rows that a batch touches move."""

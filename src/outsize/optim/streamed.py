@@ -87,8 +87,9 @@ class StreamedRule(Rule):
                 f"({reason}), so it cannot run on streamed state; use an optimizer such as AdamW, SGD, Adagrad, Muon "
                 f"or Adafactor"
             ) from error
-        self._dtypes = {key: dtype for each in found for key, dtype in each.arrays.items()}
-        self.arrays = tuple(self._dtypes)
+        dtypes = {key: dtype for each in found for key, dtype in each.arrays.items()}
+        self.arrays = tuple(dtypes)
+        self.narrow = {key: dtype for key, dtype in dtypes.items() if dtype in NARROW}
         self.tried = {key: value for each in found for key, value in each.scalars.items()}
         self.counts = ("step",) if "step" in self.tried else ()
         self._changes = {key for each in found for key in each.changes}
@@ -242,8 +243,7 @@ class StreamedRule(Rule):
         }
         for name in self.arrays:
             if name not in scalars:
-                dtype = self._dtypes[name]
-                state[name] = piece.states[name].to(dtype) if dtype in NARROW else piece.states[name]
+                state[name] = piece.states[name].to(self.narrow.get(name, piece.states[name].dtype))
             elif scalars[name] is None and name not in self._nones:
                 del state[name]
         return state

@@ -128,6 +128,7 @@ def read_entry(unit: Unit, slot: Slot, rule: Rule, on_host: bool) -> dict[str, A
     for name, array in unit.shard.arrays.items():
         if array.public and name not in state.scalars:  # SGD without momentum has None there
             value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
+            value = value.to(rule.narrow.get(name, value.dtype))
             value = value if on_host else value.to(unit.shard.device)
             entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
     return entry
