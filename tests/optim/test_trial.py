@@ -338,6 +338,30 @@ def test_steps_are_counted_once_a_step(workshop: Workshop, tier: str, kind: Any,
     assert getattr(pair.optimizer, "count", 6) == 6
 
 
+class OfItsOwnFormat(InGroups):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("is not called")
+
+
+class Nested(OfItsOwnFormat):
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def test_a_state_dict_that_only_its_class_can_load_is_refused(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(OfItsOwnFormat), "host")
+    pair.train(batches(1))
+    with pytest.raises(ValueError, match=r"OfItsOwnFormat also has \['inner'\], for the load_state_dict of its class"):
+        pair.optimizer.load_state_dict(pair.optimizer.state_dict())
+    pair.train(batches(1))
+    other = workshop.pair(lambda: Stack(depth=2), in_two_groups(Nested), "host")
+    with pytest.raises(ValueError, match=r"a dict with 'param_groups' and 'state', this has \['inner'\]"):
+        other.optimizer.state_dict()
+
+
 def test_a_group_without_gradients_counts_as_in_torch(workshop: Workshop) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), "host")
     for model, optimizer in pair.both:

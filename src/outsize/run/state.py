@@ -151,7 +151,8 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
             found: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
         finally:
             self._for_a_state_dict = False
-        for group, saved in zip(self._optimizer.param_groups, found["param_groups"], strict=True):
+        groups, _ = _parts_of(found)
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 if is_wrapper(param):
                     continue  # frozen: it has no state
@@ -174,6 +175,13 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
             replaced = hook(optimizer, state_dict)
             state_dict = state_dict if replaced is None else replaced
         saved, state = _parts_of(state_dict)
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            beside = sorted(map(str, state_dict.keys() - {"param_groups", "state"}))
+            if beside:
+                raise ValueError(
+                    f"the state dict of this {type(optimizer).__name__} also has {beside}, for the load_state_dict of "
+                    f"its class, which is not called here: take them out, and set them on the optimizer yourself"
+                )
         groups = optimizer.param_groups
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
