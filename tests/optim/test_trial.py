@@ -145,6 +145,32 @@ def test_one_that_would_step_on_something_else_is_refused_and_nothing_moves(work
         assert param.grad is grad
 
 
+class SharpnessAware(Plain):
+    """Looks at the gradients twice where it has a closure."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if closure is not None:
+            closure()
+            closure()
+        super().step()
+
+
+class ByLoss(Plain):
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if closure is not None:
+            self.param_groups[0]["lr"] = 0.1 * float(closure())
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [SharpnessAware, ByLoss])
+def test_a_closure_that_is_more_than_called_is_refused_before_it_is(workshop: Workshop, kind: Any) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: kind(model.parameters()), "host")
+    pair.train(batches(2))
+    with pytest.raises(RuntimeError, match="more with the closure than to call it once"):
+        pair.optimizer.step(lambda: pytest.fail("called"))
+    pair.train(batches(2))
+
+
 class Slow(Plain):
     """RAdam that waits until its variance is known: moves nothing in its first steps."""
 

@@ -96,6 +96,10 @@ class Rule(ABC):
         """What the update will read beside options, as it is now: from the parameter and from the optimizer itself."""
         return None
 
+    def check_closure(self, groups: Sequence[Mapping[str, object]]) -> None:
+        """Raise `RuntimeError` if a step with these `groups` does more with a closure than to call it at first."""
+        return
+
     def look_ahead(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]], stepped: Sequence[bool]
     ) -> Callable[[], None] | None:

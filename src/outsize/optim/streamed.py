@@ -16,7 +16,7 @@ import torch
 
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.trial import NARROW, Found, Kind, on_what_it_is_given, try_out
-from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
+from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, differs, plain_step, snapshots
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
@@ -71,6 +71,7 @@ class StreamedRule(Rule):
         self._changes: set[str] = set()
         self._start: dict[str, Any] = {}
         self._pilots: list[dict[str, Any]] = []
+        self._takes_closures = False
         optimizer.defaults.setdefault("differentiable", False)  # as torch does when a state is loaded
         groups = list({self._key(group): group for group in optimizer.param_groups}.values())
         tried = groups * 2 if len(groups) == 1 < len(optimizer.param_groups) else groups
@@ -166,6 +167,35 @@ class StreamedRule(Rule):
 
     def note(self, param: torch.Tensor) -> tuple[Values, Values]:
         return snapshots(attributes_of(param)), self._worker.own()
+
+    def check_closure(self, groups: Sequence[Values]) -> None:
+        """By trying one step with and without. The user's closure is called before a step is marked, and once."""
+        if self._takes_closures:
+            return
+        calls: list[None] = []
+
+        def closure() -> torch.Tensor:
+            calls.append(None)
+            return torch.full((), 2.0, device="cpu", requires_grad=True)
+
+        generator = torch.Generator().manual_seed(0)
+        start, grad = torch.randn(2, *_PILOT, generator=generator, device="cpu", dtype=torch.float32)
+        own, found = self._at_start(self._worker.own()), []
+        for given in (None, closure):
+            pilots = [Subject(start.clone(), grad.clone()) for _ in groups]
+            options = [self._at_start(each) for each in groups]
+            with self._lock:
+                changes = self._worker.run(
+                    [(each, [pilot]) for each, pilot in zip(options, pilots, strict=True)], own, given
+                )
+            found.append(([(pilot.param, pilot.state) for pilot in pilots], changes))
+        if len(calls) != 1 or differs(*found):
+            raise RuntimeError(
+                f"{self._name}.step(closure) does more with the closure than to call it once at first, which is all "
+                f"that can be done here. Call loss.backward() yourself and step() without a closure, if what the "
+                f"optimizer does then is what you want; or use another optimizer. Nothing was updated"
+            )
+        self._takes_closures = True
 
     def look_ahead(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Values], stepped: Sequence[bool]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -67,7 +67,9 @@ class Worker:
             self._own = snapshots(now)
         return self._own
 
-    def run(self, groups: Sequence[Group], own: Values) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def run(
+        self, groups: Sequence[Group], own: Values, closure: Callable[[], Any] | None = None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """One step on these parameters, whose values and states change in place, with these attributes of the
         optimizer. Returns what the step has changed of each group and of the optimizer."""
         worker = self._worker
@@ -85,7 +87,7 @@ class Worker:
             # What a step makes of its own is in host memory, whatever device the user has made the default.
             on_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
             with torch.no_grad(), on_host:
-                self._step(worker)
+                self._step(worker, *(() if closure is None else (closure,)))
             for subject, leaf in pairs:
                 if leaf.data_ptr() != subject.param.data_ptr():  # it put another tensor in place of the values
                     subject.param.copy_(leaf)

@@ -119,6 +119,7 @@ class Attached:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         loss = None
         if closure is not None:
+            self._stepper.check_closure()
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # only what parameters are, never their values

@@ -166,6 +166,10 @@ class Stepper:
         self._streamer.settle_seen()
         turned("loop")
 
+    def check_closure(self) -> None:
+        """Raise if the optimizer does more with a closure than to call it."""
+        self._updater.rule.check_closure([hyper_of(group) for group in self._optimizer.param_groups])
+
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
         """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""
         marked = [pendings, self._applied]
