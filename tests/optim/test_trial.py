@@ -116,6 +116,44 @@ class KeepsItself(Plain):
         return grad + self.state[param].setdefault("start", param.data)
 
 
+class Clock:
+    ticks = 0
+
+
+class HasClock(Plain):
+    """Counts in an object, and acts on it late."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.clock = Clock()
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        self.clock.ticks += 1
+        return grad / max(1, self.clock.ticks - 10_000)
+
+
+class OnItsClass(Plain):
+    """The same on its class."""
+
+    ticks = 0
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        type(self).ticks += 1
+        return grad / max(1, self.ticks - 10_000)
+
+
+class Eager(Plain):
+    """Makes what its parameters keep before the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["v"] = torch.zeros_like(param)
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return self.state[param]["v"].lerp_(grad, 0.5).clone()
+
+
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "Wrapper": (Wrapper, "its attribute 'base' is another optimizer"),
     "OwnList": (OwnList, "its attribute 'mine' holds parameters"),
@@ -126,6 +164,9 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "InDict": (InDict, "it keeps 'kept' for each element in a dict"),
     "Flat": (Flat, "it keeps 'v' for each element in another shape"),
     "OneForTwo": (OneForTwo, "it keeps 'slow' in the memory of 'fast'"),
+    "HasClock": (HasClock, "changes its attribute 'clock', and runs once a parameter here; count in its groups"),
+    "OnItsClass": (OnItsClass, "changes its class, and runs once a parameter"),
+    "Eager": (Eager, "raised KeyError.'v'.; what a parameter keeps must be made in its first step"),
     "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
 }
 

@@ -82,7 +82,9 @@ class StreamedRule(Rule):
             if not any(each.moved for each in found):
                 raise Unsuited("its step() does not change the parameter that it is given")
         except Exception as error:
-            reason = str(error) if isinstance(error, Unsuited) else f"its step() on one parameter raised: {error}"
+            reason = str(error) if isinstance(error, Unsuited) else f"its step() on one parameter raised {error!r}"
+            if isinstance(error, KeyError) and any(optimizer.state.values()):
+                reason += "; what a parameter keeps must be made in its first step, not with the optimizer"
             raise ValueError(
                 f"{self._name} can run neither on pieces of parameters nor on whole parameters one at a time "
                 f"({reason}), so it cannot run on streamed state; use an optimizer such as AdamW, SGD, Adagrad, Muon "

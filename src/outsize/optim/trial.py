@@ -259,12 +259,25 @@ def on_what_it_is_given(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 raise Unsuited(f"{where} is another optimizer, which has the parameters themselves: prepare that one")
             if id(each) in own or (type(each) is int and each in own):
                 raise Unsuited(f"{where} holds parameters or their ids, and its step() is given pieces of them")
+    shared = [(where, each) for where, value in held for each in inside(value)]  # with the worker, unlike numbers
+    objects = [
+        (where, each, dict(vars(each)))
+        for where, each in (*shared, ("its class", type(optimizer)))
+        if hasattr(each, "__dict__")
+    ]
     grads = [param.grad for param in params]
     try:
         for param in params:
             param.grad = None
         yield
+        for where, each, before in objects:
+            if differs(dict(vars(each)), before):
+                raise Unsuited(f"its step() changes {where}, and runs once a parameter here; count in its groups")
     finally:
+        for _, each, before in objects:
+            for key, value in before.items():
+                if vars(each).get(key) is not value:
+                    setattr(each, key, value)
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.grad = grad
