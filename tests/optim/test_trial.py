@@ -154,6 +154,32 @@ class Eager(Plain):
         return self.state[param]["v"].lerp_(grad, 0.5).clone()
 
 
+class Caching(Plain):
+    """Keeps what it computes from the learning rate in a list of lists, which is one for all groups, as RAdam did."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, cache=[[None, None] for _ in range(10)])
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        cached = group["cache"][state["step"] % 10]
+        if cached[0] != state["step"]:
+            cached[:] = state["step"], 0.1 * group["lr"] / state["step"]
+        return grad * cached[1]
+
+
+def test_what_a_step_keeps_in_lists_of_lists_is_as_in_torch(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: Caching(model.parameters()), tier)
+    pair.train(batches(8), rel=2e-6, atol=1e-6)
+    assert pair.optimizer.param_groups[0]["cache"] == pair.plain_optimizer.param_groups[0]["cache"]
+
+
+def two_that_share(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    return Caching([{"params": params[:2]}, {"params": params[2:], "lr": 0.02}])
+
+
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "Wrapper": (Wrapper, "its attribute 'base' is another optimizer"),
     "OwnList": (OwnList, "its attribute 'mine' holds parameters"),
@@ -167,6 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "HasClock": (HasClock, "changes its attribute 'clock', and runs once a parameter here; count in its groups"),
     "OnItsClass": (OnItsClass, "changes its class, and runs once a parameter"),
     "Eager": (Eager, "raised KeyError.'v'.; what a parameter keeps must be made in its first step"),
+    "Caching": (two_that_share, "depends on the others, or on the other groups"),
     "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
 }
 

@@ -74,11 +74,12 @@ class Worker:
         optimizer. Returns what the step has changed of each group and of the optimizer."""
         worker = self._worker
         vars(worker).clear()
-        vars(worker).update(self._of_torch, **snapshots(own), state=defaultdict(dict))
+        known: dict[int, Any] = {}  # what groups share (a list of the defaults) they share here too
+        vars(worker).update(self._of_torch, **snapshots(own, known), state=defaultdict(dict))
         pairs = [(subject, _leaf_of(subject)) for _, subjects in groups for subject in subjects]
         leaves = iter(pairs)
         worker.param_groups = [
-            {**snapshots(options), "params": [next(leaves)[1] for _ in subjects]} for options, subjects in groups
+            {**snapshots(options, known), "params": [next(leaves)[1] for _ in subjects]} for options, subjects in groups
         ]
         worker.state.update({leaf: subject.state for subject, leaf in pairs if subject.state})
         after = list(worker.param_groups)
@@ -148,15 +149,32 @@ def inside(value: object, depth: int = 5) -> Iterator[Any]:
             yield from inside(each, depth - 1)
 
 
-def snapshots(values: Values) -> dict[str, Any]:
-    """The values as they are now, whatever becomes of what holds them."""
-    return {key: _snapshot(value) for key, value in values.items()}
+def snapshots(values: Values, known: dict[int, Any] | None = None) -> dict[str, Any]:
+    """The values as they are now, whatever becomes of what holds them; `known`, by id: what has been copied already."""
+    known = {} if known is None else known
+    return {key: _snapshot(value, known) for key, value in values.items()}
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(value: Any, known: dict[int, Any]) -> Any:
+    """A copy of tensors and containers, and of what these hold; two that were one are one in the copy."""
+    if id(value) in known:
+        return known[id(value)]
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+        copied: Any = value.detach().clone()
+    elif type(value) is tuple:
+        copied = tuple(_snapshot(each, known) for each in value)
+    elif isinstance(value, (list, deque, dict, set)):
+        copied = known[id(value)] = copy.copy(value)  # which may hold itself
+        if isinstance(value, dict):
+            copied.update({key: _snapshot(each, known) for key, each in value.items()})
+        elif not isinstance(value, set):
+            each = [_snapshot(each, known) for each in value]
+            copied.clear()
+            copied.extend(each)
+    else:
+        return value
+    known[id(value)] = copied
+    return copied
 
 
 def attributes_of(param: torch.Tensor) -> dict[str, Any]:
