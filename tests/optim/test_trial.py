@@ -494,6 +494,33 @@ def test_counts_in_groups_come_back_from_a_checkpoint(workshop: Workshop, tier: 
         assert torch.equal(value, weights(other.model)[name])
 
 
+class Later(InGroups):
+    """The second count of a group makes a further array, and the next ones need it."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        super().step()
+        for group, param in self.stepped():
+            if group["step"] == 2:
+                self.state[param]["slow"] = param.clone()
+            if group["step"] > 2:
+                param.lerp_(self.state[param]["slow"].lerp_(param, 0.5), 0.5)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_checkpoint_of_later_steps_is_gone_on_with(workshop: Workshop, tmp_path: Path, before: int) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(Later), "disk")
+    pair.train(batches(4))
+    outsize.save(tmp_path / "four", pair.model, pair.optimizer).wait()
+    other = workshop.pair(lambda: Stack(depth=2), in_two_groups(Later), "host")
+    other.train(batches(before))
+    outsize.load(tmp_path / "four", other.model, other.optimizer)
+    pair.train(batches(3))
+    train(other.model, other.optimizer, batches(3))
+    for name, value in weights(pair.model).items():
+        assert torch.equal(value, weights(other.model)[name])
+
+
 def test_counts_in_groups_go_to_torch_and_back(workshop: Workshop) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), "host")
     pair.train(batches(2))

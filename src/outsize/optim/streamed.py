@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from outsize.optim.rules import Piece, Rule, join_master, split_master
-from outsize.optim.trial import NARROW, Found, Kind, on_what_it_is_given, try_out
+from outsize.optim.trial import NARROW, STEPS, Found, Kind, on_what_it_is_given, try_out
 from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, differs, plain_step, snapshots
 
 # Note [Options after prepare]
@@ -180,11 +180,9 @@ class StreamedRule(Rule):
             calls.append(None)
             return torch.full((), 2.0, device="cpu", requires_grad=True)
 
-        generator = torch.Generator().manual_seed(0)
-        start, grad = torch.randn(2, *_PILOT, generator=generator, device="cpu", dtype=torch.float32)
         own, found = self._at_start(self._worker.own()), []
         for given in (None, closure):
-            pilots = [Subject(start.clone(), grad.clone()) for _ in groups]
+            pilots = [_pilot(True, {}) for _ in groups]
             options = [self._at_start(each) for each in groups]
             with self._lock:
                 changes = self._worker.run(
@@ -209,17 +207,15 @@ class StreamedRule(Rule):
         pilots, of_groups, of_optimizer = [], [], dict[str, Any]()
         before = [*self._pilots, *[{}] * (len(groups) - len(self._pilots))]  # at first, or where a group was added
         for hyper, with_grad, state in zip(groups, stepped, before, strict=True):
-            generator = torch.Generator().manual_seed(0)
-            start, grad = torch.randn(2, *_PILOT, generator=generator, device="cpu", dtype=torch.float32)
-            pilot = Subject(start, grad if with_grad else None, copy.deepcopy(state))
+            pilot = _pilot(with_grad, copy.deepcopy(state))
             with self._lock:
                 try:
                     [changed], changed_own = self._worker.run([(hyper, [pilot])], own)
                 except Exception:
-                    if pilot.state or not with_grad:
+                    if not with_grad:
                         raise
                     # The groups have counted on without the pilot (a checkpoint was loaded): it makes its state first.
-                    self._worker.run([(self._at_start(hyper), [pilot])], self._at_start(own))
+                    pilot = self._experienced(hyper, own)
                     [changed], changed_own = self._worker.run([(hyper, [pilot])], own)
             pilots.append(pilot.state)
             of_groups.append(changed)
@@ -232,6 +228,15 @@ class StreamedRule(Rule):
             vars(optimizer).update(of_optimizer)
 
         return commit
+
+    def _experienced(self, options: Values, own: Values) -> Subject:
+        """A pilot after as many steps as the trial makes."""
+        options, own, state = self._at_start(options), self._at_start(own), dict[str, Any]()
+        for _ in range(STEPS):
+            pilot = _pilot(True, state)
+            [changed], changed_own = self._worker.run([(options, [pilot])], own)
+            options, own, state = {**options, **changed}, {**own, **changed_own}, pilot.state
+        return _pilot(True, state)
 
     def apply(self, piece: Piece) -> dict[str, object]:
         master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)
@@ -279,6 +284,13 @@ class StreamedRule(Rule):
             elif scalars[name] is None and name not in self._nones:
                 del state[name]
         return state
+
+
+def _pilot(with_grad: bool, state: dict[str, Any]) -> Subject:
+    """A small parameter, the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    start, grad = torch.randn(2, *_PILOT, generator=generator, device="cpu", dtype=torch.float32)
+    return Subject(start, grad if with_grad else None, state)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -30,7 +30,7 @@ from outsize.optim.worker import Subject, Unsuited, Values, Worker, differs, ins
 NARROW = {torch.bool, torch.int8, torch.uint8, torch.int16, torch.bfloat16, torch.float16}
 """What fp32 holds exactly."""
 
-_STEPS = 5
+STEPS = 5
 _SMALL = (8, 12)
 _LARGE = (136, 144)
 """Not square, so that an array for each row or column is not taken for one for each element."""
@@ -133,7 +133,7 @@ def _samples(kind: Kind, shape: tuple[int, ...], generator: torch.Generator) -> 
     for attributes in kind.attributes:
         for each, scale in zip((shape, shape, *[_VECTOR] * kind.vectors), _SCALES, strict=False):
             # In fp32 in host memory, whatever the defaults of dtype and device are.
-            start, *grads = torch.randn(_STEPS + 1, *each, generator=generator, device="cpu", dtype=torch.float32)
+            start, *grads = torch.randn(STEPS + 1, *each, generator=generator, device="cpu", dtype=torch.float32)
             yield _Sample(start, [grad * scale * 2**step for step, grad in enumerate(grads)], attributes)
 
 
@@ -146,7 +146,7 @@ def _stepped(
     hypers, own = [dict(each) for each in options], dict(own)
     changes: list[list[dict[str, Any]]] = [[] for _ in options]
     own_changes, found = [], [Found() for _ in options]
-    for step in range(_STEPS):
+    for step in range(STEPS):
         for group, originals in zip(subjects, samples, strict=True):
             for subject, sample in zip(group, originals, strict=True):
                 subject.grad = sample.grads[step].clone()
