@@ -71,6 +71,21 @@ def test_a_step_moves_twelve_bytes_a_parameter_and_the_gradient_at_most(
     assert after.bytes_read - before.bytes_read <= each
 
 
+def test_weights_stay_for_their_update_where_room_is_short(workshop: Workshop) -> None:
+    """But those of the first layer, which its backward does not need: its gradient is written and read."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    workshop.prepare(model, optimizer, "squeezed", update="backward", units=nn.Linear)
+    data = [(torch.randn(4, 256), torch.randn(4, 256))]
+    train(model, optimizer, data)
+    for _ in range(3):
+        workshop.settle(model)
+        before = outsize.memory(model).bytes_written
+        train(model, optimizer, data)
+        workshop.settle(model)
+        assert outsize.memory(model).bytes_written - before <= (4 * 12 + 4) * 256 * 256
+
+
 BROKEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "clipping": lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clipping by value": lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),

@@ -64,7 +64,8 @@ class Backward:
         gradients = self._gradients[unit.index]
         if not gradients.arrives(slot):
             return
-        self._streamer.finished(unit)  # before the gradients are copied: the weights may make room for them
+        if self._stepper is None:  # else the update needs the weights beside the gradients
+            self._streamer.finished(unit)  # before the gradients are copied: the weights may make room for them
         if not gradients.defer():
             self._complete(unit, True)
             if self._reduction is not None:
@@ -73,7 +74,10 @@ class Backward:
     def _complete(self, unit: Unit, complete: bool) -> None:
         """The unit's gradients are `complete`, or as many as an interrupted backward has left."""
         gradients = self._gradients[unit.index]
-        if gradients.end_of_backward(complete):
+        at_rest = gradients.end_of_backward(complete)
+        if self._stepper is not None:
+            self._streamer.finished(unit)
+        if at_rest:
             if complete and self._stepper is not None and self._stepper.update_now(unit):
                 gradients.given_to_update()
             gradients.finish()
