@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import socket
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import outsize
-from outsize.api.ranks import LAUNCHERS, join, local_ranks, take_accelerator
-from outsize.move import meeting
+from outsize.api.ranks import LAUNCHERS, local_ranks, take_accelerator
 
 LIMIT_SECONDS = 60.0
 
@@ -67,37 +65,6 @@ def test_ranks_that_mpirun_and_srun_start_find_each_other(names: tuple[str, ...]
     for rank, (place, size, local, neighbours, weight) in enumerate(found):
         assert (place, size, local, neighbours) == (rank, 2, str(rank), 2)
         assert torch.allclose(torch.tensor(weight), plain)
-
-
-def joins(place: dict[str, str], pipe: Any) -> None:
-    """A process that has `place` joins its job: what the log said."""
-    meeting.MEETING_WORD_SECONDS = 0.2
-    os.environ.update(place)
-    handler = logging.Handler()
-    handler.emit = lambda record: pipe.send(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("outsize").addHandler(handler)
-    join()
-    dist.barrier()  # the first rank keeps the store
-    pipe.send(dist.get_world_size())
-
-
-@pytest.mark.parametrize("agent", [False, True], ids=["mpirun", "torchrun"])
-def test_who_waits_to_join_the_job_says_for_whom(agent: bool) -> None:
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if agent:
-        job["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    ends = []
-    for rank in range(2):
-        ours, theirs = context.Pipe(duplex=False)
-        context.Process(target=joins, args=(job | {"RANK": str(rank)}, theirs), daemon=True).start()
-        theirs.close()
-        ends.append(ours)
-        if rank == 0:
-            assert ours.poll(LIMIT_SECONDS), "nothing is said"
-            assert ours.recv() == "rank 0 waits in outsize.prepare for rank 1, as every rank must call it"
-    assert [end.poll(LIMIT_SECONDS) and end.recv() for end in ends] == [2, 2]
 
 
 @pytest.fixture

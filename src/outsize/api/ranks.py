@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from outsize.checkpoint.peers import PeerFailedError, Peers, together
 from outsize.config import Config, has_chosen_accelerator
 from outsize.move.comm import Ranks
-from outsize.move.meeting import MEETING, await_all
 from outsize.planning.layout import ParamInfo
 from outsize.planning.placement import Budgets
 from outsize.run.local import is_distributed
@@ -58,17 +58,9 @@ def join() -> None:
     know_place()
     environment = os.environ
     if int(environment.get("WORLD_SIZE") or 1) > 1 and "RANK" in environment and "MASTER_ADDR" in environment:
-        address, port = environment["MASTER_ADDR"], environment.get("MASTER_PORT", "")
-        if not port.isdigit():
-            raise ValueError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}; set it to a free port of rank 0")
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        keeps = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        # Not by torch's `rendezvous`: there the first rank waits for the others and says nothing.
-        job = TCPStore(address, int(port), size, keeps, MEETING, wait_for_workers=False, multi_tenant=True)
         # After a restart the launcher's store may still hold what the last try wrote, addresses among it.
-        store = PrefixStore(f"outsize/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", job)
-        store.set(f"here/{rank}", "1")
-        await_all(lambda: [each for each in range(size) if not store.check([f"here/{each}"])], rank)
+        store, rank, size = next(iter(rendezvous("env://")))
+        store = PrefixStore(f"outsize/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         device = torch.accelerator.current_accelerator(check_available=True)
         backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)

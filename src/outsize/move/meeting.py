@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -43,37 +43,27 @@ def meet(everyone: list[int], sync: bool) -> Model:
     with _lock:
         _models.add(model)
     _listen_to_errors()
-
-    def missing() -> list[int]:
-        away = watch.missing()
-        if away and shared and not shared[0].watch.over:
-            shared[0].check("outsize.prepare", remedy="")
-        return away
-
+    began, told = time.monotonic(), False
     try:
         with lane.waiting(lane.next("outsize.prepare of another model", number)):
-            await_all(missing, own)
+            while missing := watch.missing():
+                if shared and not shared[0].watch.over:
+                    shared[0].check("outsize.prepare", remedy="")
+                waited = time.monotonic() - began
+                if waited > MEETING.total_seconds():
+                    raise RanksError(
+                        f"{named(missing)} did not come to outsize.prepare within {MEETING}: every rank must call it, "
+                        f"as often as the others"
+                    )
+                if waited > MEETING_WORD_SECONDS and not told:
+                    told = True
+                    here, away = named([own]), named(missing)
+                    logger.warning("%s waits in outsize.prepare for %s, as every rank must call it", here, away)
+                time.sleep(LOOK.total_seconds())
     except BaseException:
         model.close()
         raise
     return model
-
-
-def await_all(missing: Callable[[], list[int]], own: int) -> None:
-    """Wait until no rank is missing. The log says who is, once."""
-    began, told = time.monotonic(), False
-    while away := missing():
-        waited = time.monotonic() - began
-        if waited > MEETING.total_seconds():
-            raise RanksError(
-                f"{named(away)} did not come to outsize.prepare within {MEETING}: every rank must call it, "
-                f"as often as the others"
-            )
-        if waited > MEETING_WORD_SECONDS and not told:
-            told = True
-            here, others = named([own]), named(away)
-            logger.warning("%s waits in outsize.prepare for %s, as every rank must call it", here, others)
-        time.sleep(LOOK.total_seconds())
 
 
 def _stuck(members: Sequence[int]) -> Wait | None:
