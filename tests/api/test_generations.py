@@ -208,10 +208,10 @@ def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_
     scarce: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "link", lambda generation, target: False)
-    at_rest = outsize.plan(Run(tmp_path).model).bytes_on("disk")
-    run = Run(tmp_path, **({"disk_space": at_rest} if scarce == "the budget" else {}))
+    plan = outsize.plan(Run(tmp_path).model)
+    run = Run(tmp_path, **({"disk_space": plan.bytes_on("disk")} if scarce == "the budget" else {}))
     if scarce != "the budget":
-        free = SimpleNamespace(f_bavail=at_rest // 512 + 64, f_frsize=512)  # what is in memory, too
+        free = SimpleNamespace(f_bavail=plan.checkpoint_bytes // 512 + 32, f_frsize=512)
         monkeypatch.setattr(directory.os, "statvfs", lambda path: free)
     run.train()
     settle(run.prepared)
@@ -221,6 +221,7 @@ def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_
     run.train()
     settle(run.prepared)
     assert blocks(tmp_path / "disk", set()) <= used + 4096  # a line that says where the checkpoints are
+    monkeypatch.undo()
     other = Run(tmp_path, seed=1)
     other.load(tmp_path / "ckpt")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,8 +191,8 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "InDict": (InDict, "it keeps 'kept' for each element in a dict"),
     "Flat": (Flat, "it keeps 'v' for each element in another shape"),
     "OneForTwo": (OneForTwo, "it keeps 'slow' in the memory of 'fast'"),
-    "HasClock": (HasClock, "changes its attribute 'clock', and runs once a parameter here; count in its groups"),
-    "OnItsClass": (OnItsClass, "changes its class, and runs once a parameter"),
+    "HasClock": (HasClock, "counts in its attribute 'clock', and runs once a parameter here; count in its groups"),
+    "OnItsClass": (OnItsClass, "counts in its class, and runs once a parameter"),
     "Eager": (Eager, "raised KeyError.'v'.; what a parameter keeps must be made in its first step"),
     "Caching": (two_that_share, "depends on the others, or on the other groups"),
     "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
@@ -230,13 +231,82 @@ class ByLoss(Plain):
         super().step()
 
 
-@pytest.mark.parametrize("kind", [SharpnessAware, ByLoss])
-def test_a_closure_that_is_more_than_called_is_refused_before_it_is(workshop: Workshop, kind: Any) -> None:
+class FactorOfLoss(Plain):
+    """Has a factor from the loss, whatever the learning rate is."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = 1.0 if closure is None else float(closure())
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * loss)
+
+
+class Deaf(Plain):
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        super().step()
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.0])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        (SharpnessAware, "calls the closure more than once"),
+        (ByLoss, "uses the loss"),
+        (FactorOfLoss, "uses the loss"),
+        (Deaf, "does not call the closure"),
+    ],
+)
+def test_a_closure_that_is_not_called_once_alone_is_refused_before_it_is(
+    workshop: Workshop, kind: Any, fault: str, rate: float
+) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), lambda model: kind(model.parameters()), "host")
     pair.train(batches(2))
-    with pytest.raises(RuntimeError, match="more with the closure than to call it once"):
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.param_groups[0]["lr"] = rate  # as a warm-up begins
+    with pytest.raises(RuntimeError, match=fault):
         pair.optimizer.step(lambda: pytest.fail("called"))
     pair.train(batches(2))
+
+
+class Scaled(Plain):
+    """Reads what the user has hung on each parameter, and what it counts in a table of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.table = Counter(half=1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        type(self).warned = True
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad * param.scale * self.table["half"], alpha=0.01)
+        return loss
+
+
+def test_a_closure_is_called_where_parameters_have_attributes(workshop: Workshop) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        for param in model.parameters():
+            param.scale = 0.5  # type: ignore[attr-defined]
+        return Scaled(model.parameters())
+
+    pair = workshop.pair(lambda: Stack(depth=2), make, "host")
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
+        for batch in batches(3):
+
+            def closure(model: nn.Module = model, batch: Any = batch) -> Tensor:
+                model.zero_grad()
+                loss = squared_error(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    pair.check()
 
 
 class Slow(Plain):

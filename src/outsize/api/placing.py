@@ -125,7 +125,7 @@ def place_model(
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
     sizes = tuple(
         replace(
-            _bytes_of(layout, infos, kept, config, size, shared and each),
+            _bytes_of(layout, kept, config, size, shared and each),
             in_place=layout.slots[0].name in in_files,
             swapped=sum(min(held.get(slot.name, 0), infos[slot.name].nbytes) for slot in layout.slots),
         )
@@ -154,7 +154,7 @@ def place_model(
                 working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
                 if working < sizes[index].working:
                     rows[index], padded = count, with_whole_rows(layout, size)
-                    nbytes = _bytes_of(padded, infos, kept, config, size, shared and graded[index])
+                    nbytes = _bytes_of(padded, kept, config, size, shared and graded[index])
                     nbytes = replace(
                         nbytes, tiles=working, in_place=sizes[index].in_place, swapped=sizes[index].swapped
                     )
@@ -377,17 +377,14 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
     return frozenset(chosen)
 
 
-def _bytes_of(
-    whole: UnitLayout, infos: dict[str, ParamInfo], kept: Kept, config: Config, ranks: int = 1, collects: bool = False
-) -> UnitBytes:
+def _bytes_of(whole: UnitLayout, kept: Kept, config: Config, ranks: int = 1, collects: bool = False) -> UnitBytes:
     """What rests on one rank. The ranks have equal parts of each segment. `collects`:
     gradients are reduced over ranks."""
     layout = slice_of(whole, 0, ranks)
-    trained = [slot for slot in layout.slots if infos[slot.name].trainable]
     graded = [segment for segment in layout.segments if segment.trainable]
     copies = 2 if config.delayed_update else 1  # those of two steps
     grads = sum(segment.numel * segment.itemsize for segment in graded) * copies
-    states = sum(kept.nbytes(slot.dtype, slot.numel) for slot in trained)
+    states = sum(kept.nbytes(segment.dtype, segment.numel) for segment in graded)  # with what pads them
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
     collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0

@@ -178,7 +178,6 @@ class SimulatedUnit:
         dtype = layout.segments[0].dtype if layout.segments else "float32"
         self.itemsize = OWN_BYTES[dtype]
         self.kind = "compact" if placed.kept.compact else dtype
-        self.padding = layout.numel / max(sum(slot.numel for slot in layout.slots), 1)
         self.state = Residency.AT_REST
         self.pending: dict[str, SlotUpdate] = {}
         self.updates = self.holds = 0

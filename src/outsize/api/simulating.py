@@ -93,8 +93,6 @@ class Simulation:
         for unit in self._units:
             for kind in ("params", "states"):
                 nbytes, tier = getattr(unit.size, kind), getattr(unit.tiers, kind)
-                if kind == "states":  # with what pads them
-                    nbytes = round(nbytes * unit.padding)
                 if kind == "params" and unit.always_resident:
                     ledger.add("device/resident", unit.nbytes)
                     unit.state = Residency.RESIDENT

@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 
 from outsize.optim.rules import Piece, Rule, join_master, split_master
-from outsize.optim.trial import NARROW, STEPS, Found, Kind, on_what_it_is_given, try_out
-from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, differs, plain_step, snapshots
+from outsize.optim.trial import NARROW, STEPS, Found, Kind, fault_with_closure, on_what_it_is_given, try_out
+from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
@@ -111,7 +111,11 @@ class StreamedRule(Rule):
         self.optional = (self.optional | set(self.arrays) - (found.always or set())) - self._nones
 
     def _try_out(self, groups: Sequence[Values]) -> tuple[list[Found], bool]:
-        """Try these options, on what parameters there are in groups that have them."""
+        """Try these options."""
+        return try_out(self._worker, self._to_try(groups), self._at_start(self._worker.own()), self._elementwise)
+
+    def _to_try(self, groups: Sequence[Values]) -> list[Kind]:
+        """These options, with what parameters there are in groups that have them."""
         optimizer = self._optimizer()
         present = [] if optimizer is None else optimizer.param_groups
         kinds = []
@@ -120,7 +124,7 @@ class StreamedRule(Rule):
             hung = {_kinds(each): each for each in map(attributes_of, params)}
             attributes = list(hung.values())[:_KNOWN_ATTRIBUTES] or [{}]
             kinds.append(Kind(self._at_start(options), attributes, any(param.dim() == 1 for param in params)))
-        return try_out(self._worker, kinds, self._at_start(self._worker.own()), self._elementwise)
+        return kinds
 
     def _key(self, options: Values) -> Hashable:
         """What the arrays depend on; parameters that are added may be of another kind."""
@@ -171,29 +175,20 @@ class StreamedRule(Rule):
         return snapshots(attributes_of(param)), self._worker.own()
 
     def check_closure(self, groups: Sequence[Values]) -> None:
-        """By trying one step with and without. The user's closure is called before a step is marked, and once."""
+        """By trying steps with and without. The user's closure is called before a step is marked, and once."""
         if self._takes_closures:
             return
-        calls: list[None] = []
-
-        def closure() -> torch.Tensor:
-            calls.append(None)
-            return torch.full((), 2.0, device="cpu", requires_grad=True)
-
-        own, found = self._at_start(self._worker.own()), []
-        for given in (None, closure):
-            pilots = [_pilot(True, {}) for _ in groups]
-            options = [self._at_start(each) for each in groups]
+        try:
             with self._lock:
-                changes = self._worker.run(
-                    [(each, [pilot]) for each, pilot in zip(options, pilots, strict=True)], own, given
-                )
-            found.append(([(pilot.param, pilot.state) for pilot in pilots], changes))
-        if len(calls) != 1 or differs(*found):
+                own = self._at_start(self._worker.own())
+                fault = fault_with_closure(self._worker, self._to_try(groups), own, self.whole)
+        except Exception as error:
+            fault = f"raised {error!r} when it was tried"
+        if fault is not None:
             raise RuntimeError(
-                f"{self._name}.step(closure) does more with the closure than to call it once at first, which is all "
-                f"that can be done here. Call loss.backward() yourself and step() without a closure, if what the "
-                f"optimizer does then is what you want; or use another optimizer. Nothing was updated"
+                f"{self._name}.step(closure) {fault}, and all that can be done here is to call the closure once, at "
+                f"first. Call loss.backward() yourself and step() without a closure, if what the optimizer does then "
+                f"is what you want; or use another optimizer. Nothing was updated"
             )
         self._takes_closures = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +129,27 @@ def _compared(worker: Worker, kinds: Sequence[Kind], own: Values, shape: tuple[i
     return found
 
 
+def fault_with_closure(worker: Worker, kinds: Sequence[Kind], own: Values, whole: bool) -> str | None:
+    """What a step does beside calling a closure once and then what it does without one; None where that is all."""
+    calls: list[None] = []
+
+    def closure() -> torch.Tensor:
+        calls.append(None)
+        return torch.full((), 2.0, device="cpu", requires_grad=True)
+
+    generator = torch.Generator().manual_seed(0)
+    options = [_with_rate(kind.options, 0.01) for kind in kinds]
+    samples = [list(_samples(kind, _LARGE if whole else _SMALL, generator)) for kind in kinds]
+    with _random_numbers_kept():
+        without, with_one = (_stepped(worker, options, samples, own, given)[:3] for given in (None, closure))
+    if not calls:
+        return "does not call the closure"
+    if len(calls) != STEPS:
+        return "calls the closure more than once"
+    values = [[[(each.param, each.state) for each in group] for group in found[0]] for found in (without, with_one)]
+    return "uses the loss" if differs(*values) or differs(without[1:], with_one[1:]) else None
+
+
 def _samples(kind: Kind, shape: tuple[int, ...], generator: torch.Generator) -> Iterator[_Sample]:
     for attributes in kind.attributes:
         for each, scale in zip((shape, shape, *[_VECTOR] * kind.vectors), _SCALES, strict=False):
@@ -138,7 +159,11 @@ def _samples(kind: Kind, shape: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def _stepped(
-    worker: Worker, options: Sequence[Values], samples: Sequence[Sequence[_Sample]], own: Values
+    worker: Worker,
+    options: Sequence[Values],
+    samples: Sequence[Sequence[_Sample]],
+    own: Values,
+    closure: Callable[[], Any] | None = None,
 ) -> tuple[list[list[Subject]], list[list[dict[str, Any]]], list[dict[str, Any]], list[Found]]:
     """The parameters of each group after all steps, what each step changed of the groups and of the optimizer, and what
     was found."""
@@ -150,7 +175,7 @@ def _stepped(
         for group, originals in zip(subjects, samples, strict=True):
             for subject, sample in zip(group, originals, strict=True):
                 subject.grad = sample.grads[step].clone()
-        of_groups, of_optimizer = worker.run(list(zip(hypers, subjects, strict=True)), own)
+        of_groups, of_optimizer = worker.run(list(zip(hypers, subjects, strict=True)), own, closure)
         for at, changed in enumerate(of_groups):
             hypers[at].update(changed)
             changes[at].append(changed)
@@ -260,27 +285,32 @@ def on_what_it_is_given(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             if id(each) in own or (type(each) is int and each in own):
                 raise Unsuited(f"{where} holds parameters or their ids, and its step() is given pieces of them")
     shared = [(where, each) for where, value in held for each in inside(value)]  # with the worker, unlike numbers
-    objects = [
-        (where, each, dict(vars(each)))
-        for where, each in (*shared, ("its class", type(optimizer)))
-        if hasattr(each, "__dict__")
-    ]
+    objects = [(where, each) for where, each in (*shared, ("its class", type(optimizer))) if hasattr(each, "__dict__")]
+    before = [_numbers(each) for _, each in objects]
     grads = [param.grad for param in params]
     try:
         for param in params:
             param.grad = None
         yield
-        for where, each, before in objects:
-            if differs(dict(vars(each)), before):
-                raise Unsuited(f"its step() changes {where}, and runs once a parameter here; count in its groups")
+        for (where, each), numbers in zip(objects, before, strict=True):
+            if differs(_numbers(each), numbers):
+                raise Unsuited(f"its step() counts in {where}, and runs once a parameter here; count in its groups")
     finally:
-        for _, each, before in objects:
-            for key, value in before.items():
-                if vars(each).get(key) is not value:
-                    setattr(each, key, value)
+        for (_, each), numbers in zip(objects, before, strict=True):
+            for key in _numbers(each).keys() | numbers.keys():
+                with suppress(AttributeError, TypeError):  # what cannot be written to has not changed
+                    if key in numbers:
+                        setattr(each, key, numbers[key])
+                    else:
+                        delattr(each, key)
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.grad = grad
+
+
+def _numbers(holder: object) -> dict[str, float]:
+    """The attributes that may be counts. A flag or what is kept for later is none."""
+    return {key: value for key, value in vars(holder).items() if type(value) in (int, float)}
 
 
 _SEEN = {"param_groups", "params", "state"}

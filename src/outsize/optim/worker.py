@@ -156,21 +156,16 @@ def snapshots(values: Values, known: dict[int, Any] | None = None) -> dict[str, 
 
 
 def _snapshot(value: Any, known: dict[int, Any]) -> Any:
-    """A copy of tensors and containers, and of what these hold; two that were one are one in the copy."""
+    """A copy of a tensor, or of containers and those inside; two that were one are one in the copy."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, torch.Tensor):
         copied: Any = value.detach().clone()
-    elif type(value) is tuple:
-        copied = tuple(_snapshot(each, known) for each in value)
-    elif isinstance(value, (list, deque, dict, set)):
+    elif isinstance(value, (list, dict, set, deque)):
         copied = known[id(value)] = copy.copy(value)  # which may hold itself
-        if isinstance(value, dict):
-            copied.update({key: _snapshot(each, known) for key, each in value.items()})
-        elif not isinstance(value, set):
-            each = [_snapshot(each, known) for each in value]
-            copied.clear()
-            copied.extend(each)
+        for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(each, (list, dict, set, deque)):
+                copied[key] = _snapshot(each, known)
     else:
         return value
     known[id(value)] = copied
