@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import outsize
 from benchmarks.common import PeakRss, rss_bytes
 from outsize.planning.machine import Machine
+from tests.conftest import KINDS, Workshop, train
 
 FAST = 1e18
 RATE = 1e9
@@ -387,3 +388,26 @@ def test_a_model_of_70_billion_parameters_on_8_accelerators_is_simulated_in_seco
     assert memory.peak - base < 200 << 20
     assert seconds < 5
     assert plan.step_seconds > plan.prediction.busy["compute"] > 0
+
+
+def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(workshop: Workshop) -> None:
+    """A unit rests in whole pages of 4,096 elements, its states too."""
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(100)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = dict.fromkeys(KINDS, "auto") | {
+        "host_memory": "4MiB",
+        "disk": workshop.disk,
+        "units": nn.Linear,
+        "device": "cpu",
+    }
+    plan = outsize.plan(model, optimizer, **workshop.fields("device", **memory))
+    workshop.prepare(model, optimizer, "device", **memory)
+    data = [(torch.randn(2, 16), torch.randn(2, 16))]
+    for _ in range(3):
+        before = outsize.memory(model).bytes_written
+        train(model, optimizer, data)
+        workshop.settle(model)
+    found = outsize.memory(model)
+    assert found.bytes_written - before == plan.written_bytes > 0
+    resting = [nbytes for name, nbytes in found.now.items() if not name.startswith("disk")]
+    assert sum(resting) <= 4 << 20

@@ -71,8 +71,8 @@ def test_what_is_planned_is_what_is_taken(workshop: Workshop) -> None:
     train(pair.model, pair.optimizer, data(1))
     planned = outsize.plan(pair.plain, pair.plain_optimizer, host_memory="64MiB", device="cpu", units=Adapted)
     states = sum(unit.size.states for unit in planned.units)
-    assert states == 8 * TRAINED
-    assert account(pair.model, "states") <= states + 2 * 8 * 4096
+    assert 8 * TRAINED < states <= 8 * TRAINED + 2 * 8 * 4096  # with what pads two units to whole pages
+    assert account(pair.model, "states") == states
 
 
 @pytest.mark.parametrize("update", ["fetch", "backward"])

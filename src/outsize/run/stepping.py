@@ -65,8 +65,7 @@ class Stepper:
         updater: ChunkUpdater,
         warmup: int | None,
     ) -> None:
-        self.steps = 0
-        self.skipped_steps = 0
+        self.steps = self.skipped_steps = 0
         self.state = OptimizerState(parameters, streamer, owner, optimizer, updater.rule)
         self._parameters = parameters
         self._gradients = gradients
@@ -168,15 +167,14 @@ class Stepper:
 
     def check_closure(self) -> None:
         """Raise if the optimizer does more with a closure than to call it."""
-        self._updater.rule.check_closure([hyper_of(group) for group in self._optimizer.param_groups])
+        self._updater.rule.check_closure(list(map(hyper_of, self._optimizer.param_groups)))
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
         """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""
-        marked = [pendings, self._applied]
-        stepped = {id(unit.parameters[name]) for each in marked for unit, names in each.items() for name in names}
-        groups = self._optimizer.param_groups
-        having = [any(id(param) in stepped for param in group["params"]) for group in groups]
-        return self._updater.rule.look_ahead(self._optimizer, [hyper_of(group) for group in groups], having)
+        marked = (*pendings.items(), *self._applied.items())
+        stepped = {id(unit.parameters[name]) for unit, names in marked for name in names}
+        having = [any(id(param) in stepped for param in group["params"]) for group in self._optimizer.param_groups]
+        return self._updater.rule.look_ahead(self._optimizer, list(map(hyper_of, self._optimizer.param_groups)), having)
 
     def _mark_all(self, pendings: dict[Unit, Pending], factor: float) -> None:
         self._applied.clear()
