@@ -19,7 +19,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 VOCABULARY, LAYERS = 200, 4
-BUDGET = 1536 << 10
+BUDGET = 1792 << 10
 
 
 @pytest.fixture(scope="module")

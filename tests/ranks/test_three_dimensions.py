@@ -268,7 +268,7 @@ def test_going_on_is_exact(saved: Saved) -> None:
 def norms(orders: list[float], disk: str) -> list[list[float]]:
     found = []
     for tier, split in (("device", False), ("disk", False), ("device", True)):
-        here = run((1, 1, 2), disk, split=split, params=tier, grads=tier, states=tier)
+        here = run((1, 1, 2), disk, split=split, params=tier, grads=tier, states=tier, host_memory="768KiB")
         here.backward(0)
         grads = [param.grad for param in here.model.parameters()]
         found.append([float(torch.nn.utils.get_total_norm(grads, order)) for order in orders])
