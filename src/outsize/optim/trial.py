@@ -278,13 +278,12 @@ def on_what_it_is_given(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     held = [(f"its attribute {key!r}", value) for key, value in vars(optimizer).items() if key not in _SEEN]
     for group in optimizer.param_groups:
         held += [(f"{key!r} of its param_groups", value) for key, value in group.items() if key not in _SEEN]
-    for where, value in held:
-        for each in inside(value):
-            if isinstance(each, torch.optim.Optimizer):
-                raise Unsuited(f"{where} is another optimizer, which has the parameters themselves: prepare that one")
-            if id(each) in own or (type(each) is int and each in own):
-                raise Unsuited(f"{where} holds parameters or their ids, and its step() is given pieces of them")
     shared = [(where, each) for where, value in held for each in inside(value)]  # with the worker, unlike numbers
+    for where, each in shared:
+        if isinstance(each, torch.optim.Optimizer):
+            raise Unsuited(f"{where} is another optimizer, which has the parameters themselves: prepare that one")
+        if id(each) in own or (type(each) is int and each in own):
+            raise Unsuited(f"{where} holds parameters or their ids, and its step() is given pieces of them")
     objects = [(where, each) for where, each in (*shared, ("its class", type(optimizer))) if hasattr(each, "__dict__")]
     before = [_numbers(each) for _, each in objects]
     grads = [param.grad for param in params]
@@ -297,7 +296,8 @@ def on_what_it_is_given(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 raise Unsuited(f"its step() counts in {where}, and runs once a parameter here; count in its groups")
     finally:
         for (_, each), numbers in zip(objects, before, strict=True):
-            for key in _numbers(each).keys() | numbers.keys():
+            now = _numbers(each)
+            for key in [key for key in now.keys() | numbers.keys() if now.get(key) != numbers.get(key)]:
                 with suppress(AttributeError, TypeError):  # what cannot be written to has not changed
                     if key in numbers:
                         setattr(each, key, numbers[key])
