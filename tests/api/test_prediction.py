@@ -411,3 +411,24 @@ def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(worksh
     assert found.bytes_written - before == plan.written_bytes > 0
     resting = [nbytes for name, nbytes in found.now.items() if not name.startswith("disk")]
     assert sum(resting) <= 4 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("update", ["fetch", "backward"])
+def test_weights_in_tiles_are_updated_as_a_whole_and_read_once_more(
+    workshop: Workshop, update: str, dtype: torch.dtype
+) -> None:
+    """Their gradients rest in fp32, and are not used in the backward."""
+    model = nn.Sequential(nn.Linear(64, 2048, bias=False), nn.Linear(2048, 64, bias=False)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = dict.fromkeys(KINDS, "disk") | {"host_memory": "352KiB", "disk": workshop.disk, "update": update}
+    plan = outsize.plan(model, optimizer, device="cpu", **memory)
+    outsize.prepare(model, optimizer, device="cpu", **memory)
+    data = [(torch.randn(4, 64).to(dtype), torch.randn(4, 64).to(dtype))]
+    for _ in range(3):
+        before = outsize.memory(model)
+        train(model, optimizer, data)
+        workshop.settle(model)
+    found = outsize.memory(model)
+    assert found.bytes_written - before.bytes_written == plan.written_bytes > 0
+    assert found.bytes_read - before.bytes_read <= plan.read_bytes

@@ -154,10 +154,8 @@ def place_model(
                 working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
                 if working < sizes[index].working:
                     rows[index], padded = count, with_whole_rows(layout, size)
-                    nbytes = _bytes_of(padded, kept, config, size, shared and graded[index])
-                    nbytes = replace(
-                        nbytes, tiles=working, in_place=sizes[index].in_place, swapped=sizes[index].swapped
-                    )
+                    nbytes = _bytes_of(padded, kept, config, size, shared and graded[index], working)
+                    nbytes = replace(nbytes, in_place=sizes[index].in_place, swapped=sizes[index].swapped)
                     layouts = (*layouts[:index], padded, *layouts[index + 1 :])
                     sizes = (*sizes[:index], nbytes, *sizes[index + 1 :])
     tiers = place(sizes, budgets, wanted, together)
@@ -377,19 +375,22 @@ def _chosen_units(model: nn.Module, config: Config) -> frozenset[str] | None:
     return frozenset(chosen)
 
 
-def _bytes_of(whole: UnitLayout, kept: Kept, config: Config, ranks: int = 1, collects: bool = False) -> UnitBytes:
-    """What rests on one rank. The ranks have equal parts of each segment. `collects`:
-    gradients are reduced over ranks."""
+def _bytes_of(
+    whole: UnitLayout, kept: Kept, config: Config, ranks: int = 1, collects: bool = False, tiles: int = 0
+) -> UnitBytes:
+    """What rests on one rank. The ranks have equal parts of each segment. `collects`: gradients are reduced over ranks.
+    `tiles`: what those at work take; their gradients rest in fp32 or wider."""
     layout = slice_of(whole, 0, ranks)
     graded = [segment for segment in layout.segments if segment.trainable]
     copies = 2 if config.delayed_update else 1  # those of two steps
-    grads = sum(segment.numel * segment.itemsize for segment in graded) * copies
+    itemsizes = STATE_BYTES if tiles else OWN_BYTES
+    grads = sum(segment.numel * itemsizes[segment.dtype] for segment in graded) * copies
     states = sum(kept.nbytes(segment.dtype, segment.numel) for segment in graded)  # with what pads them
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
     collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0
-    wider = {dtype: nbytes - OWN_BYTES[dtype] for dtype, nbytes in STATE_BYTES.items()}
+    wider = {dtype: nbytes - itemsizes[dtype] for dtype, nbytes in STATE_BYTES.items()}
     sums = sum(segment.numel * wider[segment.dtype] for segment in graded) * copies
     if config.update == "backward":  # each backward's gradients are used up at once
         sums = 0
-    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected, sums)
+    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected, sums, tiles)

@@ -111,16 +111,18 @@ def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: b
 
     The forward's fetch carries the update: whatever is on disk is read, and all but the gradient written back. The
     backward's fetch reads the weights again, and the gradients are written once, unless they are used where they arise
-    (`update="backward"`). Frozen weights are only read. Of a table `by_rows` only what a batch touches
-    moves, and nobody knows how much that is.
+    (`update="backward"`). Frozen weights are only read. A weight in tiles is updated as a whole, and its tiles are read
+    after that, so its gradients rest in every case. Of a table `by_rows` only what a batch touches moves, and nobody
+    knows how much that is.
     """
     if by_rows:
         return PlannedUnit(size.name, size, tiers, 0, 0)
     params, grads, states = (getattr(size, kind) if getattr(tiers, kind) == "disk" else 0 for kind in KINDS)
     if not size.states:
         return PlannedUnit(size.name, size, tiers, 2 * params, 0)
-    changed = states + (0 if update == "backward" else grads)
-    return PlannedUnit(size.name, size, tiers, 2 * params + changed, params + changed)
+    in_tiles = size.tiles and tiers.params != "device"
+    changed = states + (0 if update == "backward" and not in_tiles else grads)
+    return PlannedUnit(size.name, size, tiers, (3 if in_tiles else 2) * params + changed, params + changed)
 
 
 @dataclass(frozen=True)
