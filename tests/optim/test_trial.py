@@ -139,8 +139,12 @@ class OnItsClass(Plain):
     ticks = 0
 
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        type(self).ticks += 1
+        OnItsClass.ticks += 1
         return grad / max(1, self.ticks - 10_000)
+
+
+class OnItsBase(OnItsClass):
+    """On the class that has the step."""
 
 
 class Eager(Plain):
@@ -176,6 +180,21 @@ def test_what_a_step_keeps_in_lists_of_lists_is_as_in_torch(workshop: Workshop, 
     assert pair.optimizer.param_groups[0]["cache"] == pair.plain_optimizer.param_groups[0]["cache"]
 
 
+class ByName(Plain):
+    """Steps on some parameters alone, by their names."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        for group in self.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                if "bias" not in name:
+                    param.sub_(param.grad, alpha=group["lr"])
+
+
+def named(params: Any) -> torch.optim.Optimizer:
+    return ByName([(f"{at}.weight", param) for at, param in enumerate(params)])
+
+
 def two_that_share(params: Any) -> torch.optim.Optimizer:
     params = list(params)
     return Caching([{"params": params[:2]}, {"params": params[2:], "lr": 0.02}])
@@ -193,7 +212,9 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "OneForTwo": (OneForTwo, "it keeps 'slow' in the memory of 'fast'"),
     "HasClock": (HasClock, "counts in its attribute 'clock', and runs once a parameter here; count in its groups"),
     "OnItsClass": (OnItsClass, "counts in its class, and runs once a parameter"),
+    "OnItsBase": (OnItsBase, "counts in its class"),
     "Eager": (Eager, "raised KeyError.'v'.; what a parameter keeps must be made in its first step"),
+    "ByName": (named, "raised KeyError.'param_names'.; a step is given one parameter, without its name"),
     "Caching": (two_that_share, "depends on the others, or on the other groups"),
     "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
 }
@@ -243,6 +264,14 @@ class FactorOfLoss(Plain):
                     param.sub_(param.grad, alpha=group["lr"] * loss)
 
 
+class ByLossIfAsked(FactorOfLoss):
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if closure is not None and not self.param_groups[0].get("by_loss"):
+            closure()
+            closure = None
+        super().step(closure)
+
+
 class Deaf(Plain):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         super().step()
@@ -268,6 +297,16 @@ def test_a_closure_that_is_not_called_once_alone_is_refused_before_it_is(
     with pytest.raises(RuntimeError, match=fault):
         pair.optimizer.step(lambda: pytest.fail("called"))
     pair.train(batches(2))
+
+
+def test_a_closure_is_looked_at_again_when_an_option_changes(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), lambda model: ByLossIfAsked(model.parameters()), "host")
+    pair.optimizer.param_groups[0]["by_loss"] = False
+    squared_error(pair.model, batches(1)[0]).backward()
+    pair.optimizer.step(lambda: 2.0)
+    pair.optimizer.param_groups[0]["by_loss"] = True
+    with pytest.raises(RuntimeError, match="uses the loss"):
+        pair.optimizer.step(lambda: pytest.fail("called"))
 
 
 class Scaled(Plain):
@@ -567,24 +606,34 @@ def test_counts_in_groups_come_back_from_a_checkpoint(workshop: Workshop, tier: 
 class Later(InGroups):
     """The second count of a group makes a further array, and the next ones need it."""
 
+    begins = 2
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         super().step()
         for group, param in self.stepped():
-            if group["step"] == 2:
+            if group["step"] == self.begins:
                 self.state[param]["slow"] = param.clone()
-            if group["step"] > 2:
+            if group["step"] > self.begins:
                 param.lerp_(self.state[param]["slow"].lerp_(param, 0.5), 0.5)
 
 
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_checkpoint_of_later_steps_is_gone_on_with(workshop: Workshop, tmp_path: Path, before: int) -> None:
-    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(Later), "disk")
-    pair.train(batches(4))
-    outsize.save(tmp_path / "four", pair.model, pair.optimizer).wait()
-    other = workshop.pair(lambda: Stack(depth=2), in_two_groups(Later), "host")
+class MuchLater(Later):
+    """After more counts than the trial makes."""
+
+    begins = 9
+
+
+@pytest.mark.parametrize(("kind", "before"), [(Later, 0), (Later, 1), (MuchLater, 0)])
+def test_a_checkpoint_of_later_steps_is_gone_on_with(
+    workshop: Workshop, tmp_path: Path, kind: type[Later], before: int
+) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(kind), "disk")
+    pair.train(batches(kind.begins + 2))
+    outsize.save(tmp_path / "later", pair.model, pair.optimizer).wait()
+    other = workshop.pair(lambda: Stack(depth=2), in_two_groups(kind), "host")
     other.train(batches(before))
-    outsize.load(tmp_path / "four", other.model, other.optimizer)
+    outsize.load(tmp_path / "later", other.model, other.optimizer)
     pair.train(batches(3))
     train(other.model, other.optimizer, batches(3))
     for name, value in weights(pair.model).items():

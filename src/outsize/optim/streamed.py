@@ -8,6 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from numbers import Number
 from typing import Any, final
@@ -16,7 +17,7 @@ import torch
 
 from outsize.optim.rules import Piece, Rule, join_master, split_master
 from outsize.optim.trial import NARROW, STEPS, Found, Kind, fault_with_closure, on_what_it_is_given, try_out
-from outsize.optim.worker import Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
+from outsize.optim.worker import NO_OPTIONS, Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
 
 # Note [Options after prepare]
 # A scheduler or the user may set an option that makes the optimizer keep another array (RMSprop's momentum, centered).
@@ -53,6 +54,8 @@ _KNOWN_ATTRIBUTES = 16
 """Combinations of what the user hangs on parameters that are tried."""
 
 _PILOT = (16, 16)
+_MOST_TO_CATCH_UP = 1000
+"""Steps of a pilot that begins anew, about a tenth of a millisecond each."""
 _ORDINARY_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError, OverflowError, AssertionError)
 
 
@@ -71,7 +74,7 @@ class StreamedRule(Rule):
         self._changes: set[str] = set()
         self._start: dict[str, Any] = {}
         self._pilots: list[dict[str, Any]] = []
-        self._takes_closures = False
+        self._takes_closures: frozenset[Hashable] | None = None  # the options with which it does
         optimizer.defaults.setdefault("differentiable", False)  # as torch does when a state is loaded
         groups = list({self._key(group): group for group in optimizer.param_groups}.values())
         tried = groups * 2 if len(groups) == 1 < len(optimizer.param_groups) else groups
@@ -83,7 +86,9 @@ class StreamedRule(Rule):
                 raise Unsuited("its step() does not change the parameter that it is given")
         except Exception as error:
             reason = str(error) if isinstance(error, Unsuited) else f"its step() on one parameter raised {error!r}"
-            if isinstance(error, KeyError) and any(optimizer.state.values()):
+            if isinstance(error, KeyError) and "param_names" in error.args:
+                reason += "; a step is given one parameter, without its name"
+            elif isinstance(error, KeyError) and any(optimizer.state.values()):
                 reason += "; what a parameter keeps must be made in its first step, not with the optimizer"
             raise ValueError(
                 f"{self._name} can run neither on pieces of parameters nor on whole parameters one at a time "
@@ -138,7 +143,7 @@ class StreamedRule(Rule):
 
     def _at_start(self, options: Values) -> dict[str, Any]:
         """With counts as they were, since a step may make its state at the first count."""
-        kept = {key: value for key, value in options.items() if key != "params" and key not in self._changes}
+        kept = {key: value for key, value in options.items() if key not in NO_OPTIONS | self._changes}
         return kept | {key: value for key, value in self._start.items() if key in options}
 
     def check(self, hyper: Values, where: str) -> None:
@@ -155,7 +160,7 @@ class StreamedRule(Rule):
             ) from error
         except Exception as error:
             kind = type(error) if type(error) in _ORDINARY_ERRORS else RuntimeError
-            shown = {key: value for key, value in hyper.items() if key not in _NO_OPTIONS}
+            shown = {key: value for key, value in hyper.items() if key not in NO_OPTIONS}
             raise kind(f"{self._name} raises with the options of {where}: {error!r}; they are {shown}") from error
         if whole and not self.whole:
             raise RuntimeError(
@@ -176,7 +181,8 @@ class StreamedRule(Rule):
 
     def check_closure(self, groups: Sequence[Values]) -> None:
         """By trying steps with and without. The user's closure is called before a step is marked, and once."""
-        if self._takes_closures:
+        keys = frozenset(map(self._key, groups))
+        if keys == self._takes_closures:
             return
         try:
             with self._lock:
@@ -190,7 +196,7 @@ class StreamedRule(Rule):
                 f"first. Call loss.backward() yourself and step() without a closure, if what the optimizer does then "
                 f"is what you want; or use another optimizer. Nothing was updated"
             )
-        self._takes_closures = True
+        self._takes_closures = keys
 
     def look_ahead(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Values], stepped: Sequence[bool]
@@ -206,12 +212,11 @@ class StreamedRule(Rule):
             with self._lock:
                 try:
                     [changed], changed_own = self._worker.run([(hyper, [pilot])], own)
-                except Exception:
+                except Exception as error:
                     if not with_grad:
                         raise
                     # The groups have counted on without the pilot (a checkpoint was loaded): it makes its state first.
-                    pilot = self._experienced(hyper, own)
-                    [changed], changed_own = self._worker.run([(hyper, [pilot])], own)
+                    pilot, changed, changed_own = self._caught_up(hyper, own, error)
             pilots.append(pilot.state)
             of_groups.append(changed)
             of_optimizer.update(changed_own)
@@ -224,14 +229,24 @@ class StreamedRule(Rule):
 
         return commit
 
-    def _experienced(self, options: Values, own: Values) -> Subject:
-        """A pilot after as many steps as the trial makes."""
-        options, own, state = self._at_start(options), self._at_start(own), dict[str, Any]()
-        for _ in range(STEPS):
+    def _caught_up(
+        self, hyper: Values, own: Values, error: Exception
+    ) -> tuple[Subject, dict[str, Any], dict[str, Any]]:
+        """A step with these options by a pilot that has begun anew, after as many steps as make it possible."""
+        options, owned, state = self._at_start(hyper), self._at_start(own), dict[str, Any]()
+        for count in range(1, _MOST_TO_CATCH_UP + 1):
             pilot = _pilot(True, state)
-            [changed], changed_own = self._worker.run([(options, [pilot])], own)
-            options, own, state = {**options, **changed}, {**own, **changed_own}, pilot.state
-        return _pilot(True, state)
+            [changed], changed_own = self._worker.run([(options, [pilot])], owned)
+            options, owned, state = {**options, **changed}, {**owned, **changed_own}, pilot.state
+            if count >= STEPS:
+                pilot = _pilot(True, copy.deepcopy(state))
+                with suppress(Exception):
+                    [changed], changed_own = self._worker.run([(hyper, [pilot])], own)
+                    return pilot, changed, changed_own
+        raise RuntimeError(
+            f"{self._name} cannot go on from the counts in its param_groups, as step() on a small parameter raised "
+            f"{error!r}. Nothing was updated"
+        ) from error
 
     def apply(self, piece: Piece) -> dict[str, object]:
         master = piece.param if piece.master is None else join_master(piece.param, piece.master).view(piece.param.shape)
@@ -314,13 +329,12 @@ def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     return any(each in _ELEMENTWISE or vars(each).get("elementwise", False) for each in owners)
 
 
-_NO_OPTIONS = {"params", "param_names"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _kinds(options: Values) -> Hashable:
     """The options with their numbers reduced to their kind. See Note [Options after prepare]."""
-    return tuple((key, _kind(value)) for key, value in options.items() if key not in _NO_OPTIONS)
+    return tuple((key, _kind(value)) for key, value in options.items() if key not in NO_OPTIONS)
 
 
 def _kind(value: Any) -> Hashable:

@@ -284,7 +284,8 @@ def on_what_it_is_given(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             raise Unsuited(f"{where} is another optimizer, which has the parameters themselves: prepare that one")
         if id(each) in own or (type(each) is int and each in own):
             raise Unsuited(f"{where} holds parameters or their ids, and its step() is given pieces of them")
-    objects = [(where, each) for where, each in (*shared, ("its class", type(optimizer))) if hasattr(each, "__dict__")]
+    own_classes = [("its class", each) for each in type(optimizer).__mro__ if each not in torch.optim.Optimizer.__mro__]
+    objects = [(where, each) for where, each in (*shared, *own_classes) if hasattr(each, "__dict__")]
     before = [_numbers(each) for _, each in objects]
     grads = [param.grad for param in params]
     try:

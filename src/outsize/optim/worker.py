@@ -186,6 +186,9 @@ def _is_torchs(name: str) -> bool:
     return name in _PATCHED or name in _BOOKKEEPING or (name.startswith("_optimizer_") and name.endswith("_hooks"))
 
 
+NO_OPTIONS = {"params", "param_names"}
+"""What a group has of its parameters: a step is given one of them at a time, and none of their names."""
+
 _OF_TORCHS_PARAMETERS = {"_is_param", "_local_tensor", "_spec"}
 _PATCHED = {"step", "state_dict", "load_state_dict", "add_param_group", "zero_grad"}
 _BOOKKEEPING = {

@@ -14,7 +14,7 @@ from outsize.move.generations import crc32c
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import Pending, SlotUpdate
 from outsize.move.store import MASTER
-from outsize.optim.worker import differs
+from outsize.optim.worker import NO_OPTIONS, differs
 from outsize.run.buffers import collecting_dtype
 from outsize.run.grads import RestingGrad
 from outsize.run.local import expect_dense, is_distributed, local_gradient
@@ -97,7 +97,7 @@ def hyper_of(group: dict[str, Any]) -> dict[str, object]:
     return {
         key: tree_map(snapshot, value) if isinstance(value, (list, tuple, dict)) else snapshot(value)
         for key, value in group.items()
-        if key != "params"
+        if key not in NO_OPTIONS
     }
 
 
