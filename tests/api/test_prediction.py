@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import outsize
 from benchmarks.common import PeakRss, rss_bytes
 from outsize.planning.machine import Machine
-from tests.conftest import KINDS, Workshop, train
+from tests.conftest import KINDS, Workshop, squared_error, train
 
 FAST = 1e18
 RATE = 1e9
@@ -432,3 +432,17 @@ def test_weights_in_tiles_are_updated_as_a_whole_and_read_once_more(
     found = outsize.memory(model)
     assert found.bytes_written - before.bytes_written == plan.written_bytes > 0
     assert found.bytes_read - before.bytes_read <= plan.read_bytes
+
+
+def test_nothing_is_kept_for_staging_where_everything_rests_in_memory(workshop: Workshop) -> None:
+    """So a budget that just holds the model is kept."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = dict.fromkeys(KINDS, "auto") | {"device": "cpu"}
+    least = outsize.plan(model, optimizer, **workshop.fields("device", **memory)).memory_bytes
+    workshop.prepare(model, optimizer, "device", **memory, host_memory=least)
+    for _ in range(2):
+        squared_error(model, (torch.randn(2, 64), torch.randn(2, 64))).backward()
+        optimizer.step()
+        assert sum(outsize.memory(model).now.values()) <= least
+        optimizer.zero_grad()

@@ -41,7 +41,7 @@ from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule
 from outsize.optim.update import ChunkUpdater, UpdateClock
 from outsize.planning.choice import Chosen
-from outsize.planning.placement import accumulates_whole, pipeline_depth, slab_bytes
+from outsize.planning.placement import accumulates_whole, arena
 from outsize.run import hooks
 from outsize.run.activations import Activations
 from outsize.run.attached import Attached, refuse_own_step
@@ -192,11 +192,10 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
         return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
     staging = plan.budgets.staging_bytes if staged else 0
-    depth = pipeline_depth(staging)
-    slab = slab_bytes(staging, element_bytes(plan.infos, plan.kept), depth)
+    slab, slabs = arena(staging, element_bytes(plan.infos, plan.kept))
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
-    return Resources(config.directories if on_disk else (), slab, depth, config.compute_device, outbox, on_disk)
+    return Resources(config.directories if on_disk else (), slab, slabs, config.compute_device, outbox, on_disk)
 
 
 def _may_use_disk(config: Config) -> bool:

@@ -231,11 +231,18 @@ class Shards:
         tiers = [shard.tiers.states if shard.arrays else self._config.states]
         if self._config.states == "auto":
             tiers = tiers * bool(shard.arrays) + ["disk" if self._resources.run_directories else "device"]
-        passing = (KEPT, "host/grads in flight", "device/resident")  # gone or given back when that room is needed
+        # What is gone or given back when that room is needed; of weights all but those that rest there.
+        passing = (KEPT, "host/grads in flight", "device/resident", "device/params")
+        resting = sum(
+            size.params
+            for size, tiers in zip(self._plan.unit_bytes, self._plan.tiers, strict=True)
+            if tiers.params == "device"
+        )
         for tier in tiers:
             field, sharing, room = self._budget(tier)
             now = self._resources.ledger.now.items()
             used = sum(size for name, size in now if name.split("/")[0] in sharing and name not in passing)
+            used += resting * ("device" in sharing)
             if tier == shard.tiers.states != "disk":  # one array after the other is replaced
                 used -= sum(store.nbytes for store in shard.lasting_stores() if store is not shard.params)
             if used + needed <= room:

@@ -22,7 +22,7 @@ from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotUpdate
 from outsize.planning.choice import cheapest
 from outsize.planning.machine import Machine
-from outsize.planning.placement import pipeline_depth, slab_bytes
+from outsize.planning.placement import arena
 from outsize.planning.time import Prediction
 from outsize.planning.trace import COLLECTIVES, IN, READS, Trace
 from outsize.run.buffers import PASSING_UNITS
@@ -60,8 +60,7 @@ class Simulation:
             any("disk" in (each.params, each.grads, each.states) for each in placed.tiers) or machine.device != "cpu"
         )
         staging = placed.budgets.staging_bytes if staged else 0
-        slabs = pipeline_depth(staging)
-        self._slab = slab_bytes(staging, element, slabs)
+        self._slab, slabs = arena(staging, element)
         self._world = world = World(machine, slabs, self._slab)
         self._events, self._config, self._placed, self._counted = counted.events, config, placed, counted
         pairs = [

@@ -174,10 +174,14 @@ class UnitTiers:
     why: str
 
 
-def pipeline_depth(staging_bytes: int) -> int:
-    """Slabs of the staging arena. At least one is read, one updated and one written; the more there are, the less of
-    the arena stands still while one is updated, as long as the pieces that go to disk are not small."""
-    return min(max(staging_bytes // MIN_SLAB_BYTES, MIN_DEPTH), MAX_DEPTH)
+def arena(staging_bytes: int, element_bytes: int) -> tuple[int, int]:
+    """(bytes of a slab, slabs) of the staging arena; none where nothing is staged. At least one is read, one updated
+    and one written; the more there are, the less of the arena stands still while one is updated, as long as the pieces
+    that go to disk are not small."""
+    if not staging_bytes:
+        return slab_bytes(0, element_bytes), 0
+    depth = min(max(staging_bytes // MIN_SLAB_BYTES, MIN_DEPTH), MAX_DEPTH)
+    return slab_bytes(staging_bytes, element_bytes, depth), depth
 
 
 def least_staging(element_bytes: int) -> int:
