@@ -390,8 +390,11 @@ def test_a_model_of_70_billion_parameters_on_8_accelerators_is_simulated_in_seco
     assert plan.step_seconds > plan.prediction.busy["compute"] > 0
 
 
-def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(workshop: Workshop) -> None:
-    """A unit rests in whole pages of 4,096 elements, its states too."""
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(
+    workshop: Workshop, state_format: str
+) -> None:
+    """A unit rests in whole pages of 4,096 elements, its states too, and their scales in pages of 4,096 bytes."""
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(100)])
     optimizer = torch.optim.AdamW(model.parameters())
     memory = dict.fromkeys(KINDS, "auto") | {
@@ -399,6 +402,7 @@ def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(worksh
         "disk": workshop.disk,
         "units": nn.Linear,
         "device": "cpu",
+        "state_format": state_format,
     }
     plan = outsize.plan(model, optimizer, **workshop.fields("device", **memory))
     workshop.prepare(model, optimizer, "device", **memory)
@@ -434,15 +438,18 @@ def test_weights_in_tiles_are_updated_as_a_whole_and_read_once_more(
     assert found.bytes_read - before.bytes_read <= plan.read_bytes
 
 
-def test_nothing_is_kept_for_staging_where_everything_rests_in_memory(workshop: Workshop) -> None:
-    """So a budget that just holds the model is kept."""
+@pytest.mark.parametrize("fields", [{}, {"activations": "offload"}], ids=str)
+def test_a_budget_that_just_holds_all_states_is_kept(workshop: Workshop, fields: dict[str, str]) -> None:
+    """Nothing is staged then, but activations on their way to disk, which leave room for fewer states."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters())
-    memory = dict.fromkeys(KINDS, "auto") | {"device": "cpu"}
-    least = outsize.plan(model, optimizer, **workshop.fields("device", **memory)).memory_bytes
+    memory = dict.fromkeys(KINDS, "auto") | {"device": "cpu", "disk": workshop.disk} | fields
+    plan = outsize.plan(model, optimizer, **workshop.fields("device", **memory, host_memory="2MiB"))
+    least = plan.state_bytes
     workshop.prepare(model, optimizer, "device", **memory, host_memory=least)
     for _ in range(2):
         squared_error(model, (torch.randn(2, 64), torch.randn(2, 64))).backward()
         optimizer.step()
-        assert sum(outsize.memory(model).now.values()) <= least
+        now = outsize.memory(model).now.items()
+        assert sum(nbytes for name, nbytes in now if not name.startswith("disk")) <= least
         optimizer.zero_grad()

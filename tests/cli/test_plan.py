@@ -215,6 +215,9 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "'DGX-3' is no file, and no preset: these are DGX-2, DGX-A100, DGX-H100, gaming-PC, laptop" in said
     (tmp_path / "own.toml").write_text("[")
     assert "is neither JSON nor TOML" in plan(capsys, "--shape", "7b", "--cluster", f"{tmp_path}/own.toml", code=2)
+    (tmp_path / "own.json").write_text("[1]")
+    said = plan(capsys, "--shape", "7b", "--cluster", f"{tmp_path}/own.json", code=2)
+    assert "own.json' holds a list; it must be a table of fields" in said
     said = plan(capsys, "--largest", "gpt", "--cluster", "laptop", "--seq-len", "128", code=2)
     assert "--seq-len does not apply to --largest" in said
     said = plan(capsys, "--parameters", "7B", "--cluster", "laptop", code=2)

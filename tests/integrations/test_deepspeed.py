@@ -176,6 +176,9 @@ def test_keys_have_the_names_and_places_of_published_files() -> None:
         ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bfloat16: it is the older name of bf16"),
         ({"train_micro_batch_size_per_gpu": 0, "train_batch_size": 8}, "it is 0; it must be a whole number"),
         ({"fp16": {"enabled": "auto", "initial_scale_power": 9, "loss_scale_window": 9}}, 'enabled: it is "auto"'),
+        ({"communication_data_type": "int8"}, "communication_data_type: it is 'int8'; outsize knows"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "param.device: it is 'tape'"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path: it is missing"),
     ],
 )
 def test_what_contradicts_or_is_no_value_is_one_line(given: dict[str, Any], message: str) -> None:

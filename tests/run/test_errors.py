@@ -397,3 +397,60 @@ def test_a_gradient_at_rest_that_is_read_names_the_remedy(workshop: Workshop, re
     squared_error(model, batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match=r"the gradient of 'head.weight' is at rest .*gathered\(param, grads=True\)"):
         read(model.head.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (copy.deepcopy, "is at rest and cannot be copied; see outsize.gathered"),
+        (pickle.dumps, "is at rest and cannot be pickled; use outsize.save"),
+        (lambda grad: grad.mul_(torch.ones(4, 16)), "can be multiplied by one number only"),
+        (lambda grad: grad.norm(dim=0), "only the norm over all its elements is known"),
+    ],
+    ids=["copy", "pickle", "mul", "norm"],
+)
+def test_what_a_gradient_at_rest_cannot_do_is_said(
+    workshop: Workshop, use: Callable[[Tensor], Any], message: str
+) -> None:
+    pair = workshop.pair()
+    squared_error(pair.model, batches(1)[0]).backward()
+    grad = pair.model.head.weight.grad
+    assert repr(grad) == "RestingGrad('head.weight', shape=(4, 16), dtype=torch.float32)"
+    with pytest.raises(RuntimeError, match=message):
+        use(grad)
+    pair.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "message"),
+    [
+        (lambda pair: pair.optimizer.add_param_group([]), TypeError, "param_group must be a dict, but got"),
+        (lambda pair: setattr(pair.optimizer, "state", 5) or pair.optimizer.step(), TypeError, "must be a mapping"),
+        (lambda pair: outsize.no_sync(5).__enter__(), ValueError, "takes a model that outsize.prepare"),
+        (lambda pair: outsize.save("x", pair.model, {}), TypeError, "optimizer must be a torch.optim.Optimizer"),
+        (lambda pair: outsize.plan(Stack(), ranks=0, host_memory="1MiB"), ValueError, "ranks is 0; it must be an int"),
+        (lambda pair: two_groups_for_one(pair), ValueError, "the state dict has parameter groups of .* parameters"),
+    ],
+    ids=["add_param_group", "state", "no_sync", "save", "plan", "load_state_dict"],
+)
+def test_what_is_not_what_a_function_takes_is_said(
+    workshop: Workshop, use: Callable[[Any], Any], kind: type[Exception], message: str
+) -> None:
+    pair = workshop.pair()
+    squared_error(pair.model, batches(1)[0]).backward()
+    state = pair.optimizer.state
+    with pytest.raises(kind, match=message):
+        use(pair)
+    pair.optimizer.state = state
+    pair.optimizer.step()
+
+
+def two_groups_for_one(pair: Any) -> None:
+    first, *others = pair.plain.parameters()
+    pair.optimizer.load_state_dict(torch.optim.AdamW([{"params": [first]}, {"params": others}]).state_dict())
+
+
+def test_no_sync_does_not_add_up_what_the_backward_uses(workshop: Workshop) -> None:
+    model = workshop.pair(update="backward").model
+    with pytest.raises(ValueError, match="update='backward' applies each at once; use update='fetch'"):
+        outsize.no_sync(model).__enter__()

@@ -108,6 +108,18 @@ def test_a_full_disk_in_prepare_leaves_the_model_usable(workshop: Workshop, monk
         ({"units": "nowhere"}, "units names 'nowhere'"),
         ({"device": "moon"}, "device is 'moon'"),
         ({"compute_dtype": torch.int8}, "compute_dtype is torch.int8"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype is torch.int8; use torch.float32"),
+        ({"unused": "sync", "update": "backward"}, "unused='sync' may reduce when .*choose one"),
+        ({"delayed_update": "yes"}, "delayed_update is 'yes'; it must be True, False or the number of exact steps"),
+        ({"delayed_update": 0}, "delayed_update is 0; the number of exact steps is at least 1"),
+        ({"mesh": (2, 2)}, "mesh is .2, 2.; it must be a torch.distributed.device_mesh.DeviceMesh"),
+        ({"device": "meta"}, "device='meta' plans for an accelerator that is not here: give its device_memory"),
+        ({"device": "mps:9"}, "device is 'mps:9', and torch has no such accelerator here; use"),
+        ({"disk": 7}, "disk is 7; it must be a directory or a non-empty list of directories"),
+        ({"disk": ["a", 7]}, "disk holds 7; each entry must be the path of a directory"),
+        ({"units": []}, "units is ..; it must be module classes or names, or a non-empty list of them"),
+        ({"units": [nn.Linear, 7]}, "units holds 7; each entry must be a module class or a module's name"),
+        ({"config": {"stage": 3}}, "config must be an outsize.Config, not dict"),
     ],
     ids=str,
 )
@@ -159,3 +171,37 @@ def test_preparing_twice_is_refused(workshop: Workshop) -> None:
 def test_an_embedding_that_writes_its_weight_is_refused_in_prepare(workshop: Workshop) -> None:
     model = nn.Sequential(nn.Embedding(8, 16, max_norm=1.0), nn.Linear(16, 4))
     refused(model, adamw(model), r"'0' has max_norm=1\.0, which writes its weight", **workshop.fields("disk"))
+
+
+class Own(nn.Parameter):
+    """A class of the user's."""
+
+
+def with_sparse_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.head.weight.grad = torch.zeros(4, 16).to_sparse()  # type: ignore[union-attr]
+
+
+def with_own_class(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.head.weight = Own(torch.zeros(4, 16))  # type: ignore[union-attr]
+
+
+def with_the_state_of_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    zeros = {key: torch.zeros(3) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[model.head.weight] = {"step": torch.tensor(1.0), **zeros}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (with_sparse_gradient, "the gradient of 'head.weight' is sparse .*; use dense gradients"),
+        (with_own_class, "parameter 'head.weight' is a Own; outsize shards plain nn.Parameter only"),
+        (with_the_state_of_another, r"the optimizer's state 'exp_avg' of 'head.weight' has the shape \(3,\)"),
+    ],
+)
+def test_what_a_model_has_already_must_fit(workshop: Workshop, change: Any, match: str) -> None:
+    model = Stack()
+    optimizer = adamw(model)
+    change(model, optimizer)
+    if change is with_own_class:
+        optimizer = adamw(model)
+    refused(model, optimizer, match, **workshop.fields("disk"))

@@ -185,9 +185,8 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
-    on_disk = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers) or (
-        config.activations == "offload" and _may_use_disk(config)
-    )
+    at_rest = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
+    on_disk = at_rest or plan.budgets.offloads
     if on_disk and config.compute_device.type == "cpu":
         return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
@@ -196,11 +195,6 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
     return Resources(config.directories if on_disk else (), slab, slabs, config.compute_device, outbox, on_disk)
-
-
-def _may_use_disk(config: Config) -> bool:
-    """Whether activations that move may go to disk."""
-    return config.activations_tier != "host" and bool(config.directories)
 
 
 def _open_activations(
@@ -218,7 +212,8 @@ def _open_activations(
     host = disk = None
     if lanes is not None and config.activations_tier != "disk":
         host = HostPlace(lanes, ledger, lambda: room("host", plan.budgets.host), ranks and ranks.await_device)
-    if _may_use_disk(config) and (config.activations == "offload" or resources.disk is not None):
+    may_use_disk = config.activations_tier != "host" and config.directories
+    if plan.budgets.offloads or (may_use_disk and resources.disk is not None):
         file = resources.open_scratch("activations", max(min(room("disk", plan.budgets.disk or 0), LARGEST_FILE), 0))
         disk = DiskPlace(file, resources.conveyor, lanes, ledger)
     if host is None and disk is None:

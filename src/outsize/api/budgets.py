@@ -57,7 +57,8 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
         if config.disk_space is not None:
             assert isinstance(config.disk_space, int)
             disk = min(disk, config.disk_space)
-    return Budgets(int(host), None if device is None else int(device), disk)
+    offloads = config.activations == "offload" and config.activations_tier != "host" and bool(config.directories)
+    return Budgets(int(host), None if device is None else int(device), disk, offloads=offloads)
 
 
 def available_memory(device: torch.device | None = None) -> int:

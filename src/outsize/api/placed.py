@@ -9,7 +9,7 @@ from torch import nn
 
 from outsize.move.codes import BLOCK
 from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
-from outsize.planning.layout import ParamInfo, UnitLayout
+from outsize.planning.layout import PAGE_ELEMENTS, ParamInfo, UnitLayout, round_up
 from outsize.planning.placement import Budgets, UnitBytes, UnitTiers, UsedTogether, with_gradients_to_disk
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
@@ -32,6 +32,13 @@ class Kept:
         compact = CODE_BYTES[dtype] * numel + SCALE_BYTES.get(dtype, 0) * -(-numel // BLOCK)
         exact = STATE_BYTES[dtype] * numel
         return codes * compact + (len(self.arrays) - codes) * exact + MASTER_BYTES.get(dtype, 0) * numel
+
+    def nbytes_of(self, layout: UnitLayout) -> int:
+        """Bytes at rest of the state of a unit, with what pads it."""
+        trained = [segment for segment in layout.segments if segment.trainable]
+        scales = sum(SCALE_BYTES.get(each.dtype, 0) * (each.numel // BLOCK) for each in trained)
+        padding = round_up(scales, PAGE_ELEMENTS) - scales
+        return sum(self.nbytes(each.dtype, each.numel) for each in trained) + len(self.compact) * padding
 
 
 @dataclass(frozen=True)

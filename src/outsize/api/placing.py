@@ -232,10 +232,8 @@ def _dense_tables(
 def _bytes_of_table(whole: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kept, ranks: int) -> UnitBytes:
     """What rests on one rank, the first, which no other has more rows than."""
     layout = slice_of(whole, 0, ranks)
-    (slot,) = layout.slots
     kept = replace(kept, arrays=(), compact=frozenset()) if kept.row_values else kept
-    states = kept.nbytes(slot.dtype, slot.numel) if infos[slot.name].trainable else 0
-    return UnitBytes(layout.name or "model", layout.param_bytes, 0, states, tiles=ROWS_AT_WORK)
+    return UnitBytes(layout.name or "model", layout.param_bytes, 0, kept.nbytes_of(layout), tiles=ROWS_AT_WORK)
 
 
 def _row_values(layouts: Sequence[UnitLayout], by_rows: Collection[int], ranks: int) -> int:
@@ -385,7 +383,7 @@ def _bytes_of(
     copies = 2 if config.delayed_update else 1  # those of two steps
     itemsizes = STATE_BYTES if tiles else OWN_BYTES
     grads = sum(segment.numel * itemsizes[segment.dtype] for segment in graded) * copies
-    states = sum(kept.nbytes(segment.dtype, segment.numel) for segment in graded)  # with what pads them
+    states = kept.nbytes_of(layout)
     gathered = whole.param_bytes if ranks > 1 and config.stage == 3 else 0
     params = layout.param_bytes if gathered or ranks == 1 else whole.param_bytes
     collected = sum(collecting_sizes(whole, config.reduce_dtype)) if collects else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -172,7 +173,8 @@ def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     for group in ranks.in_stage():
         least = group.combine(least, "prepare", "min")
     host, device, disk = least.tolist()
-    return Budgets(host, None if device == unlimited else device, None if disk == unlimited else disk)
+    device, disk = (None if each == unlimited else each for each in (device, disk))
+    return replace(budgets, host=host, device=device, disk=disk)
 
 
 BUILD_ALIKE = (

@@ -56,9 +56,8 @@ class Simulation:
         self, model: nn.Module, placed: PlacedModel, config: Config, counted: Counted, machine: Machine, element: int,
     ) -> None:  # fmt: skip
         """`element`: bytes of one in staging."""
-        staged = (
-            any("disk" in (each.params, each.grads, each.states) for each in placed.tiers) or machine.device != "cpu"
-        )
+        at_rest = any("disk" in (each.params, each.grads, each.states) for each in placed.tiers)
+        staged = at_rest or placed.budgets.offloads or machine.device != "cpu"
         staging = placed.budgets.staging_bytes if staged else 0
         self._slab, slabs = arena(staging, element)
         self._world = world = World(machine, slabs, self._slab)

@@ -99,6 +99,8 @@ class Budgets:
     disk: int | None = None
     staging: int | None = None
     least_staging: int = MIN_STAGING_BYTES
+    offloads: bool = False
+    """Whether activations go to disk, and so through staging, wherever the state rests."""
 
     @property
     def staging_bytes(self) -> int:
@@ -266,7 +268,7 @@ def place(
         return ()
     total = sum(unit.most(kind) for unit in units for kind in KINDS)
     all_auto_or_device = all(tier in ("auto", "device") for tier in wanted.values())
-    room = budgets.device if budgets.device is not None else budgets.host
+    room = budgets.computing[1] if budgets.device is not None or budgets.offloads else budgets.host
     if all_auto_or_device and total + 2 * max(unit.shared for unit in units) <= room:
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)

@@ -202,9 +202,10 @@ class Plan:
 
     @property
     def _staging_bytes(self) -> int:
-        """Without an accelerator, host memory is updated where it is: what rests on disk alone is staged."""
+        """Without an accelerator, host memory is updated where it is: what goes to disk alone is staged."""
         on_disk = any("disk" in (unit.tiers.params, unit.tiers.grads, unit.tiers.states) for unit in self.units)
-        return self.budgets.staging_bytes if on_disk or self.budgets.device is not None else 0
+        staged = on_disk or self.budgets.offloads or self.budgets.device is not None
+        return self.budgets.staging_bytes if staged else 0
 
     @property
     def _all_resident(self) -> bool:
