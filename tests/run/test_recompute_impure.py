@@ -438,6 +438,40 @@ def test_a_recomputation_leaves_the_layer_as_the_loop_had_made_it(workshop: Work
     assert not layer.mix._forward_hooks
 
 
+class Remembers(nn.Module):
+    """Keeps what it is to compute with next in a dict, and in a list: spikingjelly's neurons do so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+        self.memory: dict[str, Any] = {"seen": 0.0}
+        self.all: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.tanh(self.mix(x + self.memory["seen"] + sum(self.all)))
+        self.memory["seen"] = result
+        self.all.append(result * 0.1)
+        self.new = {"result": result}
+        return result
+
+
+def test_dicts_and_lists_of_a_layer_are_as_they_were(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(lambda: Passes(Remembers), tier="host", activations=activations)
+    for model, optimizer in pair.both:
+        layers: Any = model.layers
+        for batch in batches(2):
+            loss = squared_error(model, batch)
+            new = layers[0].new
+            (loss + squared_error(model, batch)).backward()
+            assert (len(layers[0].memory), len(layers[0].all), list(new)) == (1, 2, ["result"])
+            for layer in layers:
+                layer.memory["seen"] = 0.0
+                layer.all.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    check(pair)
+
+
 def test_hooks_of_the_forward_that_are_gone_before_the_backward_have_been_part_of_it(
     workshop: Workshop, activations: str
 ) -> None:

@@ -21,8 +21,9 @@ LARGEST_ELEMENT = 16
 # that left them all as they were none is made. The recomputation runs with these in the tables, then the present ones
 # return. Buffers that share memory, a view of another say, share it there too.
 # The same goes for what the user's loop changes between forward and backward, and for what the forward counts: train
-# and eval, attributes, hooks, what is frozen, which tensors are the weights (`torch.func.functional_call`). Attributes
-# are remembered as they are, not copied: what is changed inside a list or another object is out of sight.
+# and eval, attributes, hooks, what is frozen, which tensors are the weights (`torch.func.functional_call`). An
+# attribute that is a dict or a list is such a table, too. All others are remembered as they are, not copied: what is
+# changed inside of another object, or of a dict in a dict, is out of sight.
 
 _FORGOTTEN = object()
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
@@ -31,10 +32,11 @@ _HOOKS = sorted(
     name for name in _OF_TORCH if "hook" in name and "state_dict" not in name and name != "_is_full_backward_hook"
 )
 _TABLES = ("_parameters", "_buffers", *_HOOKS)
+_OF_USERS = (dict, list)
 
-Contents = dict[int, tuple[dict[Any, Any], dict[Any, Any]]]
-"""By its id each table of some modules that is not empty, and what is in it. Handles of hooks know their tables by
-identity, so these are filled anew and never replaced."""
+Contents = dict[int, tuple[Any, dict[Any, Any]]]
+"""By its id each table of some modules that is not empty, and what is in it; in a list, by place. Handles of hooks know
+their tables by identity, so these are filled anew and never replaced."""
 
 
 @final
@@ -46,8 +48,8 @@ class LayerState:
         self._modules = modules
         self._layer = layer
         self._earlier = _contents(modules)
-        self._attributes = [self._earlier[id(module.__dict__)][1] for module in modules]
-        for attributes in self._attributes:
+        self._attributes = _attributes(self._earlier, modules)
+        for _, attributes in self._attributes.values():
             attributes.update({name: _without_graph(value) for name, value in attributes.items()})
         self._trained = _trained(modules[0].parameters())
         self._buffers: dict[int, _Buffer] = {}  # by id: modules may share one
@@ -61,14 +63,15 @@ class LayerState:
     def settle(self) -> bool:
         """The forward is over: drop the large copies that it made needless, and objects that it has replaced, which may
         hold graphs of forwards before it. Whether a copy of a large buffer was needed."""
-        for module, attributes in zip(self._modules, self._attributes, strict=True):
+        for table, attributes in self._attributes.values():
+            now = _inside(table)
             for name, value in attributes.items():
-                if type(value) not in _PLAIN and module.__dict__.get(name) is not value:
+                if type(value) not in _PLAIN and now.get(name) is not value:
                     attributes[name] = _FORGOTTEN
         return sum(buffer.settle() for buffer in self._buffers.values() if buffer.large) > 0
 
     def __enter__(self) -> None:
-        present = _contents(self._modules), _trained(self._trained)
+        present = _contents(self._modules, self._earlier), _trained(self._trained)
         wanted = self._as_before(present[0])
         self._present = present
         try:
@@ -82,16 +85,17 @@ class LayerState:
         if self._present is not None:
             contents, trained = self._present
             self._present = None
-            _put(contents, _contents(self._modules))
+            _put(contents, _contents(self._modules, contents))
             _train(trained)
 
     def _as_before(self, present: Contents) -> Contents:
         """What is in the tables for another forward, which may change it if the first one did."""
         wanted, values = dict(self._earlier), self._buffer_values()
-        for module, attributes in zip(self._modules, self._attributes, strict=True):
-            now = present[id(module.__dict__)][1]
+        for key, (table, attributes) in self._attributes.items():
+            now = present[key][1]
             known = {name: now.get(name) if value is _FORGOTTEN else value for name, value in attributes.items()}
-            wanted[id(module.__dict__)] = module.__dict__, known
+            wanted[key] = table, known
+        for module in self._modules:
             table, buffers = wanted.get(id(module._buffers), (module._buffers, {}))
             wanted[id(table)] = table, {name: values.get(id(tensor)) for name, tensor in buffers.items()}
         return wanted
@@ -114,22 +118,42 @@ class LayerState:
         return values
 
 
-def _contents(modules: Iterable[nn.Module]) -> Contents:
-    """Of attributes those that torch does not keep in every module."""
+def _contents(modules: Iterable[nn.Module], known: Contents | None = None) -> Contents:
+    """Of attributes those that torch does not keep in every module. Tables that are `known` may have been replaced."""
     found: Contents = {}
     for module in modules:
         of_module = module.__dict__
-        found[id(of_module)] = of_module, {name: value for name, value in of_module.items() if name not in _OF_TORCH}
+        attributes = {name: value for name, value in of_module.items() if name not in _OF_TORCH}
+        found[id(of_module)] = of_module, attributes
+        for table in attributes.values():
+            if type(table) in _OF_USERS:
+                found[id(table)] = table, _inside(table)
         for table in map(of_module.__getitem__, _TABLES):
             if table:
                 found[id(table)] = table, dict(table)
+    for key, (table, _) in (known or {}).items():
+        if key not in found:
+            found[key] = table, _inside(table)
     return found
+
+
+def _inside(table: Any) -> dict[Any, Any]:
+    return dict(enumerate(table)) if type(table) is list else dict(table)
+
+
+def _attributes(contents: Contents, modules: Iterable[nn.Module]) -> Contents:
+    """Those tables of `_contents` that hold attributes."""
+    tables = {id(table) for module in modules for table in map(module.__dict__.__getitem__, _TABLES)}
+    return {key: each for key, each in contents.items() if key not in tables}
 
 
 def _put(wanted: Contents, present: Contents) -> None:
     """Give the tables what is `wanted` in place of what is `present`; touch no more than that takes."""
     for key, (table, _) in {**present, **wanted}.items():
         old, new = present.get(key, (table, {}))[1], wanted.get(key, (table, {}))[1]
+        if type(table) is list:
+            table[:] = new.values()
+            continue
         if list(old) != list(new):  # hooks run in the order of their table
             for name in old:
                 del table[name]
