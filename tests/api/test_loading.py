@@ -467,6 +467,18 @@ def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path: Path) -> 
     assert same(dict(run.model.named_buffers()), expected)
 
 
+def test_a_sparse_buffer_is_left_out_where_the_state_dict_leaves_it_out(tmp_path: Path) -> None:
+    net = Net()
+    net.register_buffer("mask", torch.eye(3).bool().to_sparse(), persistent=False)
+    run = Run(tmp_path, net=net)
+    run.save(tmp_path / "saved")
+    outsize.load(tmp_path / "saved", run.model, run.optimizer)
+    run.train()
+    net.register_buffer("mask", net.mask)
+    with pytest.raises(TypeError, match="buffer 'mask' is a .* cannot be saved. Register it with persistent=False"):
+        run.save(tmp_path / "again")
+
+
 def test_a_huge_manifest_of_a_neighbour_is_not_read(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(FileExistsError, match="not an outsize checkpoint and is not overwritten"):

@@ -19,7 +19,7 @@ from outsize.checkpoint.directory import check_in_series, next_saved_at, no_long
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
 from outsize.checkpoint.manifest import GroupRecord, OptimizerRecord, of_all_stages
 from outsize.checkpoint.peers import Cut, Peers, together
-from outsize.checkpoint.rank_state import RankState, check_buffers
+from outsize.checkpoint.rank_state import RankState, can_hold, check_buffers
 from outsize.checkpoint.rng import capture_rng, check_capturable
 from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import NOT_HYPER, encode, inline
@@ -478,7 +478,8 @@ def optimizer_record(
 
 
 def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
-    """The model's buffers by their first name, and whether each is part of its state_dict."""
+    """The model's buffers by their first name, and whether each is part of its state_dict. One that is not, and that no
+    checkpoint can hold (sparse), is the module's own to make."""
     found, seen = {}, set()
     for prefix, module in model.named_modules():
         for own, value in module._buffers.items():
@@ -488,7 +489,9 @@ def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
             name = f"{prefix}.{own}" if prefix else own
             if not is_repeated(value):
                 raise TypeError(f"buffer {name!r} is split over ranks (a DTensor); it cannot be saved or exported")
-            found[name] = (local(value), own not in module._non_persistent_buffers_set)
+            persistent = own not in module._non_persistent_buffers_set
+            if persistent or can_hold(local(value)):
+                found[name] = (local(value), persistent)
     return found
 
 

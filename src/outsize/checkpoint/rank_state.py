@@ -48,5 +48,13 @@ class RankState:
 def check_buffers(buffers: Buffers) -> None:
     """Raise `TypeError` for a buffer that no checkpoint can hold."""
     for name, (value, _) in buffers.items():
-        if value.layout is not torch.strided or value.dtype not in DTYPE_NAMES:
-            raise TypeError(f"buffer {name!r} is a {value.layout} tensor of {value.dtype}; it cannot be saved")
+        if not can_hold(value):
+            raise TypeError(
+                f"buffer {name!r} is a {value.layout} tensor of {value.dtype}; it cannot be saved. Register it with "
+                f"persistent=False, which leaves it out, or register what it is made of"
+            )
+
+
+def can_hold(buffer: torch.Tensor) -> bool:
+    """Whether a checkpoint can."""
+    return buffer.layout is torch.strided and buffer.dtype in DTYPE_NAMES
