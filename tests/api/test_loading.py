@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -477,6 +478,24 @@ def test_a_sparse_buffer_is_left_out_where_the_state_dict_leaves_it_out(tmp_path
     net.register_buffer("mask", net.mask)
     with pytest.raises(TypeError, match="buffer 'mask' is a .* cannot be saved. Register it with persistent=False"):
         run.save(tmp_path / "again")
+
+
+class Selects(Net):
+    """As the losses of torchrl do, with the arguments that these had in torch 1."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+def test_a_model_may_name_its_parameters_by_a_method_of_its_own(tmp_path: Path) -> None:
+    run = Run(tmp_path, net=Selects())
+    run.save(tmp_path / "saved")
+    outsize.load(tmp_path / "saved", run.model, run.optimizer)
+    outsize.export(tmp_path / "weights", run.model)
+    with outsize.gathered(run.model):
+        state = copy.deepcopy(run.model.state_dict())
+    run.model.load_state_dict(state)
+    run.train()
 
 
 def test_a_huge_manifest_of_a_neighbour_is_not_read(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

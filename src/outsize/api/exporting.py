@@ -243,7 +243,7 @@ def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:
     derived = [re.compile(pattern) for pattern in tied]
     names: dict[int, list[str]] = {}
     params: dict[int, torch.Tensor] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     return {_own_name(candidates, derived): params[key] for key, candidates in names.items()}

@@ -36,7 +36,7 @@ def _loading(model: nn.Module) -> Method:
     @wraps(load)
     def load_state_dict(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As in torch. Memory: the parameters that are given; `outsize.load` reads files within the budget."""
-        named = model.named_parameters(remove_duplicate=False)
+        named = nn.Module.named_parameters(model, remove_duplicate=False)
         with gathered([param for name, param in named if name in state_dict], modify=True):
             return load(state_dict, *args, **kwargs)
 

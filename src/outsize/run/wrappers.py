@@ -109,7 +109,7 @@ def inside(name: str, wrapper: torch.Tensor) -> Iterator[tuple[str, Inner]]:
 def known_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """As `model.named_parameters()`: what units know as parameters. In place of a wrapper it has what is inside."""
     seen: set[int] = set()
-    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+    for name, param in nn.Module.named_parameters(model, remove_duplicate=remove_duplicate):
         for own, tensor in _known(name, param):
             if not (remove_duplicate and id(tensor) in seen):
                 seen.add(id(tensor))
