@@ -472,6 +472,30 @@ def test_dicts_and_lists_of_a_layer_are_as_they_were(workshop: Workshop, activat
     check(pair)
 
 
+class Gated(nn.Module):
+    """Uses a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.gate = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.mix(x) * self.gate) + x
+
+
+class ByName(Passes):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.head(x)
+
+
+def test_a_layer_whose_forward_is_called_by_that_name_is_recomputed(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(lambda: ByName(Gated), tier="host", activations=activations)
+    pair.train(batches(2))
+    check(pair)
+
+
 def test_hooks_of_the_forward_that_are_gone_before_the_backward_have_been_part_of_it(
     workshop: Workshop, activations: str
 ) -> None:

@@ -282,7 +282,7 @@ class Layer:
         args, kwargs = first.pop() if first else given(*tensors)
         with optimized_execution(False):  # TorchScript optimizes later calls, and then saves other tensors
             if not in_backward():
-                with self._explaining(record), keeping:
+                with self._frame(), self._explaining(record), keeping:
                     result = record.forward(partial(self._forward, *args, **kwargs))
                     if position >= 0:
                         self._segments.save(result, position)
@@ -310,7 +310,7 @@ class Layer:
         return result
 
     def _frame(self) -> AbstractContextManager[None]:
-        """The second forward runs inside a frame, as the first does."""
+        """Both forwards run inside a frame, the first one too where the loop calls `module.forward`."""
         frame = self._modules[0].__dict__.get(FRAME)
         return nullcontext() if frame is None else frame()
 
