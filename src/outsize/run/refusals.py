@@ -71,7 +71,8 @@ def set_data(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name}.data cannot be replaced: the parameter's memory belongs to outsize; write its values with `with "
         f"outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
-        f"outsize.prepare(device=..., compute_dtype=...)"
+        f"outsize.prepare(device=..., compute_dtype=...). A library that does so in its first forward (ActNorm): run "
+        f"one before outsize.prepare"
     )
 
 
