@@ -136,15 +136,15 @@ def test_weights_that_parametrizations_cache_train_as_in_torch(workshop: Worksho
 
 
 class Repeats(nn.Module):
-    """Runs its layer as often as a list says, into which nobody looks."""
+    """Runs its layer as often as a list in a tuple says, into which nobody looks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.times = [2]
+        self.times = ([2],)
         self.lin = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times[0]):
+        for _ in range(self.times[0][0]):
             x = torch.tanh(self.lin(x))
         return x
 
@@ -154,7 +154,7 @@ def test_a_layer_that_does_something_else_in_the_backward_is_named_with_the_reme
     model = nn.Sequential(nn.Linear(16, 16), layer, nn.Linear(16, 16))
     workshop.prepare(model, torch.optim.AdamW(model.parameters()))
     loss = model(inputs()).sum()
-    layer.times[0] = 1
+    layer.times[0][0] = 1
     with pytest.raises(CheckpointError, match=r"layer '1' \(Repeats\) did other .* activations=\"keep\""):
         loss.backward()
 
