@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,15 @@ def test_what_went_wrong_on_an_accelerator_is_said(first_of_two: Any) -> None:
     with pytest.raises(RanksError, match=r"rank 1 of 2 is gone .* while rank 0 was in gather of unit 'a layer'"):
         Going(OnAccelerator(asked=3, fails=True), turn, on_stream=True, wanted=first_of_two.wanted).wait()
     assert "rank 1 of 2 is gone" in first_of_two.model.watch.told[0]
+
+
+def test_a_collective_that_cannot_start_says_who_is_gone(first_of_two: Any) -> None:
+    def begin(group: object) -> None:
+        raise dist.DistBackendError("the communicator was aborted")
+
+    turn = replace(first_of_two.turn_to_gather(0, 8), expected=True)
+    with pytest.raises(RanksError, match=r"rank 1 of 2 is gone .* while rank 0 was in gather of unit 'a layer'"):
+        first_of_two._start(turn, begin)
 
 
 def stuck_of(ranks: Any) -> Any:

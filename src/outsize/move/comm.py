@@ -153,7 +153,7 @@ class Ranks:
             lane.exchange(turn)
         self.model.counts.update({turn.kind: numel, f"{turn.kind} calls": 1})
         group = lane.agreeing if on_host else lane.moving
-        work, on_stream = start(group), lane.on_device and not on_host
+        work, on_stream = lane.start(turn, lambda: start(group)), lane.on_device and not on_host
         if on_stream:
             self._last_on_device = work
         return Going(work, turn, on_stream, self.wanted)

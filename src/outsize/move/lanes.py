@@ -208,6 +208,18 @@ class Lane:
             raise
         return True
 
+    def start(self, turn: Turn, begin: Callable[[], Any]) -> Any:
+        """What `begin` returns: the collective of a turn, on its way. An accelerator's may connect the ranks first, or
+        find that somebody is gone."""
+        try:
+            with self.waiting(turn):
+                return begin()
+        except RuntimeError as error:
+            if not broke(error):
+                raise
+            self.model.leave_open()
+            raise self.model.gone(self.model.watch.find_gone(), self.model.words(turn)) from error
+
     @contextmanager
     def waiting(self, turn: Turn) -> Iterator[None]:
         thread = threading.get_ident()
@@ -247,6 +259,17 @@ class Going(Transfer):
     def over_unless_wanted(self) -> bool:
         """Wait, unless a rank waits for this one to meet it; whether it is over."""
         return self._turn.lane.wait(self._work, self._turn, self.on_stream, self._wanted)
+
+
+def broke(error: BaseException | None) -> bool:
+    """Whether the error comes from a connection of torch.distributed."""
+    seen: set[int] = set()  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from outsize.move.lanes import LOOK, ROWS, SAVE, Lane, Model, RanksError, named
+from outsize.move.lanes import LOOK, ROWS, SAVE, Lane, Model, RanksError, broke, named
 from outsize.move.watch import Wait, Watch, await_closed
 
 logger = logging.getLogger("outsize")
@@ -109,22 +109,11 @@ def _tell_all(kind: type[BaseException], error: BaseException, trace: Any) -> No
     """An error ends this process: say so to the others, who wait for it. Where one of torch's own connections broke
     (of pipelines, of tensor parallelism), first find out and say which rank is gone."""
     for model in _open_models():
-        if _broke(error) and (gone := model.watch.find_gone()) is not None:
+        if broke(error) and (gone := model.watch.find_gone()) is not None:
             rank, became = gone
             logger.error("%s%s", "" if rank is None else f"{named([rank])} of {dist.get_world_size()} ", became)
         model.watch.tell(error)
     _excepthook(kind, error, trace)
-
-
-def _broke(error: BaseException | None) -> bool:
-    """Whether the error comes from a connection of torch.distributed."""
-    seen: set[int] = set()  # an error may be its own cause
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _listen_to_errors() -> None:
