@@ -118,6 +118,17 @@ def test_a_gathering_runs_beside_the_computation(monkeypatch: pytest.MonkeyPatch
     assert {"own part", "gather"} <= accelerator.compute.past
 
 
+def test_a_transfer_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a rank keeps would depend on what its transfers have reached."""
+    buffer = Buffer(NBYTES, Ledger(), Accelerator(monkeypatch).lanes)
+    buffer.note_views()
+    buffer.materialize()
+    moving = buffer.in_place(0, 8)
+    assert moving.numel() and not buffer.viewed
+    seen = buffer.values[:8]
+    assert seen.data_ptr() == moving.data_ptr() and buffer.viewed
+
+
 def test_what_the_computation_wrote_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(monkeypatch)
     buffer = Buffer(NBYTES, Ledger(), accelerator.lanes)

@@ -26,7 +26,7 @@ class Buffer(Store):
     """`flat` (uint8 [nbytes]), which holds bytes only while `resident`, and then counts under `account`. An
     accelerator's memory has `lanes`: see Note [Streams].
 
-    `values` are the same bytes, of which the parameters are views.
+    `values` are the same bytes, of which the parameters are views. Transfers use `flat`, so none counts as a view.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Buffer(Store):
             if lanes is None:
                 self._memory = HostBuffer(nbytes, pinned)
                 self.flat = self._memory.bytes
-                self.values = alone(self.flat, self.flat)  # no transfer counts as a view of the values
+                self.values = alone(self.flat, self.flat)
             else:
                 with self._incoming():
-                    self.flat = self.values = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+                    self.values = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
                 self._shrink()
         if lasting:
             self.materialize()
@@ -84,7 +84,9 @@ class Buffer(Store):
         if not self.resident:
             if self._lanes is not None:  # raises where the accelerator has no memory: then nothing has changed
                 with self._incoming():
-                    self.flat.untyped_storage().resize_(self.nbytes)
+                    self._storage.resize_(self.nbytes)
+                with torch.inference_mode(False):
+                    self.flat = alone(self.values, self)
             self.resident = True
             self._ledger.add(self._account, self.nbytes)
 
@@ -97,7 +99,8 @@ class Buffer(Store):
     def _shrink(self) -> None:
         if self._lanes is not None:
             with self.filling():
-                self.flat.untyped_storage().resize_(0)
+                self._storage.resize_(0)
+            self.flat = torch.empty(0, dtype=torch.uint8, device=self._lanes.device)
         elif self._lasting:
             self._memory.close()
             self.flat = self.values = torch.empty(0, dtype=torch.uint8, device="cpu")
