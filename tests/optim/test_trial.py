@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -159,6 +159,18 @@ class Eager(Plain):
         return self.state[param]["v"].lerp_(grad, 0.5).clone()
 
 
+class EagerInPart(Plain):
+    """Makes a part of it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for at, param in enumerate(self.param_groups[0]["params"]):
+            self.state[param]["seed"] = at
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return self.state[param].setdefault("v", param.detach().clone()).lerp_(grad, 0.5).clone()
+
+
 class Caching(Plain):
     """Keeps what it computes from the learning rate in a list of lists, which is one for all groups, as RAdam did."""
 
@@ -215,6 +227,7 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "OnItsBase": (OnItsBase, "counts in its class"),
     "Eager": (Eager, "raised KeyError.'v'.; what a parameter keeps must be made in its first step"),
     "ByName": (named, "raised KeyError.'param_names'.; a step is given one parameter, without its name"),
+    "EagerInPart": (EagerInPart, r"has \['seed'\] and not \['v'\]; what a parameter keeps"),
     "Caching": (two_that_share, "depends on the others, or on the other groups"),
     "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
 }
@@ -477,9 +490,40 @@ class Quantized(Plain):
         return grad
 
 
+class NarrowIfLarge(Plain):
+    """Keeps large parameters' averages as 8-bit codes, as those of bitsandbytes do."""
+
+    least = 4096
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        narrow = param.numel() >= self.least
+        code = self.state[param].setdefault("code", torch.zeros_like(param, dtype=torch.uint8 if narrow else None))
+        code.copy_((code + grad.abs()).clamp(max=255))
+        return grad / (1 + code)
+
+
+class NarrowIfHuge(NarrowIfLarge):
+    least = 20_000
+
+
+class NarrowGroup(Plain):
+    """Keeps the averages of a group in the dtype that the group says."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        average = self.state[param].setdefault("average", torch.zeros_like(param, dtype=group.get("kept")))
+        return average.lerp_(grad.to(average.dtype), 0.5).to(grad.dtype)
+
+
+def narrow_group(params: Any) -> torch.optim.Optimizer:
+    other = nn.Parameter(torch.ones(4, 6))
+    return NarrowGroup([{"params": params}, {"params": [other], "kept": torch.bfloat16}])
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
+        (NarrowIfLarge, "it keeps 'code' as float32 and as uint8, by the size or the group"),
+        (narrow_group, "it keeps 'average' as bfloat16 and as float32, by the size or the group"),
         (Tied, "depends on the others"),
         (Estimating, "depends on the others"),
         (Greedy, "draws random numbers"),
@@ -489,6 +533,36 @@ class Quantized(Plain):
 def test_what_shows_at_large_sizes_or_in_states_is_refused(workshop: Workshop, kind: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         rule_for(kind([nn.Parameter(torch.ones(4, 6))]))
+
+
+def test_a_narrower_array_than_was_tried_is_an_error(workshop: Workshop) -> None:
+    """And no codes that are taken for values."""
+    model = nn.Linear(200, 200)
+    optimizer = NarrowIfHuge(model.parameters())
+    outsize.prepare(model, optimizer, device="cpu", host_memory="8MiB")
+    model(torch.ones(1, 200)).sum().backward()
+    with pytest.raises(RuntimeError, match="it keeps 'code' as uint8, which it did not do when it was tried"):
+        optimizer.step()
+        model(torch.ones(1, 200))
+
+
+class OuterProduct(Plain):
+    """Keeps a matrix for each vector, as Shampoo does."""
+
+    lengths: ClassVar[list[int]] = []
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        if param.ndim == 1:
+            self.lengths.append(len(param))
+            return self.state[param].setdefault("matrix", torch.eye(len(param))).add_(grad.outer(grad)) @ grad
+        return grad
+
+
+@pytest.mark.parametrize(("longest", "tried"), [(100, 100), (5, 96), (10_000, 4096)])
+def test_vectors_are_tried_at_no_greater_length_than_there_is(longest: int, tried: int) -> None:
+    OuterProduct.lengths.clear()
+    rule_for(OuterProduct([nn.Parameter(torch.ones(each)) for each in (3, longest)]))
+    assert set(OuterProduct.lengths) == {tried}
 
 
 # -- counts in groups and on the optimizer ---------------------------------------------------------------------------
@@ -638,6 +712,31 @@ def test_a_checkpoint_of_later_steps_is_gone_on_with(
     train(other.model, other.optimizer, batches(3))
     for name, value in weights(pair.model).items():
         assert torch.equal(value, weights(other.model)[name])
+
+
+class CountsMatrices(Plain):
+    """Counts the steps of matrices alone in their state, as a Muon beside an Adam does."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        average = state.setdefault("average", torch.zeros_like(param))
+        if group.get("counts"):
+            state["step"] = state.get("step", 0) + 1
+        return average.lerp_(grad, 0.5) / state.get("step", 1)
+
+
+def test_a_checkpoint_may_count_the_steps_of_some_groups_alone(workshop: Workshop, tier: str, tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return CountsMatrices([{"params": [each], "counts": each.ndim > 1} for each in model.parameters()])
+
+    pair = workshop.pair(lambda: Stack(depth=2), make, tier)
+    pair.train(batches(2))
+    outsize.save(tmp_path / "two", pair.model, pair.optimizer).wait()
+    pair.train(batches(1))
+    outsize.load(tmp_path / "two", pair.model, pair.optimizer)
+    pair.optimizer.load_state_dict(pair.optimizer.state_dict())
+    train(pair.model, pair.optimizer, batches(1))
+    torch.testing.assert_close(weights(pair.model), weights(pair.plain))
 
 
 def test_counts_in_groups_go_to_torch_and_back(workshop: Workshop) -> None:

@@ -53,6 +53,8 @@ _KNOWN_OPTIONS = 64
 _KNOWN_ATTRIBUTES = 16
 """Combinations of what the user hangs on parameters that are tried."""
 
+_IN_FIRST_STEP = "what a parameter keeps must be made in its first step, not with the optimizer"
+
 _PILOT = (16, 16)
 _MOST_TO_CATCH_UP = 1000
 """Steps of a pilot that begins anew, about a tenth of a millisecond each."""
@@ -84,12 +86,13 @@ class StreamedRule(Rule):
                 found, self.whole = self._try_out(tried)
             if not any(each.moved for each in found):
                 raise Unsuited("its step() does not change the parameter that it is given")
+            self._expect_no_part(optimizer, dict(zip(map(self._key, groups), found, strict=False)))
         except Exception as error:
             reason = str(error) if isinstance(error, Unsuited) else f"its step() on one parameter raised {error!r}"
             if isinstance(error, KeyError) and "param_names" in error.args:
                 reason += "; a step is given one parameter, without its name"
             elif isinstance(error, KeyError) and any(optimizer.state.values()):
-                reason += "; what a parameter keeps must be made in its first step, not with the optimizer"
+                reason += f"; {_IN_FIRST_STEP}"
             raise ValueError(
                 f"{self._name} can run neither on pieces of parameters nor on whole parameters one at a time "
                 f"({reason}), so it cannot run on streamed state; use an optimizer such as AdamW, SGD, Adagrad, Muon "
@@ -99,12 +102,23 @@ class StreamedRule(Rule):
         self.arrays = tuple(dtypes)
         self.narrow = {key: dtype for key, dtype in dtypes.items() if dtype in NARROW}
         self.tried = {key: value for each in found for key, value in each.scalars.items()}
-        self.counts = ("step",) if "step" in self.tried else ()
+        self.counts = ("step",) if all("step" in each.scalars for each in found) else ()
         self._changes = {key for each in found for key in each.changes}
         present = {**vars(optimizer), **optimizer.param_groups[0]}
         self._start = snapshots({key: present[key] for key in self._changes if key in present})
         for group, each in zip(groups, found, strict=False):
             self._keep(self._key(group), each)
+
+    def _expect_no_part(self, optimizer: torch.optim.Optimizer, found: Mapping[Hashable, Found]) -> None:
+        """Raise `Unsuited` for a parameter that has a state before its first step, and not what each step leaves."""
+        for group in optimizer.param_groups:
+            left = found[self._key(group)]
+            always = {*(left.always or ()), *({"step"} & left.scalars.keys())}
+            for state in filter(None, map(optimizer.state.get, group["params"])):
+                if always - state.keys():
+                    raise Unsuited(
+                        f"a parameter has {sorted(state)} and not {sorted(always - state.keys())}; {_IN_FIRST_STEP}"
+                    )
 
     def _keep(self, key: Hashable, found: Found) -> None:
         """See Note [Arrays that come later]."""
@@ -128,7 +142,8 @@ class StreamedRule(Rule):
             params = [p for each in present if self._kinds_of(each) == self._kinds_of(options) for p in each["params"]]
             hung = {_kinds(each): each for each in map(attributes_of, params)}
             attributes = list(hung.values())[:_KNOWN_ATTRIBUTES] or [{}]
-            kinds.append(Kind(self._at_start(options), attributes, any(param.dim() == 1 for param in params)))
+            longest = max((param.numel() for param in params if param.dim() == 1), default=0)
+            kinds.append(Kind(self._at_start(options), attributes, longest))
         return kinds
 
     def _key(self, options: Values) -> Hashable:
@@ -265,6 +280,10 @@ class StreamedRule(Rule):
         for key, value in subject.state.items():
             for_each = isinstance(value, torch.Tensor) and value.shape == master.shape
             if for_each and key in self.arrays:
+                tried = self.narrow.get(key)
+                if value.dtype != tried and (tried is not None or value.dtype in NARROW):
+                    kept = str(value.dtype).removeprefix("torch.")
+                    raise Unsuited(f"it keeps {key!r} as {kept}, which it did not do when it was tried")
                 if value.data_ptr() != piece.states[key].data_ptr():
                     piece.states[key].copy_(value)
             elif for_each and not self.whole and master.shape != (1,):

@@ -34,7 +34,8 @@ STEPS = 5
 _SMALL = (8, 12)
 _LARGE = (136, 144)
 """Not square, so that an array for each row or column is not taken for one for each element."""
-_VECTOR = (4096,)
+_SHORTEST, _LONGEST = 96, 4096
+"""A vector is as long as the longest that there is, since some keep a matrix of its length; but within these."""
 _SCALES = (1.0, 1e-3, 30.0)
 """Of the gradients of each parameter; they double from step to step."""
 _CUT = 48
@@ -48,8 +49,8 @@ class Kind:
     options: Values
     attributes: Sequence[Values]
     """What the user has hung on parameters, of each kind one."""
-    vectors: bool
-    """Whether there are parameters of one dimension."""
+    longest: int
+    """The elements of the longest parameter of one dimension; 0 without one."""
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Found:
 
     arrays: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtype of each per-element array of a matrix."""
+    dtypes: set[tuple[str, torch.dtype]] = field(default_factory=set)
+    """Of the per-element arrays of all parameters."""
     always: set[str] | None = None
     """The arrays that there were after every step."""
     nones: set[str] = field(default_factory=set)
@@ -92,13 +95,29 @@ def try_out(worker: Worker, kinds: Sequence[Kind], own: Values, elementwise: boo
     """
     if elementwise:
         with suppress(Exception):  # whole parameters may do, or tell why not
-            return _compared(worker, kinds, own, _SMALL, cut=True), False
+            return _of_one_dtype(_compared(worker, kinds, own, _SMALL, cut=True)), False
+    small: list[Found] = []
     try:  # some want gigabytes for large ones
-        _compared(worker, kinds, own, _SMALL, cut=False)
+        small = _compared(worker, kinds, own, _SMALL, cut=False)
     except Exception as error:
         if isinstance(error, Unsuited):
             raise
-    return _compared(worker, kinds, own, _LARGE, cut=False), True
+    large = _compared(worker, kinds, own, _LARGE, cut=False)
+    _of_one_dtype([*small, *large])
+    return large, True
+
+
+def _of_one_dtype(found: list[Found]) -> list[Found]:
+    """Raise `Unsuited` if an array is kept in several. What is given back is of the dtype that the trial has found."""
+    known: dict[str, torch.dtype] = {}
+    for key, dtype in sorted(set().union(*(each.dtypes for each in found)), key=str):
+        if known.setdefault(key, dtype) != dtype:
+            kinds = " and as ".join(str(each).removeprefix("torch.") for each in (known[key], dtype))
+            raise Unsuited(
+                f"it keeps {key!r} as {kinds}, by the size or the group of a parameter; AdamW with "
+                f"state_format='compact' has 8-bit states"
+            )
+    return found
 
 
 def _compared(worker: Worker, kinds: Sequence[Kind], own: Values, shape: tuple[int, ...], cut: bool) -> list[Found]:
@@ -152,7 +171,8 @@ def fault_with_closure(worker: Worker, kinds: Sequence[Kind], own: Values, whole
 
 def _samples(kind: Kind, shape: tuple[int, ...], generator: torch.Generator) -> Iterator[_Sample]:
     for attributes in kind.attributes:
-        for each, scale in zip((shape, shape, *[_VECTOR] * kind.vectors), _SCALES, strict=False):
+        vectors = [(min(max(kind.longest, _SHORTEST), _LONGEST),)] if kind.longest else []
+        for each, scale in zip((shape, shape, *vectors), _SCALES, strict=False):
             # In fp32 in host memory, whatever the defaults of dtype and device are.
             start, *grads = torch.randn(STEPS + 1, *each, generator=generator, device="cpu", dtype=torch.float32)
             yield _Sample(start, [grad * scale * 2**step for step, grad in enumerate(grads)], attributes)
@@ -191,6 +211,7 @@ def _note(found: Found, subjects: Sequence[Subject], changes: set[str]) -> None:
     for subject in subjects:
         arrays = {key: value.dtype for key, value in subject.state.items() if _is_array(value, subject.param)}
         found.scalars |= {key: value for key, value in subject.state.items() if key not in arrays}
+        found.dtypes |= set(arrays.items())
         if subject.param.dim() > 1:
             found.arrays |= arrays
             found.always = arrays.keys() & (arrays.keys() if found.always is None else found.always)
