@@ -43,6 +43,11 @@ def test_gradients_that_are_used_where_they_arise_are_not_moved() -> None:
     assert (unit.read_bytes, unit.written_bytes) == (10, 10)
 
 
+def test_weights_of_an_optimizer_without_state_are_written_as_others() -> None:
+    unit = planned(UnitBytes("unit", 4, 4, 0), UnitTiers("disk", "disk", "disk", ""))
+    assert (unit.read_bytes, unit.written_bytes) == (12, 8)
+
+
 def test_frozen_weights_are_read_twice_and_never_written() -> None:
     unit = planned(UnitBytes("unit", 2, 0, 0), UnitTiers("disk", "disk", "disk", ""))
     assert (unit.read_bytes, unit.written_bytes) == (4, 0)

@@ -176,7 +176,7 @@ def _plan_of(found: PlacedModel, config: Config) -> Plan:
         planned(size, tiers, config.update, index in found.tables)
         for index, (size, tiers) in enumerate(zip(found.unit_bytes, found.tiers, strict=True))
     )
-    trained = [unit for index, unit in enumerate(units) if unit.size.states and index not in found.tables]
+    trained = [unit for index, unit in enumerate(units) if unit.size.grads and index not in found.tables]
     moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + sum(unit.size.grads for unit in trained)
     on_cpu = found.budgets.device is None
     link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)

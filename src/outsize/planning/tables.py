@@ -118,7 +118,7 @@ def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: b
     if by_rows:
         return PlannedUnit(size.name, size, tiers, 0, 0)
     params, grads, states = (getattr(size, kind) if getattr(tiers, kind) == "disk" else 0 for kind in KINDS)
-    if not size.states:
+    if not size.grads:
         return PlannedUnit(size.name, size, tiers, 2 * params, 0)
     in_tiles = size.tiles and tiers.params != "device"
     changed = states + (0 if update == "backward" and not in_tiles else grads)
