@@ -50,16 +50,18 @@ def test_tied_and_unused_and_frozen_parameters(workshop: Workshop, tier: str) ->
 
 
 @pytest.mark.parametrize(("dtype", "grads"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
-@pytest.mark.parametrize("update", ["fetch", "backward"])
+@pytest.mark.parametrize("update", ["fetch", "backward", "delayed"])
 def test_a_step_moves_twelve_bytes_a_parameter_and_the_gradient_at_most(
     workshop: Workshop, update: str, dtype: torch.dtype, grads: int
 ) -> None:
-    """Exact state on disk, 12 B read and 12 B written; in the backward the gradients move nowhere."""
+    """Exact state on disk, 12 B read and 12 B written; in the backward the gradients move nowhere. Those of a delayed
+    update are those of the step before."""
+    how: dict[str, object] = {"delayed_update": 1} if update == "delayed" else {"update": update}
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    workshop.prepare(model, optimizer, "disk", update=update, units=nn.Linear, compute_dtype=dtype)
+    workshop.prepare(model, optimizer, "disk", units=nn.Linear, compute_dtype=dtype, **how)
     data = [(torch.randn(4, 256).to(dtype), torch.randn(4, 256).to(dtype))]
-    train(model, optimizer, data)
+    train(model, optimizer, data * 2)
     workshop.settle(model)
     before = outsize.memory(model)
     train(model, optimizer, data)

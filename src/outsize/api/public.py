@@ -173,11 +173,12 @@ def _sending(placed: PlacedModel, config: Config, parallel: Parallel, width: int
 def _plan_of(found: PlacedModel, config: Config) -> Plan:
     """The placement as a table."""
     units = tuple(
-        planned(size, tiers, config.update, index in found.tables)
+        planned(size, tiers, config.update, index in found.tables, bool(config.delayed_update))
         for index, (size, tiers) in enumerate(zip(found.unit_bytes, found.tiers, strict=True))
     )
     trained = [unit for index, unit in enumerate(units) if unit.size.grads and index not in found.tables]
-    moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + sum(unit.size.grads for unit in trained)
+    grads = sum(unit.size.grads for unit in trained) // (1 + bool(config.delayed_update))
+    moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + grads
     on_cpu = found.budgets.device is None
     link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
     parameters = sum(info.numel for info in found.infos.values())
