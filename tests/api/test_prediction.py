@@ -420,13 +420,14 @@ def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("update", ["fetch", "backward"])
 def test_weights_in_tiles_are_updated_as_a_whole_and_read_once_more(
-    workshop: Workshop, update: str, dtype: torch.dtype
+    workshop: Workshop, update: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their gradients rest in fp32, and are not used in the backward."""
+    """Their gradients rest in fp32, go there tile by tile, and are not used in the backward."""
     model = nn.Sequential(nn.Linear(64, 2048, bias=False), nn.Linear(2048, 64, bias=False)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = dict.fromkeys(KINDS, "disk") | {"host_memory": "352KiB", "disk": workshop.disk, "update": update}
-    plan = outsize.plan(model, optimizer, device="cpu", **memory)
+    plan = outsize.plan(model, optimizer, device="cpu", **memory, example=(torch.randn(4, 64).to(dtype),))
+    assert "above the budget" not in caplog.text
     outsize.prepare(model, optimizer, device="cpu", **memory)
     data = [(torch.randn(4, 64).to(dtype), torch.randn(4, 64).to(dtype))]
     for _ in range(3):

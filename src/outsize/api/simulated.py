@@ -316,18 +316,19 @@ class SimulatedUnit:
     def lay_down(self, last: int) -> None:
         """The gradients of the unit come to where they rest, or to where they are written from."""
         world, grads = self._world, self.size.grads
+        at_once = min(grads, self.size.leaving)  # of a weight in tiles those of a tile or two
         if self.split:
             world.move(COLLECTIVES, world.now, self.nbytes, f"{self.name} gradients")
         if self.tiers.grads != "device":  # else they stay where autograd made them
             account = "host/grads" if self.tiers.grads == "host" else "host/grads in flight"
             if account.endswith("flight") or not self._has_grads:
-                world.ledger.add(account, grads)
+                world.ledger.add(account, at_once if account.endswith("flight") else grads)
             self._has_grads = True
             if not world.on_cpu:
                 world.move(OUT, world.now, grads, self.name)
             else:
                 world.advance(3 * grads / world.machine.host_memory + UNIT_SECONDS, f"{self.name} gradients")
-        world.note(world.live + (0 if self.tiers.grads == "device" else last))
+        world.note(world.live + (0 if self.tiers.grads == "device" else min(last, at_once)))
 
     def write_grads(self) -> None:
         """To disk."""
@@ -348,7 +349,7 @@ class SimulatedPlace:
 
     def __init__(self, world: World, unit: SimulatedUnit) -> None:
         self._world, self._unit = world, unit
-        self.passing_bytes = unit.size.grads if unit.tiers.grads == "disk" else 0
+        self.passing_bytes = min(unit.size.grads, unit.size.leaving) if unit.tiers.grads == "disk" else 0
         self.held = False
 
     def drop_if_written(self) -> None:

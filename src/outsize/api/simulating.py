@@ -160,7 +160,7 @@ class Simulation:
         """With what nobody counts: gradients of two units on their way where writes take longer, and on the CPU what
         kernels and the allocator take."""
         peak = dict(self._world.peak)
-        largest = sorted((unit.size.grads for unit in self._units if unit.tiers.grads == "disk"), reverse=True)
+        largest = sorted((place.passing_bytes for place in self._places), reverse=True)
         passing = self._world.passing
         peak["host"] += max(sum(largest[:PASSING_UNITS]) - passing, 0)
         if self._world.on_cpu:
@@ -234,7 +234,7 @@ class Simulation:
         place = self._places[unit.index]
         self._streamer.finished(cast(Unit, unit))
         if unit.tiers.grads == "disk":
-            self._streamer.room.make(unit.size.grads)
+            self._streamer.room.make(place.passing_bytes)
             place.held = True
         unit.lay_down(last)
         if self._config.update == "backward":
