@@ -917,13 +917,25 @@ def test_a_state_dict_goes_to_torch_and_back_without_the_array(workshop: Worksho
     pair.train(batches(3))
 
 
-def test_an_existing_state_is_taken_over_without_the_array(workshop: Workshop) -> None:
+class MatricesAlone(Plain):
+    """Keeps an array for matrices, and a count for all."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        state["seen"] = state.get("seen", 0) + 1
+        if param.ndim > 1:
+            grad = state.setdefault("average", torch.zeros_like(param)).lerp_(grad, 0.5)
+        return grad / state["seen"]
+
+
+@pytest.mark.parametrize("make", [lookahead, lambda model: MatricesAlone(model.parameters())])
+def test_an_existing_state_is_taken_over_without_the_array(workshop: Workshop, make: Any) -> None:
     torch.manual_seed(0)
     plain = Stack(depth=2)
-    expected = lookahead(plain)
+    expected = make(plain)
     train(plain, expected, batches(1))
     model = copy.deepcopy(plain)
-    optimizer = lookahead(model)
+    optimizer = make(model)
     optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
     workshop.prepare(model, optimizer, "squeezed")
     train(model, optimizer, batches(4)).close_to(train(plain, expected, batches(4)))

@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from numbers import Number
@@ -86,7 +86,9 @@ class StreamedRule(Rule):
                 found, self.whole = self._try_out(tried)
             if not any(each.moved for each in found):
                 raise Unsuited("its step() does not change the parameter that it is given")
-            self._expect_no_part(optimizer, dict(zip(map(self._key, groups), found, strict=False)))
+            of_kind = dict(zip(map(self._key, groups), found, strict=False))
+            for group in optimizer.param_groups:
+                _expect_no_part(group["params"], optimizer.state, of_kind[self._key(group)])
         except Exception as error:
             reason = str(error) if isinstance(error, Unsuited) else f"its step() on one parameter raised {error!r}"
             if isinstance(error, KeyError) and "param_names" in error.args:
@@ -108,17 +110,6 @@ class StreamedRule(Rule):
         self._start = snapshots({key: present[key] for key in self._changes if key in present})
         for group, each in zip(groups, found, strict=False):
             self._keep(self._key(group), each)
-
-    def _expect_no_part(self, optimizer: torch.optim.Optimizer, found: Mapping[Hashable, Found]) -> None:
-        """Raise `Unsuited` for a parameter that has a state before its first step, and not what each step leaves."""
-        for group in optimizer.param_groups:
-            left = found[self._key(group)]
-            always = {*(left.always or ()), *({"step"} & left.scalars.keys())}
-            for state in filter(None, map(optimizer.state.get, group["params"])):
-                if always - state.keys():
-                    raise Unsuited(
-                        f"a parameter has {sorted(state)} and not {sorted(always - state.keys())}; {_IN_FIRST_STEP}"
-                    )
 
     def _keep(self, key: Hashable, found: Found) -> None:
         """See Note [Arrays that come later]."""
@@ -313,6 +304,15 @@ class StreamedRule(Rule):
             elif scalars[name] is None and name not in self._nones:
                 del state[name]
         return state
+
+
+def _expect_no_part(params: Iterable[torch.Tensor], states: Mapping[Any, Any], found: Found) -> None:
+    """Raise `Unsuited` for a matrix that has a state before its first step, and not what each step leaves."""
+    always = {*(found.always or ()), *({"step"} & found.scalars.keys())}
+    for param in params:
+        state = states.get(param) or always
+        if param.dim() > 1 and always - set(state):
+            raise Unsuited(f"a parameter has {sorted(state)} and not {sorted(always - set(state))}; {_IN_FIRST_STEP}")
 
 
 def _pilot(with_grad: bool, state: dict[str, Any]) -> Subject:
