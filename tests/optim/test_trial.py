@@ -528,8 +528,8 @@ def narrow_group(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (NarrowIfLarge, "it keeps 'code' as float32 and as uint8, by the size or the group"),
-        (narrow_group, "it keeps 'average' as bfloat16 and as float32, by the size or the group"),
+        (NarrowIfLarge, "it keeps 'code' as float32 and as uint8, by the size, the group or the step"),
+        (narrow_group, "it keeps 'average' as bfloat16 and as float32, by the size, the group or the step"),
         (Tied, "depends on the others"),
         (Estimating, "depends on the others"),
         (Greedy, "draws random numbers"),

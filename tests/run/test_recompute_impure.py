@@ -472,6 +472,27 @@ def test_dicts_and_lists_of_a_layer_are_as_they_were(workshop: Workshop, activat
     check(pair)
 
 
+SHARED = {"scale": 2.0}
+
+
+class Binds(nn.Module):
+    """Has a dict of others from its forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.options = SHARED
+        return torch.tanh(self.mix(x)) * self.options["scale"]
+
+
+def test_a_dict_of_others_that_a_forward_binds_is_left_alone(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(lambda: Passes(Binds), tier="host", activations=activations)
+    pair.train(batches(2))
+    check(pair)
+
+
 class Gated(nn.Module):
     """Uses a parameter of its own."""
 

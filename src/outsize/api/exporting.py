@@ -29,7 +29,6 @@ from outsize.api.saving import (
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.folder import NewFolder, check_not_current, check_replaceable, target_of
 from outsize.checkpoint.peers import Peers, together
-from outsize.checkpoint.values import NOT_HYPER
 from outsize.formats.pieces import (
     in_memory,
     joined_parameter,
@@ -41,6 +40,7 @@ from outsize.formats.weights import files_of, merged_folder, runs_of, write_shar
 from outsize.move.comm import Ranks
 from outsize.move.progress import Progress
 from outsize.move.store import DTYPES
+from outsize.optim.worker import NO_OPTIONS
 from outsize.planning.sizes import parse_bytes
 
 MAX_SHARD_SIZE = "5GB"
@@ -163,7 +163,7 @@ def _export_dcp(
     if optimizer is not None:
         name_of = prepared.engine.parameters.name_of
         groups = [
-            {key: value for key, value in group.items() if key not in NOT_HYPER}
+            {key: value for key, value in group.items() if key not in NO_OPTIONS}
             | {"params": [name_of(param) for param in group["params"]]}
             for group in optimizer.param_groups
         ]

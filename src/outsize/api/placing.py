@@ -392,4 +392,6 @@ def _bytes_of(
     sums = sum(segment.numel * wider[segment.dtype] for segment in graded) * copies
     if config.update == "backward":  # each backward's gradients are used up at once
         sums = 0
-    return UnitBytes(layout.name or "model", params, grads, states, gathered + collected, collected, sums, tiles)
+    return UnitBytes(
+        layout.name or "model", params, grads, states, gathered + collected, collected, sums, tiles, steps=copies
+    )

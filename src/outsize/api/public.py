@@ -173,12 +173,11 @@ def _sending(placed: PlacedModel, config: Config, parallel: Parallel, width: int
 def _plan_of(found: PlacedModel, config: Config) -> Plan:
     """The placement as a table."""
     units = tuple(
-        planned(size, tiers, config.update, index in found.tables, bool(config.delayed_update))
+        planned(size, tiers, config.update, index in found.tables)
         for index, (size, tiers) in enumerate(zip(found.unit_bytes, found.tiers, strict=True))
     )
-    trained = [unit for index, unit in enumerate(units) if unit.size.grads and index not in found.tables]
-    grads = sum(unit.size.grads for unit in trained) // (1 + bool(config.delayed_update))
-    moved = 2 * sum(unit.size.params + unit.size.states for unit in trained) + grads
+    trained = [unit for index, unit in enumerate(units) if unit.size.trained and index not in found.tables]
+    moved = sum(2 * (unit.size.params + unit.size.states) + unit.size.moved_grads for unit in trained)
     on_cpu = found.budgets.device is None
     link = 0 if on_cpu else sum(_link_bytes(unit) for unit in units)
     parameters = sum(info.numel for info in found.infos.values())
@@ -198,4 +197,4 @@ def _link_bytes(unit: PlannedUnit) -> int:
     """Bytes that cross between host and device in one direction or the other."""
     fetched = 0 if unit.tiers.params == "device" else 2 * unit.size.params
     updated = 2 * unit.size.params if unit.tiers.params == "device" and unit.tiers.states != "device" else 0
-    return fetched + updated + (0 if unit.tiers.grads == "device" else unit.size.grads)
+    return fetched + updated + (0 if unit.tiers.grads == "device" else unit.size.moved_grads)

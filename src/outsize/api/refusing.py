@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from outsize.api.placed import Kept, PlacedModel
-from outsize.checkpoint.values import NOT_HYPER, encode, inline
+from outsize.checkpoint.values import encode, inline
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.optim.rules import Rule
+from outsize.optim.worker import NO_OPTIONS
 from outsize.planning.layout import ParamInfo
 from outsize.run.local import is_distributed, local
 from outsize.run.paging import PagedParameter
@@ -30,7 +31,7 @@ def warn_of_what_is_not_saved(optimizer: torch.optim.Optimizer, rule: Rule) -> N
     try:
         encode(dict(rule.tried), "the optimizer's state", lambda *_: None)
         for at, group in enumerate(optimizer.param_groups):
-            hyper = {key: value for key, value in group.items() if key not in NOT_HYPER}
+            hyper = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encode(hyper, f"optimizer.param_groups[{at}]", inline)
     except (TypeError, ValueError) as error:
         logger.warning("outsize.save will refuse this %s: %s", type(optimizer).__name__, str(error))
@@ -55,7 +56,7 @@ def check_stages(
     its own."""
     said = {"optimizer": "none" if optimizer is None else type(optimizer).__name__}
     for at, group in enumerate(() if optimizer is None else optimizer.param_groups):
-        said |= {f"{key} of group {at}": repr(value) for key, value in group.items() if key not in NOT_HYPER}
+        said |= {f"{key} of group {at}": repr(value) for key, value in group.items() if key not in NO_OPTIONS}
     trains = optimizer is None or any(param.requires_grad for param in parameters.values())
     every = stages.collect((said, trains), "prepare")
     for rank, (other, trained) in zip(stages.members, every, strict=True):

@@ -22,13 +22,14 @@ from outsize.checkpoint.peers import Cut, Peers, together
 from outsize.checkpoint.rank_state import RankState, can_hold, check_buffers
 from outsize.checkpoint.rng import capture_rng, check_capturable
 from outsize.checkpoint.unit_files import UnsyncedError
-from outsize.checkpoint.values import NOT_HYPER, encode, inline
+from outsize.checkpoint.values import encode, inline
 from outsize.checkpoint.writer import SavedGrad, Snapshot, UnfinishedCheckpoint
 from outsize.move.comm import Ranks
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
+from outsize.optim.worker import NO_OPTIONS
 from outsize.planning.layout import Slot
 from outsize.run.buffers import KEPT
 from outsize.run.engine import Engine
@@ -467,7 +468,7 @@ def optimizer_record(
         return None
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        hyper = {key: value for key, value in group.items() if key not in NOT_HYPER}
+        hyper = {key: value for key, value in group.items() if key not in NO_OPTIONS}
         path = f"optimizer.param_groups[{index}]"
         names = tuple(prepared.engine.parameters.name_of(param) for param in group["params"] if not is_wrapper(param))
         groups.append(GroupRecord(encode(hyper, path, inline) if encoded else {}, names))

@@ -235,8 +235,8 @@ class Shards:
         passing = (KEPT, "host/grads in flight", "device/resident", "device/params")
         resting = sum(
             size.params
-            for size, tiers in zip(self._plan.unit_bytes, self._plan.tiers, strict=True)
-            if tiers.params == "device"
+            for size, each in zip(self._plan.unit_bytes, self._plan.tiers, strict=True)
+            if each.params == "device"
         )
         for tier in tiers:
             field, sharing, room = self._budget(tier)

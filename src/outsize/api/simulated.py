@@ -194,7 +194,7 @@ class SimulatedUnit:
         """That pass through staging for an update of the unit; as `staged_bytes` has it of a part."""
         size, tiers = self.size, self.tiers
         if not self._world.on_cpu:
-            return size.states + size.params + size.grads
+            return size.states + size.params + size.moved_grads
         staged = (tiers.states == "disk") * size.states + (tiers.grads == "disk") * self.numel * GRAD_BYTES
         return staged + (size.params if self.shard.tile_rows and tiers.params == "disk" else 0)
 
@@ -251,10 +251,8 @@ class SimulatedUnit:
     def _steps(self, updates: bool, fetch: bool, numel: int) -> Iterator[Step]:
         chunks = max(min(-(-self.numel // numel), MOST_CHUNKS), 1)
         world, size, tiers, name = self._world, self.size, self.tiers, self.name
-        on_disk = {
-            kind: getattr(size, kind) / chunks * (getattr(tiers, kind) == "disk")
-            for kind in ("params", "states", "grads")
-        }
+        moved = {"params": size.params, "states": size.states, "grads": size.moved_grads}
+        on_disk = {kind: nbytes / chunks * (getattr(tiers, kind) == "disk") for kind, nbytes in moved.items()}
         kept, self.keeps_grads = self.keeps_grads, False
         reads = on_disk["params"] if fetch else 0.0
         writes = 0.0
@@ -315,14 +313,14 @@ class SimulatedUnit:
 
     def lay_down(self, last: int) -> None:
         """The gradients of the unit come to where they rest, or to where they are written from."""
-        world, grads = self._world, self.size.grads
+        world, grads = self._world, self.size.moved_grads
         at_once = min(grads, self.size.leaving)  # of a weight in tiles those of a tile or two
         if self.split:
             world.move(COLLECTIVES, world.now, self.nbytes, f"{self.name} gradients")
         if self.tiers.grads != "device":  # else they stay where autograd made them
             account = "host/grads" if self.tiers.grads == "host" else "host/grads in flight"
             if account.endswith("flight") or not self._has_grads:
-                world.ledger.add(account, at_once if account.endswith("flight") else grads)
+                world.ledger.add(account, at_once if account.endswith("flight") else self.size.grads)
             self._has_grads = True
             if not world.on_cpu:
                 world.move(OUT, world.now, grads, self.name)
@@ -332,7 +330,7 @@ class SimulatedUnit:
 
     def write_grads(self) -> None:
         """To disk."""
-        world, nbytes = self._world, self.size.grads
+        world, nbytes = self._world, self.size.moved_grads
         self.left = world.now
 
         def finish() -> Sequence[Transfer]:
@@ -349,7 +347,7 @@ class SimulatedPlace:
 
     def __init__(self, world: World, unit: SimulatedUnit) -> None:
         self._world, self._unit = world, unit
-        self.passing_bytes = min(unit.size.grads, unit.size.leaving) if unit.tiers.grads == "disk" else 0
+        self.passing_bytes = min(unit.size.moved_grads, unit.size.leaving) if unit.tiers.grads == "disk" else 0
         self.held = False
 
     def drop_if_written(self) -> None:

@@ -247,10 +247,10 @@ class Simulation:
         world, streamer = self._world, self._streamer
         world.wait_until(world.lanes[COLLECTIVES].free, "collectives")
         for unit in self._units:
-            if unit.index in self._placed.tables or not (unit.size.states or unit.size.grads):
+            if unit.index in self._placed.tables or not unit.size.trained:
                 continue  # of a table only the rows of a batch are updated, which are not counted
             if unit.on_device:
-                moved = 2 * (unit.size.params + unit.size.states) + unit.size.grads
+                moved = 2 * (unit.size.params + unit.size.states) + unit.size.moved_grads
                 rate = world.machine.update_rate(unit.kind, True)
                 world.advance(unit.numel / rate if world.on_cpu else moved / world.machine.memory, "update")
             elif self._config.update != "backward":

@@ -23,6 +23,7 @@ from outsize.checkpoint.rank_state import MODEL_FILE
 from outsize.checkpoint.regions import Region
 from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.values import decode, from_inline
+from outsize.optim.worker import NO_OPTIONS
 
 LATEST = "latest"
 LOOKS = 10
@@ -124,7 +125,7 @@ class Checkpoint:
         check_rng(self.rng)
         groups = manifest.optimizer.groups if manifest.optimizer is not None else ()
         self.hyper: list[dict[str, Any]] = [decode(group.hyper, from_inline) for group in groups]
-        if any(type(values) is not dict or {"params", "param_names"} & values.keys() for values in self.hyper):
+        if any(type(values) is not dict or NO_OPTIONS & values.keys() for values in self.hyper):
             raise ValueError("the options of a parameter group are no dict, or hold its parameters")
         self.scalars: dict[str, dict[str, Any]] = {
             name: dict(decode(record.scalars, self._scalar))

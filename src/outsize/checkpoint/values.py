@@ -26,8 +26,6 @@ DTYPE_NAMES = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in (*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128)
 }
-NOT_HYPER = ("params", "param_names")
-"""What of a parameter group is no option."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

@@ -86,7 +86,7 @@ class Buffer(Store):
                 with self._incoming():
                     self._storage.resize_(self.nbytes)
                 with torch.inference_mode(False):
-                    self.flat = alone(self.values, self)
+                    self.flat = alone(self.values, self.values)
             self.resident = True
             self._ledger.add(self._account, self.nbytes)
 

@@ -250,8 +250,9 @@ class StreamedRule(Rule):
                     [changed], changed_own = self._worker.run([(hyper, [pilot])], own)
                     return pilot, changed, changed_own
         raise RuntimeError(
-            f"{self._name} cannot go on from the counts in its param_groups, as step() on a small parameter raised "
-            f"{error!r}. Nothing was updated"
+            f"{self._name} cannot go on with the options of its param_groups: step() on a small parameter raised "
+            f"{error!r}, also after {_MOST_TO_CATCH_UP} steps of its own. If it makes an array at a late count, "
+            f"make it in the first step. Nothing was updated"
         ) from error
 
     def apply(self, piece: Piece) -> dict[str, object]:

@@ -114,7 +114,7 @@ def _of_one_dtype(found: list[Found]) -> list[Found]:
         if known.setdefault(key, dtype) != dtype:
             kinds = " and as ".join(str(each).removeprefix("torch.") for each in (known[key], dtype))
             raise Unsuited(
-                f"it keeps {key!r} as {kinds}, by the size or the group of a parameter; AdamW with "
+                f"it keeps {key!r} as {kinds}, by the size, the group or the step of a parameter; AdamW with "
                 f"state_format='compact' has 8-bit states"
             )
     return found

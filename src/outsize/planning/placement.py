@@ -53,6 +53,18 @@ class UnitBytes:
 
     swapped: int = 0
     """What its parameters take of the disk already, and give back as they come to rest there."""
+    steps: int = 1
+    """Of how many steps its gradients rest: two where the update is delayed."""
+
+    @property
+    def trained(self) -> bool:
+        """A table has states and no gradients at rest; an optimizer may keep no states."""
+        return bool(self.grads or self.states)
+
+    @property
+    def moved_grads(self) -> int:
+        """What moves of its gradients in a step."""
+        return self.grads // self.steps
 
     @property
     def total(self) -> int:
@@ -294,11 +306,11 @@ def _hand_out(
     """`to_disk`: whether the host keeps room for gradients on their way to disk."""
     left = _room_at_rest(units, budgets, wanted, together, to_disk)
     chosen: list[dict[str, str]] = [{} for _ in units]
-    mostly_frozen = 2 * sum(unit.params for unit in units if not unit.states) > sum(unit.params for unit in units)
+    mostly_frozen = 2 * sum(unit.params for unit in units if not unit.trained) > sum(unit.params for unit in units)
     for trained_first in (True, False) if mostly_frozen else (None,):
         for kind in sorted(KINDS, key=lambda kind: wanted[kind] == "auto"):
             for unit, tiers in _spread(units, chosen) if trained_first is False else zip(units, chosen, strict=True):
-                if trained_first in (None, bool(unit.states)):
+                if trained_first in (None, unit.trained):
                     in_tiles = bool(unit.tiles) and kind != "states"
                     tier = _take(left, unit, kind, wanted[kind], budgets.device is None, in_tiles)
                     if tier is None:

@@ -106,23 +106,21 @@ class PlannedUnit:
         return sum(getattr(self.size, kind) for kind in own if getattr(self.tiers, kind) == tier)
 
 
-def planned(
-    size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: bool = False, delayed: bool = False
-) -> PlannedUnit:
+def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: bool = False) -> PlannedUnit:
     """A unit with the disk traffic of one forward and one backward.
 
     The forward's fetch carries the update: whatever is on disk is read, and all but the gradient written back. The
     backward's fetch reads the weights again, and the gradients are written once, unless they are used where they arise
     (`update="backward"`). Frozen weights are only read. A weight in tiles is updated as a whole, and its tiles are read
-    after that, so its gradients rest in every case. `delayed`: the gradients of two steps rest, and those of one move.
-    Of a table `by_rows` only what a batch touches moves, and nobody knows how much that is.
+    after that, so its gradients rest in every case. Of a table `by_rows` only what a batch touches moves, and nobody
+    knows how much that is.
     """
     if by_rows:
         return PlannedUnit(size.name, size, tiers, 0, 0)
-    params, grads, states = (getattr(size, kind) if getattr(tiers, kind) == "disk" else 0 for kind in KINDS)
-    if not size.grads:
+    of_a_step = zip(KINDS, (size.params, size.moved_grads, size.states), strict=True)
+    params, grads, states = (nbytes if getattr(tiers, kind) == "disk" else 0 for kind, nbytes in of_a_step)
+    if not size.trained:
         return PlannedUnit(size.name, size, tiers, 2 * params, 0)
-    grads //= 1 + delayed
     in_tiles = size.tiles and tiers.params != "device"
     changed = states + (0 if update == "backward" and not in_tiles else grads)
     return PlannedUnit(size.name, size, tiers, (3 if in_tiles else 2) * params + changed, params + changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -22,17 +23,17 @@ LARGEST_ELEMENT = 16
 # return. Buffers that share memory, a view of another say, share it there too.
 # The same goes for what the user's loop changes between forward and backward, and for what the forward counts: train
 # and eval, attributes, hooks, what is frozen, which tensors are the weights (`torch.func.functional_call`). An
-# attribute that is a dict or a list is such a table, too. All others are remembered as they are, not copied: what is
-# changed inside of another object, or of a dict in a dict, is out of sight.
+# attribute that is a dict or a list at the start is such a table, too; one that the forward has only bound may be
+# anybody's, and is left alone. All others are remembered as they are, not copied: what is changed inside of another
+# object, or of a dict in a dict, is out of sight.
 
 _FORGOTTEN = object()
-_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+_VALUES = {bool, int, float, str, type(None)}
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = sorted(
     name for name in _OF_TORCH if "hook" in name and "state_dict" not in name and name != "_is_full_backward_hook"
 )
 _TABLES = ("_parameters", "_buffers", *_HOOKS)
-_OF_USERS = (dict, list)
 
 Contents = dict[int, tuple[Any, dict[Any, Any]]]
 """By its id each table of some modules that is not empty, and what is in it; in a list, by place. Handles of hooks know
@@ -48,9 +49,16 @@ class LayerState:
         self._modules = modules
         self._layer = layer
         self._earlier = _contents(modules)
-        self._attributes = _attributes(self._earlier, modules)
-        for _, attributes in self._attributes.values():
-            attributes.update({name: _without_graph(value) for name, value in attributes.items()})
+        attributes = {id(module.__dict__): self._earlier[id(module.__dict__)] for module in modules}
+        self._held = _held(attributes)
+        self._earlier |= self._held
+        self._attributes = {
+            key: each
+            for key, each in (attributes | self._held).items()
+            if not {*map(type, each[1].values())} <= _VALUES  # which hold no graphs
+        }
+        for _, of_table in self._attributes.values():
+            of_table.update({name: _without_graph(value) for name, value in of_table.items()})
         self._trained = _trained(modules[0].parameters())
         self._buffers: dict[int, _Buffer] = {}  # by id: modules may share one
         for module in modules:
@@ -64,14 +72,14 @@ class LayerState:
         """The forward is over: drop the large copies that it made needless, and objects that it has replaced, which may
         hold graphs of forwards before it. Whether a copy of a large buffer was needed."""
         for table, attributes in self._attributes.values():
-            now = _inside(table)
+            now = _inside(table)[1] if type(table) is list else table
             for name, value in attributes.items():
-                if type(value) not in _PLAIN and now.get(name) is not value:
+                if type(value) not in (torch.Tensor, *_VALUES) and now.get(name) is not value:
                     attributes[name] = _FORGOTTEN
         return sum(buffer.settle() for buffer in self._buffers.values() if buffer.large) > 0
 
     def __enter__(self) -> None:
-        present = _contents(self._modules, self._earlier), _trained(self._trained)
+        present = self._contents_now(), _trained(self._trained)
         wanted = self._as_before(present[0])
         self._present = present
         try:
@@ -85,8 +93,11 @@ class LayerState:
         if self._present is not None:
             contents, trained = self._present
             self._present = None
-            _put(contents, _contents(self._modules, contents))
+            _put(contents, self._contents_now())
             _train(trained)
+
+    def _contents_now(self) -> Contents:
+        return _contents(self._modules) | {key: _inside(table) for key, (table, _) in self._held.items()}
 
     def _as_before(self, present: Contents) -> Contents:
         """What is in the tables for another forward, which may change it if the first one did."""
@@ -118,43 +129,39 @@ class LayerState:
         return values
 
 
-def _contents(modules: Iterable[nn.Module], known: Contents | None = None) -> Contents:
-    """Of attributes those that torch does not keep in every module. Tables that are `known` may have been replaced."""
+def _contents(modules: Iterable[nn.Module]) -> Contents:
+    """Of attributes those that torch does not keep in every module."""
     found: Contents = {}
     for module in modules:
         of_module = module.__dict__
-        attributes = {name: value for name, value in of_module.items() if name not in _OF_TORCH}
-        found[id(of_module)] = of_module, attributes
-        for table in attributes.values():
-            if type(table) in _OF_USERS:
-                found[id(table)] = table, _inside(table)
+        found[id(of_module)] = of_module, {name: value for name, value in of_module.items() if name not in _OF_TORCH}
         for table in map(of_module.__getitem__, _TABLES):
             if table:
                 found[id(table)] = table, dict(table)
-    for key, (table, _) in (known or {}).items():
-        if key not in found:
-            found[key] = table, _inside(table)
     return found
 
 
-def _inside(table: Any) -> dict[Any, Any]:
-    return dict(enumerate(table)) if type(table) is list else dict(table)
+def _held(attributes: Contents) -> Contents:
+    """The dicts and lists among attributes."""
+    tables = [value for _, values in attributes.values() for value in values.values() if type(value) in (dict, list)]
+    return {id(table): _inside(table) for table in tables}
 
 
-def _attributes(contents: Contents, modules: Iterable[nn.Module]) -> Contents:
-    """Those tables of `_contents` that hold attributes."""
-    tables = {id(table) for module in modules for table in map(module.__dict__.__getitem__, _TABLES)}
-    return {key: each for key, each in contents.items() if key not in tables}
+def _inside(table: Any) -> tuple[Any, dict[Any, Any]]:
+    return table, dict(enumerate(table) if type(table) is list else table)
 
 
 def _put(wanted: Contents, present: Contents) -> None:
     """Give the tables what is `wanted` in place of what is `present`; touch no more than that takes."""
     for key, (table, _) in {**present, **wanted}.items():
         old, new = present.get(key, (table, {}))[1], wanted.get(key, (table, {}))[1]
+        alike = list(old) == list(new)  # hooks run in the order of their table
+        if alike and all(map(is_, old.values(), new.values())):
+            continue
         if type(table) is list:
             table[:] = new.values()
             continue
-        if list(old) != list(new):  # hooks run in the order of their table
+        if not alike:
             for name in old:
                 del table[name]
             old = {}
