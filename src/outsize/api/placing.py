@@ -284,10 +284,11 @@ def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> Pa
     if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
     if param.dtype not in TRAINED_DTYPES.values():
+        in_parts = "; keep a complex weight as torch.view_as_real of it, and view it back in the forward"
         raise ValueError(
             f"parameter {name!r} is a {type(param).__name__} of {param.dtype}; outsize trains float32, bfloat16, "
             f"float16 and float64 parameters, and moves quantized weights of torchao. Register values that are not "
-            f"trained as buffers; keep a complex weight as torch.view_as_real of it, and view it back in the forward"
+            f"trained as buffers{in_parts if param.dtype.is_complex else ''}"
         )
     if is_distributed(param) and config.compute_dtype not in (None, param.dtype):
         raise ValueError(
