@@ -265,6 +265,20 @@ def test_strict_false_passes_over_what_only_one_side_has_and_lists_it(
         outsize.load(tmp_path / "ckpt", deep.model, deep.optimizer, strict=False)
 
 
+def test_buffers_that_a_forward_shapes_are_there_before_a_load(tmp_path: Path) -> None:
+    """As those of quantization-aware training."""
+    observed = Run(tmp_path, net=Net())
+    observed.train()
+    observed.model.register_buffer("seen", torch.ones(3))
+    observed.save(tmp_path / "ckpt")
+    fresh = Run(tmp_path, net=Net())
+    with pytest.raises(ValueError, match=r"seen is 3 there and 1 here\. .*was saved\. Some buffers .*: run one before"):
+        outsize.load(tmp_path / "ckpt", fresh.model, fresh.optimizer)
+    fresh.model.seen = torch.zeros(3)
+    outsize.load(tmp_path / "ckpt", fresh.model, fresh.optimizer)
+    assert torch.equal(fresh.model.seen, torch.ones(3))
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_optimizer_alone_is_restored_without_the_model(tier: str, run: Run, tmp_path: Path) -> None:
     other = Run(tmp_path, tier, seed=1)

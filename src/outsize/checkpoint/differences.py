@@ -11,6 +11,7 @@ from outsize.checkpoint.manifest import Manifest, OptimizerRecord, of_all_stages
 
 LISTED = 10
 _PASSABLE = ("missing", "unexpected")
+_RESHAPED = "buffers of another shape"
 CONVERTIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """A parameter may change between these: the fp32 master is kept exactly either way."""
 
@@ -146,9 +147,11 @@ def check_same_model(what: str, found: Differences, strict: bool) -> Differences
     }
     problems = described({kind: names for kind, names in found.items() if kind not in passed_over})
     if problems:
+        passable = strict and any(kind.split()[0] in _PASSABLE for kind, names in found.items() if names)
+        made_late = " Some buffers get their shape in a forward: run one before load." if found.get(_RESHAPED) else ""
         raise ValueError(
             f"{what} is of another model: {problems}. Load it into the model that was saved"
-            f"{' or pass strict=False' if strict else ''}. Nothing was changed"
+            f"{' or pass strict=False' if passable else ''}.{made_late} Nothing was changed"
         )
     return passed_over
 

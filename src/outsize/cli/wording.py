@@ -9,7 +9,7 @@ _NAMES = "|".join(sorted(_OPTIONS, key=len, reverse=True))
 _LONG = "|".join(name for name in _OPTIONS if "_" in name)  # no other word reads like these
 _SENTENCES = (  # what the command line has another remedy for, or none
     (
-        r"is of another model: .*?\. Load it into the model that was saved(?: or pass strict=False)?",
+        r"is of another model: .*?\. Load it into the model that was saved.*?(?=\. Nothing)",
         "is of another model; give the --model that it was saved with",
     ),
     (
