@@ -109,6 +109,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         (["train", "--model", "no/such/model"], "no/such/model: no configuration there"),
         (["train", "--resume", "a", "--run", "b"], "b names a new run, and --resume"),
         (["train", "--resume"], "--resume: no complete checkpoint in"),
+        (["train", "--run", __file__], "test_arguments.py is a file; name a folder"),
         (["train", "--text", "no/such/text"], "no/such/text: no such file or folder"),
         (["plan", "--model", "no/such/model"], "--model no/such/model"),
         (["probe", "--disk", "no/such/folder"], "no/such/folder"),

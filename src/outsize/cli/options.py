@@ -132,9 +132,11 @@ def find_run(args: argparse.Namespace) -> tuple[argparse.Namespace, Path, str | 
 
 
 def check_new(run: Path) -> None:
-    """Raise `ValueError` where the folder holds a run."""
+    """Raise `ValueError` where the folder holds a run, or is a file."""
     from outsize.integrations.transformers import last_checkpoint
 
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"--run {run} is a file; name a folder")
     if not options_file(run).exists():
         return
     if last_checkpoint(run) is None:
