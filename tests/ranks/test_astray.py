@@ -349,6 +349,29 @@ def test_one_rank_that_prepares_another_model_ends_with_an_error_on_all(stage: i
         assert end.seconds < DETECTED_SECONDS
 
 
+def prepares_after_an_error(disk: str) -> None:
+    """One rank has left `prepare` with an error; the other one caught its own, and comes there too."""
+    run = Run(HOST, disk)
+    run.step(0)
+    store = dist.distributed_c10d._get_default_store()
+    if run.rank:
+        with pytest.raises(RuntimeError, match="different ways"):
+            run.step(1)
+        store.wait(["left"])
+        Run(HOST, disk)
+    try:
+        Run(HOST, disk)
+    finally:
+        store.set("left", "1")
+
+
+def test_nobody_waits_for_a_rank_that_has_left_prepare(tmp_path: Path) -> None:
+    first, second = ends_on_ranks(2, prepares_after_an_error, str(tmp_path))
+    assert "rank 0: outsize.prepare of another model" in str(first.error), first.trace
+    assert "rank 0 of 2 has ended its run while rank 1 was in outsize.prepare: start" in str(second.error), second.trace
+    assert second.seconds < DETECTED_SECONDS
+
+
 def comes_late(disk: str) -> list[str]:
     """The first rank waits for the other in `prepare`, and says so."""
     meeting.MEETING_WORD_SECONDS = 0.2

@@ -60,6 +60,9 @@ def meet(everyone: list[int], sync: bool) -> Model:
                     here, away = named([own]), named(missing)
                     logger.warning("%s waits in outsize.prepare for %s, as every rank must call it", here, away)
                 time.sleep(LOOK.total_seconds())
+            watch.look([], 0)  # a rank may have come and left again with an error
+            if watch.said is not None:
+                raise model.gone(watch.said, "outsize.prepare", ": start the job again and load the last checkpoint")
     except BaseException:
         model.close()
         raise
