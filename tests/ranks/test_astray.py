@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.move import meeting
+from outsize.move import meeting, watch
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits, weights_of
 
@@ -390,6 +390,30 @@ def comes_late(disk: str) -> list[str]:
 def test_who_waits_in_prepare_says_for_whom(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, comes_late, str(tmp_path))
     assert first == ["rank 0 waits in outsize.prepare for rank 1, as every rank must call it"]
+    assert second == []
+
+
+def waits_outside(disk: str) -> list[str]:
+    """One rank takes a step fewer, and waits for the other where outsize cannot see it, until that has said so."""
+    watch.WORD_SECONDS = 0.2
+    said: list[str] = []
+    store = dist.distributed_c10d._get_default_store()
+    run = Run(HOST, disk)
+    run.step(0)
+    if dist.get_rank():
+        store.wait(["said"])
+    else:
+        handler = logging.Handler()
+        handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", "1"))  # type: ignore[method-assign]
+        logging.getLogger("outsize").addHandler(handler)
+    run.step(1)
+    return said
+
+
+def test_who_waits_for_a_rank_that_waits_outside_says_so(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, waits_outside, str(tmp_path))
+    assert len(first) == 1
+    assert re.fullmatch(r"rank 0 waits in .* in step 1 .* for rank 1 \(slow, or waiting outside of outsize\)", first[0])
     assert second == []
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from outsize.move.tracing import begun, ended
 from outsize.move.transfer import Transfer
-from outsize.move.watch import Watch
+from outsize.move.watch import Watch, named
 from outsize.planning.trace import COLLECTIVES
 
 # Note [One order of collectives]
@@ -270,10 +270,6 @@ def broke(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def who_says_what(words: Mapping[int, str]) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from outsize.move.lanes import LOOK, ROWS, SAVE, Lane, Model, RanksError, broke, named
-from outsize.move.watch import Wait, Watch, await_closed
+from outsize.move.lanes import LOOK, ROWS, SAVE, Lane, Model, RanksError, broke
+from outsize.move.watch import Wait, Watch, await_closed, named
 
 logger = logging.getLogger("outsize")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,12 @@ STILL_SECONDS = 60.0
 """A rank whose count stands still for so long is gone though no connection broke: stopped, or cut off. A rank that
 reads gigabytes of pickles counts nothing meanwhile, so this may not be short."""
 
+WORD_SECONDS = 30.0
+"""After so long a wait for the same the log says for whom."""
+
 ENDED = "has ended its run"
+
+logger = logging.getLogger("outsize")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,10 @@ def apart(every: Mapping[int, Wait]) -> bool:
     return all(
         any(rank in every and not every[rank].has_come(each) for rank in each.members) for each in every.values()
     )
+
+
+def named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def await_closed() -> None:
@@ -88,6 +98,7 @@ class Watch:
         self.members = list(members)
         self._store, self._stuck, self._rank, self._pid = store, stuck, rank, os.getpid()
         self._beats, self._told, self._told_stuck = 0, False, ""
+        self._stuck_since, self._logged = 0.0, False
         self._all_stuck: list[bytes] = []  # what all ranks waited for when this one looked last
         self._neighbour = self.members[(self.members.index(rank) + 1) % len(members)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # by rank: its last count, and since when
@@ -195,7 +206,7 @@ class Watch:
         own = self._stuck()
         stuck = "-" if own is None else json.dumps(asdict(own))
         if stuck != self._told_stuck:
-            self._told_stuck = stuck
+            self._told_stuck, self._stuck_since, self._logged = stuck, time.monotonic(), False
             self._store.set(f"stuck/{self._rank}", stuck)
         before, self._all_stuck = self._all_stuck, []
         if own is None:
@@ -206,6 +217,12 @@ class Watch:
             if apart(every):
                 self.apart = {rank: each.words for rank, each in every.items()}
                 self._abort()
+        stuck_of = dict(zip(self.members, self._all_stuck, strict=True))
+        elsewhere = [rank for rank in own.members if stuck_of[rank] == b"-"]
+        if elsewhere and not self._logged and time.monotonic() - self._stuck_since > WORD_SECONDS:
+            self._logged = True
+            here, away = named([self._rank]), named(elsewhere)
+            logger.warning("%s waits in %s for %s (slow, or waiting outside of outsize)", here, own.words, away)
 
     def _get(self, key: str) -> bytes:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
