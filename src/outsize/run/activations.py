@@ -345,7 +345,7 @@ class Layer:
 
 @contextmanager
 def _own_errors(record: Record) -> Iterator[None]:
-    """TorchScript makes an error of its own of one in a hook: raise that one, with which a recomputation ends early."""
+    """A forward may catch an error of a hook, as TorchScript and einx do. Raise it: it ends a recomputation early."""
     hooks = top_hooks()
     if hooks is None:
         yield
@@ -355,6 +355,8 @@ def _own_errors(record: Record) -> Iterator[None]:
 
     @wraps(pack)
     def noting(tensor: torch.Tensor) -> Any:
+        if raised:  # the forward caught it and tried something else
+            raise raised[0]
         record.note(tensor)
         try:
             return pack(tensor)
@@ -365,7 +367,7 @@ def _own_errors(record: Record) -> Iterator[None]:
     try:
         with torch.autograd.graph.saved_tensors_hooks(noting, unpack):
             yield
-    except RuntimeError:
+    except Exception:
         if raised:
             raise raised[0] from None
         raise
