@@ -24,7 +24,7 @@ from outsize.move.device import EventTransfer, Lanes
 from outsize.move.disk import StripedFile
 from outsize.move.generations import crc32c, merged
 from outsize.move.made_of import MadeOf
-from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
+from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, copy
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.planning.errors import RoomError
 from outsize.planning.layout import round_up
@@ -224,7 +224,7 @@ class _Chunk:
         self._slab = slabs[0]
         if self._lanes is not None:
             return [self._lanes.bring_home(self._part, self._memory)]
-        self._memory.copy_(self._part)
+        copy(self._memory, self._part)
         return ()
 
     def _write(self) -> Sequence[Transfer]:
@@ -241,7 +241,7 @@ class _Chunk:
         if crc32c(self._memory) != self._sums[self._number]:
             raise OSError(errno.EIO, f"activations at byte {self._at} are not what was written there", self._file.path)
         if self._lanes is None:
-            self._part.copy_(self._memory)
+            copy(self._part, self._memory)
             return ()
         with self._lanes.on(self._lanes.incoming):
             self._part.copy_(self._memory, non_blocking=True)

@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from outsize.move.device import EventTransfer, Lanes
-from outsize.move.memory import HostBuffer, Ledger
+from outsize.move.memory import HostBuffer, Ledger, copy
 from outsize.move.store import Store
 from outsize.move.transfer import ARRIVED, Transfer
 
@@ -115,7 +115,7 @@ class Buffer(Store):
         if self._lanes is None:
             target = self.flat[start : start + source.numel()]
             if target.data_ptr() != source.data_ptr():  # else it was filled in place
-                target.copy_(source)
+                copy(target, source)
         else:
             with self.filling():
                 self.flat[start : start + source.numel()].copy_(source, non_blocking=True)
@@ -125,7 +125,7 @@ class Buffer(Store):
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         source = self.flat[start : start + out.numel()]
         if self._lanes is None:
-            out.copy_(source)
+            copy(out, source)
             return ARRIVED
         outgoing = self._lanes.outgoing
         outgoing.wait_event(self._filled)

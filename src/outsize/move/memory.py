@@ -168,6 +168,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+# Note [Threads of torch]
+# torch's operations share one team of threads for each thread that calls them. A second team makes more threads than
+# cores, and then OpenMP lets all of them sleep as soon as they have nothing to do: each operation of the computation
+# wakes its team up first (a backward of small layers took 1.5 x as long). So what runs beside the computation copies in
+# native code, or in pieces of `COPIED_NUMEL`, below the size from which torch takes threads.
+
 COPIED_NUMEL = 1 << 15
 
 
@@ -178,10 +184,9 @@ def own_cores() -> int:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
-    """Copy 1-D values, cast if need be, on this thread alone: with other work on the machine, a pool of threads waits
-    for its slowest. Pieces of `COPIED_NUMEL` are below the size from which torch takes threads. What needs no cast may
-    take more `threads`, of our own pool: an accelerator brings bytes faster than one thread moves them."""
-    if threads > 1 and target.dtype is source.dtype:
+    """Copy 1-D values in CPU memory, cast if need be, on this thread alone: see Note [Threads of torch]. What needs no
+    cast may take more `threads`, of our own pool: an accelerator brings bytes faster than one thread moves them."""
+    if target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous():
         assert target.numel() == source.numel()
         _native.copy(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize, threads)
         return
