@@ -87,6 +87,6 @@ def test_what_runs_beside_the_computation_takes_no_threads_of_torch(
             run(thread)
 
     monkeypatch.setattr(threading.Thread, "run", watched)
-    pair = workshop.pair(lambda: Stack(width=16, hidden=3000), tier=tier, **fields)
-    pair.train([(torch.randn(64, 16), torch.randn(64, 4)) for _ in range(3)])
+    pair = workshop.pair(lambda: Stack(width=400, hidden=400, depth=2), tier=tier, **fields)
+    pair.train([(torch.randn(256, 400), torch.randn(256, 4)) for _ in range(3)])
     assert noted == []
