@@ -24,6 +24,12 @@ from outsize.cli.wording import in_options
             "was saved or pass strict=False. Nothing was changed",
             "the checkpoint c is of another model; give the --model that it was saved with. Nothing was changed",
         ),
+        (
+            "the checkpoint c is of another model: 1 buffers of another shape: a is 3 there and 1 here. Load it into "
+            "the model that was saved. Some buffers get their shape in a forward: run one before load. Nothing was "
+            "changed",
+            "the checkpoint c is of another model; give the --model that it was saved with. Nothing was changed",
+        ),
         ("/data/host_memory/a: the disk is full", "/data/host_memory/a: the disk is full"),
         ("--host-memory is right already", "--host-memory is right already"),
         ("cluster 'a.toml': host_memory is missing", "cluster 'a.toml': host_memory is missing"),

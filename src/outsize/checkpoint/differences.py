@@ -147,7 +147,7 @@ def check_same_model(what: str, found: Differences, strict: bool) -> Differences
     }
     problems = described({kind: names for kind, names in found.items() if kind not in passed_over})
     if problems:
-        passable = strict and any(kind.split()[0] in _PASSABLE for kind, names in found.items() if names)
+        passable = strict and all(kind.split()[0] in _PASSABLE for kind, names in found.items() if names)
         made_late = " Some buffers get their shape in a forward: run one before load." if found.get(_RESHAPED) else ""
         raise ValueError(
             f"{what} is of another model: {problems}. Load it into the model that was saved"

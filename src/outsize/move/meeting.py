@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from outsize.move.lanes import LOOK, ROWS, SAVE, Lane, Model, RanksError, broke
-from outsize.move.watch import Wait, Watch, await_closed, named
+from outsize.move.watch import ENDED, Wait, Watch, await_closed, named
 
 logger = logging.getLogger("outsize")
 
@@ -60,13 +60,21 @@ def meet(everyone: list[int], sync: bool) -> Model:
                     here, away = named([own]), named(missing)
                     logger.warning("%s waits in outsize.prepare for %s, as every rank must call it", here, away)
                 time.sleep(LOOK.total_seconds())
-            watch.look([], 0)  # a rank may have come and left again with an error
-            if watch.said is not None:
-                raise model.gone(watch.said, "outsize.prepare", ": start the job again and load the last checkpoint")
+                _refuse_who_left(watch)
+            watch.look([], 0)  # a rank may have come and left again
+            _refuse_who_left(watch)
     except BaseException:
         model.close()
         raise
     return model
+
+
+def _refuse_who_left(watch: Watch) -> None:
+    if watch.said is not None:
+        rank, became = watch.said
+        who = "" if rank is None else f"{named([rank])} "
+        left = "has left outsize.prepare with an error" if became == ENDED else became
+        raise RanksError(f"{who}{left} while this rank was in outsize.prepare: start the job again")
 
 
 def _stuck(members: Sequence[int]) -> Wait | None:

@@ -171,8 +171,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 # Note [Threads of torch]
 # torch's operations share one team of threads for each thread that calls them. A second team makes more threads than
 # cores, and then OpenMP lets all of them sleep as soon as they have nothing to do: each operation of the computation
-# wakes its team up first (a backward of small layers took 1.5 x as long). So what runs beside the computation copies in
-# native code, or in pieces of `COPIED_NUMEL`, below the size from which torch takes threads.
+# wakes its team up first (a backward of small layers took 1.5 x as long). So units that come and go beside it are
+# copied in native code, or in pieces of `COPIED_NUMEL`, below the size from which torch takes threads.
 
 COPIED_NUMEL = 1 << 15
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0
@@ -83,7 +83,10 @@ class Watch:
     # - each counts in the store twice a second, and looks whether the next one counts;
     # - a rank that fails, ends or stands still is named in the store, which ends the waiting of all others;
     # - where a rank has waited for some time it writes what it waits for. If all have, and each waits for one that is
-    #   waiting elsewhere, the ranks have parted, and all end. A rank that is slow is waited for.
+    #   waiting elsewhere, the ranks have parted, and all end. A rank that is slow is waited for, and after half a
+    #   minute the log says so.
+
+    _said_last: ClassVar[str] = ""
 
     def __init__(self, store: Any, members: Sequence[int], rank: int, stuck: Callable[[], Wait | None]) -> None:
         """`members`: the ranks of the job that share the model, this one, `rank`, among them; `stuck`: what this rank
@@ -98,7 +101,7 @@ class Watch:
         self.members = list(members)
         self._store, self._stuck, self._rank, self._pid = store, stuck, rank, os.getpid()
         self._beats, self._told, self._told_stuck = 0, False, ""
-        self._stuck_since, self._logged = 0.0, False
+        self._stuck_since = 0.0
         self._all_stuck: list[bytes] = []  # what all ranks waited for when this one looked last
         self._neighbour = self.members[(self.members.index(rank) + 1) % len(members)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # by rank: its last count, and since when
@@ -206,7 +209,7 @@ class Watch:
         own = self._stuck()
         stuck = "-" if own is None else json.dumps(asdict(own))
         if stuck != self._told_stuck:
-            self._told_stuck, self._stuck_since, self._logged = stuck, time.monotonic(), False
+            self._told_stuck, self._stuck_since = stuck, time.monotonic()
             self._store.set(f"stuck/{self._rank}", stuck)
         before, self._all_stuck = self._all_stuck, []
         if own is None:
@@ -219,10 +222,15 @@ class Watch:
                 self._abort()
         stuck_of = dict(zip(self.members, self._all_stuck, strict=True))
         elsewhere = [rank for rank in own.members if stuck_of[rank] == b"-"]
-        if elsewhere and not self._logged and time.monotonic() - self._stuck_since > WORD_SECONDS:
-            self._logged = True
-            here, away = named([self._rank]), named(elsewhere)
-            logger.warning("%s waits in %s for %s (slow, or waiting outside of outsize)", here, own.words, away)
+        if elsewhere and own.lane != "prepare" and time.monotonic() - self._stuck_since > WORD_SECONDS:
+            self._say(f"{named([self._rank])} waits in {own.words} for {named(elsewhere)}")
+
+    def _say(self, words: str) -> None:
+        """Once, of however many models."""
+        if words != Watch._said_last:
+            Watch._said_last = words
+            with suppress(Exception):  # whatever a handler of the user's does, the others are looked after
+                logger.warning("%s (slow, stopped, or waiting outside of outsize)", words)
 
     def _get(self, key: str) -> bytes:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
