@@ -223,14 +223,17 @@ class Watch:
         stuck_of = dict(zip(self.members, self._all_stuck, strict=True))
         elsewhere = [rank for rank in own.members if stuck_of[rank] == b"-"]
         if elsewhere and own.lane != "prepare" and time.monotonic() - self._stuck_since > WORD_SECONDS:
-            self._say(f"{named([self._rank])} waits in {own.words} for {named(elsewhere)}")
+            self._say(own.words, elsewhere)
 
-    def _say(self, words: str) -> None:
-        """Once, of however many models."""
+    def _say(self, words: str, elsewhere: Sequence[int]) -> None:
+        """Once for what this rank waits in, however many models look, and whoever joins or leaves the others."""
         if words != Watch._said_last:
             Watch._said_last = words
+            here, away = named([self._rank]), named(elsewhere)
             with suppress(Exception):  # whatever a handler of the user's does, the others are looked after
-                logger.warning("%s (slow, stopped, or waiting outside of outsize)", words)
+                logger.warning(
+                    "%s waits in %s for %s (slow, stopped, or waiting outside of outsize)", here, words, away
+                )
 
     def _get(self, key: str) -> bytes:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
