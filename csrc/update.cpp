@@ -9,8 +9,10 @@ namespace outsize {
 
 namespace {
 
-// Parts are whole pages of the smallest element, so that threads share no cache line; smaller work is not worth waking.
+// Parts are whole pages of the smallest element, so that threads share no cache line.
 constexpr std::size_t kPartElements = 4096;
+// To wake a thread takes 40 microseconds, in which another one updates so many pages.
+constexpr std::size_t kLeastPages = 32;
 static_assert(kPartElements % kStateBlock == 0);
 
 // Compact states are decoded, updated and encoded in this many elements at a time, which stay in the first-level cache.
@@ -79,7 +81,7 @@ void update(const Arrays& arrays, const UpdateLoops<Scalars>& table, const Scala
     const UpdateLoop<Scalars> loop =
         table[static_cast<std::size_t>(weight_format(arrays))][static_cast<std::size_t>(arrays.grad_dtype)];
     const std::size_t pages = (arrays.numel + kPartElements - 1) / kPartElements;
-    const std::size_t parts = std::clamp<std::size_t>(pages / 4, 1, static_cast<std::size_t>(threads));
+    const std::size_t parts = std::clamp<std::size_t>(pages / kLeastPages, 1, static_cast<std::size_t>(threads));
     run_parts(static_cast<int>(parts), [&](int part) {
         const std::size_t first = pages * static_cast<std::size_t>(part) / parts * kPartElements;
         const std::size_t last = pages * (static_cast<std::size_t>(part) + 1) / parts * kPartElements;

@@ -34,7 +34,7 @@ from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
-from outsize.move.memory import return_freed_memory
+from outsize.move.memory import keep_freed_memory, return_freed_memory
 from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
@@ -185,10 +185,12 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
-    at_rest = any("disk" in (tier.params, tier.grads, tier.states) for tier in plan.tiers)
-    on_disk = at_rest or plan.budgets.offloads
-    if on_disk and config.compute_device.type == "cpu":
-        return_freed_memory()
+    on_disk = any(tiers.on_disk for tiers in plan.tiers) or plan.budgets.offloads
+    if config.compute_device.type == "cpu":
+        if on_disk:
+            return_freed_memory()
+        elif all(tiers.stay for tiers in plan.tiers):
+            keep_freed_memory(plan.budgets.host)
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
     staging = plan.budgets.staging_bytes if staged else 0
     slab, slabs = arena(staging, element_bytes(plan.infos, plan.kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from outsize.api.placing import element_bytes, place_model
 from outsize.api.probing import recall
 from outsize.api.simulating import Simulation
 from outsize.config import Config
+from outsize.move.memory import freed_memory_returned
 from outsize.planning.machine import Machine
 from outsize.planning.time import Prediction
 
@@ -37,14 +39,16 @@ def predict(
 
     Raises `TypeError` or `ValueError` for an example that does not fit the model.
     """
-    on_disk = any("disk" in (each.params, each.grads, each.states) for each in placed.tiers)
+    on_disk = any(tiers.on_disk for tiers in placed.tiers)
     timing = None
     if machine is None:
         timing = _timing(placed, config)
         machine = recall(
             config.compute_device, Path(config.directories[0]) if on_disk and config.directories else None, ranks
         )
-    counted = count_step(model, example, machine, config.compute_dtype, timing)
+    returned = freed_memory_returned() if on_disk and config.compute_device.type == "cpu" else nullcontext()
+    with returned:
+        counted = count_step(model, example, machine, config.compute_dtype, timing)
 
     def simulated(placed: PlacedModel) -> Prediction:
         element = element_bytes(placed.infos, placed.kept)
@@ -56,7 +60,7 @@ def predict(
         more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, size=ranks)
         saved = (
             0.0
-            if more.tiers == placed.tiers and _all_stay(placed)
+            if more.tiers == placed.tiers and all(tiers.stay for tiers in placed.tiers)
             else found.step_seconds - simulated(more).step_seconds
         )
         gains[tier] = max(saved, 0.0)
@@ -82,8 +86,3 @@ def _assumed(optimizer: torch.optim.Optimizer | None, config: Config) -> Iterato
         yield f"the memory is that of one batch: with micro_batches={config.micro_batches} activations take less"
     if config.delayed_update:
         yield "updates are counted as those without delayed_update"
-
-
-def _all_stay(placed: PlacedModel) -> bool:
-    """Whether nothing moves in a step."""
-    return all(each.params == each.grads == each.states == "device" for each in placed.tiers)

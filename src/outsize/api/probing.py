@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import platform
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +24,9 @@ from torch import nn
 from outsize.config import Config
 from outsize.move.codes import CODE_DTYPES, blocks_of
 from outsize.move.disk import nearest
+from outsize.move.generations import sums_of
 from outsize.move.grad_ops import AS_IT_IS
-from outsize.move.memory import own_cores
+from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of, own_cores, zero
 from outsize.move.shard import SlotState
 from outsize.move.store import MASTER_DTYPE
 from outsize.optim.native import AdamRule
@@ -34,7 +35,7 @@ from outsize.planning.machine import CPU, Curve, Machine, typical_machine
 
 BLOCK_BYTES = 8 << 20
 THREADS = 4  # requests in flight: one alone does not fill a fast drive
-SMALL_READS = 64
+LONE_READS, LONE_BYTES, LEAST_SECONDS = 64, 1 << 20, 10e-6
 MEGABYTES = 512
 COPIED_BYTES = 128 << 20
 UPDATED_NUMEL = 1 << 24
@@ -49,6 +50,7 @@ SUSTAINED_SECONDS, LEAST_TIMES = 0.25, 3
 GATHERED_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 DISK = ("disk_read", "disk_write", "disk_mixed", "disk_seconds")
 LINKS = ("to_device", "from_device", "both_ways")
+PAGES = ("new_memory",)
 RANKS = ("collectives",)
 
 
@@ -64,7 +66,7 @@ def probe(
     What was measured before on this machine and drive is read from a file (`$XDG_CACHE_HOME/outsize`, or
     `~/.cache/outsize`), unless `again`. Otherwise it is measured, in about 20 s: products of the `device` by dtype and
     size, small operations, copies of memory, the kernel of the update, on an accelerator copies from and to it, of
-    the drive `megabytes` written, read, and both at once, and small reads; with several ranks all-gathers, which all
+    the drive `megabytes` written, read, and both at once, and single reads; with several ranks all-gathers, which all
     ranks measure together. Figures that were not measured are usual values, and marked so: those of a drive without
     `disk`.
 
@@ -111,7 +113,7 @@ def recall(device: torch.device, disk: Path | None, ranks: int = 1) -> Machine:
 
 def _without(found: Machine, unused: Collection[str], ranks: int) -> Machine:
     """Figures that there are no uses of are not typical either."""
-    unused = {*unused, *(() if ranks > 1 else RANKS), *(LINKS if found.device == CPU else ())}
+    unused = {*unused, *(() if ranks > 1 else RANKS), *(LINKS if found.device == CPU else PAGES)}
     return replace(found, typical=found.typical - unused)
 
 
@@ -184,7 +186,10 @@ def _compute(device: torch.device) -> Mapping[str, Any]:
         "updates": {kind: _update_rates(kind) for kind in ("float32", "bfloat16", "compact")},
     }
     measured["host_memory"] = measured["memory"]
-    if device.type != CPU:
+    measured["checksums"] = _checksums()
+    if device.type == CPU:
+        measured["new_memory"] = _new_memory()
+    else:
         pinned, other = (torch.ones(COPIED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         measured["host_memory"] = 2 * COPIED_BYTES / _usual_seconds(lambda: other.copy_(pinned))
         measured["to_device"] = COPIED_BYTES / _usual_seconds(lambda: target.copy_(pinned, non_blocking=True), device)
@@ -200,6 +205,26 @@ def _compute(device: torch.device) -> Mapping[str, Any]:
     measured["products"] = {dtype: _products(getattr(torch, dtype), device) for dtype in DTYPES}
     measured["operation_seconds"] = _small_operation(device)
     return measured
+
+
+def _new_memory() -> float:
+    """Bytes a second, beside those of filling it."""
+    buffer = HostBuffer(COPIED_BYTES)
+    fill = partial(zero, buffer.bytes)
+    fill()
+    again = _usual_seconds(fill)
+
+    def fill_anew() -> None:
+        buffer.drop()
+        fill()
+
+    return COPIED_BYTES / max(_usual_seconds(fill_anew) - again, again / 10)
+
+
+def _checksums() -> float:
+    content = torch.ones(COPIED_BYTES, dtype=torch.uint8)
+    sums = torch.empty(COPIED_BYTES // PAGE_BYTES, dtype=torch.int32)
+    return COPIED_BYTES / _usual_seconds(lambda: sums_of(content, sums))
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Curve:
@@ -287,14 +312,16 @@ def _disk(folder: Path, blocks: int) -> Mapping[str, Any]:
     finally:
         os.unlink(name)
     try:
-        buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(THREADS)]
-        for buffer in buffers:
-            buffer.write(os.urandom(1 << 16) * (BLOCK_BYTES >> 16))
+        # The memory of a run: where huge pages back it, a drive may be three times as fast.
+        arena = HostBuffer(THREADS * BLOCK_BYTES)
+        memory = memory_of(arena.bytes)
+        memory[:] = os.urandom(1 << 16) * (THREADS * BLOCK_BYTES >> 16)
+        buffers = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
 
-        def write(block: int, buffer: mmap.mmap) -> int:
+        def write(block: int, buffer: memoryview) -> int:
             return os.pwrite(descriptor, buffer, block * BLOCK_BYTES)
 
-        def read(block: int, buffer: mmap.mmap) -> int:
+        def read(block: int, buffer: memoryview) -> int:
             return os.preadv(descriptor, [buffer], block * BLOCK_BYTES)
 
         _run_blocks(blocks, write, buffers)  # fresh blocks and holes have other speeds
@@ -306,15 +333,16 @@ def _disk(folder: Path, blocks: int) -> Mapping[str, Any]:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         readings = _run_blocks(blocks, read, buffers)
         both = _run_blocks(blocks, lambda block, buffer: (read, write)[block // THREADS % 2](block, buffer), buffers)
-        page = mmap.mmap(-1, mmap.PAGESIZE)
-        began = time.perf_counter()
-        for count in range(SMALL_READS):
-            os.preadv(descriptor, [page], count * 7919 % (blocks * BLOCK_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE)
-        small = (time.perf_counter() - began) / SMALL_READS
+        alone = []
+        for count in range(LONE_READS):
+            began = time.perf_counter()
+            read(count * 7 % blocks, memory[:LONE_BYTES])
+            alone.append(time.perf_counter() - began)
     finally:
         os.close(descriptor)
     nbytes = blocks * BLOCK_BYTES
-    return dict(zip(DISK, (nbytes / readings, nbytes / written, nbytes / both, small), strict=True))
+    latency = max(median(alone) - LONE_BYTES * readings / nbytes, LEAST_SECONDS)
+    return dict(zip(DISK, (nbytes / readings, nbytes / written, nbytes / both, latency), strict=True))
 
 
 def _open_direct(name: str) -> int:
@@ -324,7 +352,7 @@ def _open_direct(name: str) -> int:
         return os.open(name, os.O_RDWR)
 
 
-def _run_blocks(blocks: int, move: Callable[[int, mmap.mmap], int], buffers: list[mmap.mmap]) -> float:
+def _run_blocks(blocks: int, move: Callable[[int, memoryview], int], buffers: list[memoryview]) -> float:
     """Seconds for all blocks, each thread with its own buffer."""
 
     def work(thread: int) -> None:

@@ -32,6 +32,8 @@ GRAD_BYTES = 4
 """Of one element in staging, where gradients come from disk: as wide as they can be."""
 UNIT_SECONDS = 150e-6
 """Of Python, for a unit that comes or whose gradients are laid to rest."""
+PARAMETER_SECONDS = 30e-6
+"""Of Python, for a parameter that is updated."""
 
 
 @final
@@ -52,8 +54,9 @@ class _At(Transfer):
 class World:
     """The clocks, the lanes and the belt. See Note [Two clocks]."""
 
-    def __init__(self, machine: Machine, slabs: int, slab_bytes: int) -> None:
-        self.machine, self.slab_bytes = machine, slab_bytes
+    def __init__(self, machine: Machine, slabs: int, slab_bytes: int, checks: bool) -> None:
+        """`checks`: whether all that passes the drive has checksums."""
+        self.machine, self.slab_bytes, self._checks = machine, slab_bytes, checks
         self.trace: Trace | None = None  # of the last step
         self.ledger = Ledger()
         self.now = self.belt_now = self.waited = 0.0
@@ -101,6 +104,12 @@ class World:
             self._stolen += half * threads / cores
         self.lanes[UPDATES].busy += whole
         self.span(UPDATES, name, began, self.belt_now)
+
+    def check(self, nbytes: float, name: str) -> None:
+        """The conveyor computes the checksums of so many bytes."""
+        if self._checks and nbytes:
+            seconds = nbytes / self.machine.checksums
+            self.work(seconds, seconds, name)
 
     def submit(self, steps: Iterator[Step], after: Sequence[Job]) -> Job:
         if not self.belt.has_work:
@@ -172,7 +181,7 @@ class SimulatedUnit:
         rows = placed.tile_rows.get(layout.index, 0)
         store = None if self.always_resident else self
         self.shard = SimpleNamespace(tile_rows=rows, rows=None, tiers=tiers, layout=layout, whole=layout, params=store)
-        self.on_device = tiers.params == tiers.grads == tiers.states == "device" and placed.split[1] == 1
+        self.on_device = tiers.stay and placed.split[1] == 1
         self.resident = self.on_device
         self.parameters = {slot.name: placed.parameters[slot.name] for slot in layout.slots}
         dtype = layout.segments[0].dtype if layout.segments else "float32"
@@ -241,11 +250,13 @@ class SimulatedUnit:
     def _seconds(self, updates: bool, fetch: bool, part: float) -> tuple[float, float]:
         """Of the conveyor's thread for a part of the unit: on half of the cores, and on all."""
         machine, copied = self._world.machine, 0.0
+        if fetch and self._world.on_cpu and not self.shard.tile_rows:
+            copied = self.nbytes * part / machine.new_memory
         if self.tiers.params == "host" and self._world.on_cpu:
-            copied = (fetch + updates) * 2 * self.size.params * part / machine.host_memory
+            copied += (fetch + updates) * 2 * self.size.params * part / machine.host_memory
         if not updates:
             return copied, copied
-        numel = self.numel * part
+        numel, copied = self.numel * part, copied + PARAMETER_SECONDS * len(self.parameters) * part
         return tuple(copied + numel / machine.update_rate(self.kind, full) for full in (False, True))  # type: ignore[return-value]
 
     def _steps(self, updates: bool, fetch: bool, numel: int) -> Iterator[Step]:
@@ -266,6 +277,7 @@ class SimulatedUnit:
 
         def finish() -> Sequence[Transfer]:
             half, whole = self._seconds(updates, fetch, 1 / chunks)
+            world.check(reads + writes, name)
             if half:
                 world.work(half, whole, name)
             ends = []
@@ -311,6 +323,14 @@ class SimulatedUnit:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    def step_seconds(self) -> float:
+        """Of `step()`, which looks at the gradients of a unit on the device and updates it."""
+        machine, grads = self._world.machine, self.size.moved_grads
+        if not self._world.on_cpu:
+            return (2 * (self.size.params + self.size.states) + grads) / machine.memory
+        looked_at = grads / machine.memory + PARAMETER_SECONDS * len(self.parameters)
+        return looked_at + self.numel / machine.update_rate(self.kind, True)
+
     def lay_down(self, last: int) -> None:
         """The gradients of the unit come to where they rest, or to where they are written from."""
         world, grads = self._world, self.size.moved_grads
@@ -325,7 +345,9 @@ class SimulatedUnit:
             if not world.on_cpu:
                 world.move(OUT, world.now, grads, self.name)
             else:
-                world.advance(3 * grads / world.machine.host_memory + UNIT_SECONDS, f"{self.name} gradients")
+                machine = world.machine
+                seconds = 3 * grads / machine.host_memory + at_once / machine.new_memory + UNIT_SECONDS
+                world.advance(seconds, f"{self.name} gradients")
         world.note(world.live + (0 if self.tiers.grads == "device" else min(last, at_once)))
 
     def write_grads(self) -> None:
@@ -334,6 +356,7 @@ class SimulatedUnit:
         self.left = world.now
 
         def finish() -> Sequence[Transfer]:
+            world.check(nbytes, self.name)
             self._written = world.move(WRITES, world.belt_now, nbytes, f"{self.name} gradients")
             return [_At(world, self._written)]
 

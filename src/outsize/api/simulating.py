@@ -56,11 +56,10 @@ class Simulation:
         self, model: nn.Module, placed: PlacedModel, config: Config, counted: Counted, machine: Machine, element: int,
     ) -> None:  # fmt: skip
         """`element`: bytes of one in staging."""
-        at_rest = any("disk" in (each.params, each.grads, each.states) for each in placed.tiers)
-        staged = at_rest or placed.budgets.offloads or machine.device != "cpu"
+        staged = any(tiers.on_disk for tiers in placed.tiers) or placed.budgets.offloads or machine.device != "cpu"
         staging = placed.budgets.staging_bytes if staged else 0
         self._slab, slabs = arena(staging, element)
-        self._world = world = World(machine, slabs, self._slab)
+        self._world = world = World(machine, slabs, self._slab, config.verify)
         self._events, self._config, self._placed, self._counted = counted.events, config, placed, counted
         pairs = [
             (layout, size, tiers)
@@ -250,9 +249,7 @@ class Simulation:
             if unit.index in self._placed.tables or not unit.size.trained:
                 continue  # of a table only the rows of a batch are updated, which are not counted
             if unit.on_device:
-                moved = 2 * (unit.size.params + unit.size.states) + unit.size.moved_grads
-                rate = world.machine.update_rate(unit.kind, True)
-                world.advance(unit.numel / rate if world.on_cpu else moved / world.machine.memory, "update")
+                world.advance(unit.step_seconds(), "update")
             elif self._config.update != "backward":
                 streamer.owe(cast(Unit, unit), {"": SlotUpdate({}, AS_IT_IS)})
         world.ledger.now["device/grads"] = 0  # as `zero_grad` leaves it

@@ -8,6 +8,8 @@ import itertools
 import mmap
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,25 +140,54 @@ def _unregister(address: int) -> None:
         runtime.host_unregister(address)
 
 
-# Note [Freed memory goes back]
+# Note [Freed memory]
 # glibc learns to serve blocks of up to 32 MiB from its heap. Between two large temporaries of one size a small block
 # that lives on splits the hole, the next large one takes fresh memory, and resident memory grows with the number of
 # layers: 0.4 GB for a billion parameters, when all of them are on disk. With a fixed threshold every larger block is a
 # mapping of its own and goes back when it is freed.
+#
+# What goes back is zeroed by the kernel when it comes again: up to a fifth of a step of small layers, of which glibc
+# gives the gradients back now and then, or in each step. Where everything lies in memory it is kept for the next step.
 
-KEPT_BLOCK_BYTES = 256 << 10
+KEPT_BLOCK_BYTES, KEPT_BYTES = 256 << 10, 16 << 20
+MOST_BLOCK_BYTES, MOST_BYTES = 32 << 20, (1 << 31) - 1
+"""What glibc takes at most."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
+_returns = threading.Event()
 
 
 def return_freed_memory() -> None:
-    """Let the allocator give freed blocks above `KEPT_BLOCK_BYTES` back to the system at once.
+    """Let the allocator give freed blocks above `KEPT_BLOCK_BYTES` back to the system at once. See Note [Freed memory].
 
-    Concerns the whole process; a user who has set `MALLOC_MMAP_THRESHOLD_` keeps that setting.
+    Concerns the whole process, to its end: a heap that has grown has holes for what comes later. A user who has set
+    `MALLOC_MMAP_THRESHOLD_` keeps that setting.
     """
+    _returns.set()
+    _set_thresholds(KEPT_BLOCK_BYTES, KEPT_BYTES)
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Inside the block as after `return_freed_memory`, to time what a run with state on disk takes. After it the
+    allocator keeps what glibc comes to keep by itself."""
+    _set_thresholds(KEPT_BLOCK_BYTES, KEPT_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory(2 * MOST_BLOCK_BYTES)
+
+
+def keep_freed_memory(nbytes: int) -> None:
+    """Let the allocator keep up to `nbytes` of freed memory for what comes next, unless it gives all back already."""
+    if not _returns.is_set():
+        _set_thresholds(MOST_BLOCK_BYTES, min(nbytes, MOST_BYTES))
+
+
+def _set_thresholds(block: int, free: int) -> None:
     mallopt = getattr(_libc, "mallopt", None)  # musl has none
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 16 << 20)
+        mallopt(_M_MMAP_THRESHOLD, block)
+        mallopt(_M_TRIM_THRESHOLD, free)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

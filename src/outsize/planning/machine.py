@@ -36,6 +36,10 @@ class Machine:
     memory: float = _MEMORY[CPU]
     """Of a copy on the computing device, read and written bytes together."""
     host_memory: float = _MEMORY[CPU]
+    new_memory: float = 6e9
+    """Of memory that comes from the system, beside what is then written there: buffers come and go on the CPU."""
+    checksums: float = 10e9
+    """Of memory that one core sums, as all is that is read from a disk or written there."""
     operation_seconds: float = 10e-6
     """Of an operation beside its work, in Python, torch and autograd."""
     updates: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {"": (2e8, 4e8)})
@@ -45,7 +49,7 @@ class Machine:
     disk_mixed: float = 1.5e9
     """Half read, half written at once."""
     disk_seconds: float = 100e-6
-    """Of a small read."""
+    """Of a request that is alone, beside its bytes."""
     to_device: float = 20e9
     from_device: float = 20e9
     both_ways: float = 35e9
@@ -120,12 +124,15 @@ class Machine:
         row("operation_seconds", "of an operation, in Python", self.operation_seconds * 1e6, "us")
         row("memory", "memory of the device", self.memory / GIGA, "GB/s", "copy, read + write")
         row("host_memory", "memory of the host", self.host_memory / GIGA, "GB/s", "copy, read + write")
+        if self.device == CPU:
+            row("new_memory", "new memory", self.new_memory / GIGA, "GB/s", "as it comes from the system")
+        row("checksums", "checksums", self.checksums / GIGA, "GB/s", "one core")
         for name, (half, full) in self.updates.items():
             row("updates", f"AdamW {name}".strip(), full / GIGA, "G elements/s", f"half of the cores {half / GIGA:.3g}")
         row("disk_read", "disk read", self.disk_read / GIGA, "GB/s")
         row("disk_write", "disk write", self.disk_write / GIGA, "GB/s")
         row("disk_mixed", "disk, half of each", self.disk_mixed / GIGA, "GB/s")
-        row("disk_seconds", "small read", self.disk_seconds * 1e6, "us")
+        row("disk_seconds", "a request alone", self.disk_seconds * 1e6, "us", "beside its bytes")
         if self.device != CPU:
             row("to_device", "host to device", self.to_device / GIGA, "GB/s")
             row("from_device", "device to host", self.from_device / GIGA, "GB/s")

@@ -187,6 +187,16 @@ class UnitTiers:
     states: str
     why: str
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether any of it is."""
+        return "disk" in (self.params, self.grads, self.states)
+
+    @property
+    def stay(self) -> bool:
+        """Whether all of it is where it is computed with."""
+        return self.params == self.grads == self.states == "device"
+
 
 def arena(staging_bytes: int, element_bytes: int) -> tuple[int, int]:
     """(bytes of a slab, slabs) of the staging arena; none where nothing is staged. At least one is read, one updated

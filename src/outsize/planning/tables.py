@@ -204,7 +204,7 @@ class Plan:
     @property
     def _staging_bytes(self) -> int:
         """Without an accelerator, host memory is updated where it is: what goes to disk alone is staged."""
-        on_disk = any("disk" in (unit.tiers.params, unit.tiers.grads, unit.tiers.states) for unit in self.units)
+        on_disk = any(unit.tiers.on_disk for unit in self.units)
         staged = on_disk or self.budgets.offloads or self.budgets.device is not None
         return self.budgets.staging_bytes if staged else 0
 

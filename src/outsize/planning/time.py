@@ -34,16 +34,18 @@ class Drive:
     def __init__(self, machine: Machine) -> None:
         self.reads, self.writes = Lane(), Lane()
         self._alone = {READS: machine.disk_read, WRITES: machine.disk_write}
-        self._shared = {kind: min(machine.disk_mixed / 2, rate) for kind, rate in self._alone.items()}
+        self._mixed = machine.disk_mixed
         self._latency = machine.disk_seconds
 
     def move(self, kind: str, when: float, nbytes: float) -> tuple[float, float]:
         """(begin, end) of a transfer that is asked for at `when`."""
-        mine, other = (self.reads, self.writes) if kind == READS else (self.writes, self.reads)
+        mine, other, its = (self.reads, self.writes, WRITES) if kind == READS else (self.writes, self.reads, READS)
         began = max(when, mine.free)
-        beside = max(other.free - began, 0.0)  # the other lane is at work so long
-        first = min(beside * self._shared[kind], nbytes)
-        seconds = first / self._shared[kind] + (nbytes - first) / self._alone[kind]
+        beside = max(other.free - began, 0.0)  # the other lane is at work so long, and was told so
+        left = self._mixed - self._alone[its]
+        first = min(max(left, 0.0) * beside, nbytes)
+        waits = beside * self._alone[its] / self._mixed if left <= 0 else first / left
+        seconds = waits + (nbytes - first) / self._alone[kind]
         latency = self._latency if mine.free < when else 0.0  # else it hides behind the transfer before
         return mine.take(when, seconds + latency)
 
