@@ -34,7 +34,7 @@ from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
-from outsize.move.memory import keep_freed_memory, return_freed_memory
+from outsize.move.memory import give_back_free_memory, keep_freed_memory, return_freed_memory
 from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
@@ -175,6 +175,7 @@ def assemble(
         undo.callback(resources.close)
         prepared = _build(model, optimizer, config, plan, rule, resources, load, methods, ranks)
         undo.pop_all()
+    give_back_free_memory()
     return prepared
 
 

@@ -33,8 +33,8 @@ from outsize.run.unit import Residency, Unit
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
-SLACK, SLACK_BYTES = 0.04, 2 << 20
-"""Of the memory of a step on a CPU: scratch memory of kernels, holes of the allocator."""
+SLACK, SLACK_BYTES, HEAP_BYTES = 0.04, 2 << 20, 4 << 20
+"""Of the memory of a step on a CPU: scratch memory of kernels; holes of the heap, where large blocks lie there too."""
 
 
 @dataclass
@@ -163,7 +163,8 @@ class Simulation:
         passing = self._world.passing
         peak["host"] += max(sum(largest[:PASSING_UNITS]) - passing, 0)
         if self._world.on_cpu:
-            peak["device"] += SLACK_BYTES + round(SLACK * (peak["device"] + peak["host"]))
+            in_heap = not any(tiers.on_disk for tiers in self._placed.tiers)
+            peak["device"] += SLACK_BYTES + in_heap * HEAP_BYTES + round(SLACK * (peak["device"] + peak["host"]))
         return peak
 
     def _happen(self, event: Event) -> None:

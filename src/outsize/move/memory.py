@@ -183,6 +183,13 @@ def keep_freed_memory(nbytes: int) -> None:
         _set_thresholds(MOST_BLOCK_BYTES, min(nbytes, MOST_BYTES))
 
 
+def give_back_free_memory() -> None:
+    """What is free now goes back to the system, as that of the weights which `prepare` has moved."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _set_thresholds(block: int, free: int) -> None:
     mallopt = getattr(_libc, "mallopt", None)  # musl has none
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
