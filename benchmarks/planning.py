@@ -2,9 +2,9 @@
 
     python -m benchmarks.planning --disk DIR [row ...]
 
-Each row is a model, in fp32 or bf16, without clipping. It is trained once on each placement: all in memory, host, disk, a
-mixture. Those without a disk have processes of their own, as a run on disk changes the allocator. The second half of the
-steps counts. `outsize.probe` measures before each model, for a drive that others use too changes from minute to minute.
+Each row is a model, in fp32 or bf16, without clipping. It is trained once on each placement: all in memory, host, disk,
+a mixture. Those without a disk have processes of their own, as a run on disk changes the allocator. The second half of
+the steps counts. `outsize.probe` measures before each model, as a drive that others use too changes all the time.
 All rows take 3 to 6 minutes on 2 cores.
 Figures are predicted / measured. Peak: resident memory beyond what the process had before the model was made.
 """
@@ -129,7 +129,7 @@ def _trim() -> int:
 
 
 def measure(name: str, placements: Sequence[str], directory: str) -> dict[str, Any]:
-    """One training on each of these placements, in this process; then the plans, which leave memory in the allocator."""
+    """One training on each of these placements, in this process; then the plans, which leave memory there."""
     make, dtype = MODELS[name]
     found: dict[str, Any] = {}
     for placement in ("warm-up", *placements):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import outsize
 from benchmarks.common import PeakRss, rss_bytes
+from outsize.api.simulated import PARAMETER_SECONDS
 from outsize.planning.machine import Machine
 from tests.conftest import KINDS, Workshop, squared_error, train
 
@@ -28,6 +29,8 @@ IDEAL = Machine(
     products={"float32": ((1.0, 1 / RATE),)},
     memory=FAST,
     host_memory=FAST,
+    new_memory=FAST,
+    checksums=FAST,
     operation_seconds=1e-12,
     updates={"": (FAST, FAST)},
     disk_read=FAST,
@@ -60,7 +63,7 @@ def predicted(model: nn.Module, machine: Machine = IDEAL, example: Any = BATCHES
 def test_with_all_in_memory_a_step_takes_as_long_as_its_products_and_its_update() -> None:
     flops = 2 * BATCH * WIDTH**2 * (3 * LAYERS - 1)  # the first layer's input has no gradient
     plan = predicted(stack(), host_memory="1GiB")
-    assert plan.step_seconds == pytest.approx(flops / RATE, rel=1e-6)
+    assert plan.step_seconds == pytest.approx(flops / RATE + 2 * LAYERS * PARAMETER_SECONDS, rel=1e-6)
     elements = LAYERS * (WIDTH**2 + WIDTH)
     slow = replace(IDEAL, updates={"": (1e5, 1e6)})
     assert predicted(stack(), slow, host_memory="1GiB").step_seconds == pytest.approx(
@@ -78,6 +81,46 @@ def test_a_drive_that_is_slow_bounds_a_step_by_its_bytes(kind: str, tmp_path: Pa
     moved = plan.read_bytes - stays if kind == "read" else plan.written_bytes
     assert plan.step_seconds == pytest.approx(moved / rate, rel=PYTHON)
     assert plan.prediction.bound == f"disk {kind}s"
+
+
+def test_a_drive_reads_and_writes_at_once_as_much_as_it_does_of_both(tmp_path: Path) -> None:
+    rate = 1e6
+    machine = replace(QUICK, disk_read=rate, disk_write=rate, disk_mixed=rate)
+    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+    plan = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, **tiers)
+    stays = 2 * sum(unit.size.params for unit in plan.units)
+    moved = plan.read_bytes - stays + plan.written_bytes
+    assert plan.step_seconds == pytest.approx(moved / rate, rel=PYTHON)
+    wide = replace(machine, disk_mixed=2 * rate)  # neither slows the other down
+    assert predicted(stack(), wide, host_memory="64MiB", disk=tmp_path, **tiers).step_seconds < 0.7 * moved / rate
+
+
+def test_a_request_that_waits_for_no_other_takes_its_latency(tmp_path: Path) -> None:
+    seconds = 0.1
+    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+    plan = predicted(
+        stack(), replace(QUICK, disk_seconds=seconds), host_memory="64MiB", disk=tmp_path, update="backward", **tiers
+    )
+    assert 2 * seconds <= plan.step_seconds <= 2 * LAYERS * seconds  # most requests follow upon others
+
+
+def test_checksums_bound_a_step_where_they_are_slow(tmp_path: Path) -> None:
+    rate = 1e6
+    machine = replace(QUICK, checksums=rate)
+    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+    plan = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, **tiers)
+    stays = 2 * sum(unit.size.params for unit in plan.units)
+    assert plan.step_seconds > (plan.read_bytes - stays + plan.written_bytes) / rate * (1 - PYTHON)
+    unchecked = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, verify=False, **tiers)
+    assert unchecked.step_seconds < PYTHON * plan.step_seconds
+
+
+def test_memory_that_comes_from_the_system_takes_its_time() -> None:
+    rate = 1e6
+    tiers = dict.fromkeys(("params", "grads", "states"), "host")
+    plan = predicted(stack(), replace(QUICK, new_memory=rate), host_memory="1GiB", **tiers)
+    grads = sum(unit.size.grads for unit in plan.units)
+    assert plan.step_seconds == pytest.approx(grads / rate, rel=0.1)  # all weights stay gathered
 
 
 def test_a_slow_update_on_the_host_bounds_a_step(tmp_path: Path) -> None:
@@ -102,7 +145,7 @@ def test_peaks_are_those_of_what_rests_and_what_is_at_work(tmp_path: Path) -> No
     inputs = BATCH * WIDTH * 4
     peaks = predicted(model, host_memory="1GiB").peak_bytes
     least = 4 * state + inputs * (LAYERS - 1)
-    assert least <= peaks["device"] + peaks["host"] <= least + 4 * inputs + (4 << 20) and peaks["disk"] == 0
+    assert least <= peaks["device"] + peaks["host"] <= least + 4 * inputs + (8 << 20) and peaks["disk"] == 0
     on_disk = predicted(
         model, host_memory="64MiB", disk=tmp_path, params="disk", grads="disk", states="disk"
     ).peak_bytes
@@ -124,7 +167,8 @@ def test_products_of_experts_count_as_the_rows_that_they_multiply(dtype: torch.d
     machine = replace(IDEAL, products={str(dtype).removeprefix("torch."): ((1.0, 1 / RATE),)})
     example = (BATCHES[0], torch.arange(1, 5, dtype=torch.int32) * (BATCH // 4))
     plan = predicted(Experts(), machine, example, host_memory="1GiB", compute_dtype=dtype)
-    assert plan.step_seconds == pytest.approx(2 * BATCH * WIDTH**2 * (3 * 2 - 1) / RATE, rel=1e-5)
+    seconds = 2 * BATCH * WIDTH**2 * (3 * 2 - 1) / RATE + 2 * PARAMETER_SECONDS
+    assert plan.step_seconds == pytest.approx(seconds, rel=1e-5)
 
 
 def test_a_step_is_counted_where_torch_looks_for_anomalies() -> None:
