@@ -46,8 +46,8 @@ def predict(
         machine = recall(
             config.compute_device, Path(config.directories[0]) if on_disk and config.directories else None, ranks
         )
-    returned = freed_memory_returned() if on_disk and config.compute_device.type == "cpu" else nullcontext()
-    with returned:
+    timed_as_on_disk = timing is not None and on_disk and config.compute_device.type == "cpu"
+    with freed_memory_returned() if timed_as_on_disk else nullcontext():
         counted = count_step(model, example, machine, config.compute_dtype, timing)
 
     def simulated(placed: PlacedModel) -> Prediction:
