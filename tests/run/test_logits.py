@@ -307,6 +307,14 @@ def test_the_gradient_of_logits_is_whole(workshop: Workshop) -> None:
     torch.testing.assert_close(grads[1], grads[0])
 
 
+def test_a_second_derivative_of_a_loss_in_tiles_is_refused(workshop: Workshop) -> None:
+    model = workshop.pair(Language, sgd, "disk").model
+    loss = functional.cross_entropy(model(tokens()[0]).view(-1, FEATURES), targets(tokens()[0]))
+    (slope,) = torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative: prepare with tiles=False"):
+        slope.square().sum().backward()
+
+
 def test_tiles_false_computes_at_once(workshop: Workshop) -> None:
     pair = workshop.pair(Language, sgd, "disk", tiles=False)
     assert type(pair.model(tokens()[0])) is Tensor

@@ -296,8 +296,34 @@ def test_what_tiles_cannot_do_is_said(workshop: Workshop) -> None:
         F.linear(torch.ones(1, WIDTH), pair.model.up.weight)
     loss = mean_square(pair.model, ids(1)[0])
     (first,) = torch.autograd.grad(loss, [pair.model.head.bias], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         first.sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradient of 'up.weight', which does not fit"):
+        torch.autograd.grad(mean_square(pair.model, ids(1)[0]), [pair.model.up.weight], allow_unused=True)
+
+
+def test_a_second_derivative_of_a_plain_sum_is_refused(workshop: Workshop) -> None:
+    pair = pair_of(workshop)
+    (slope,) = torch.autograd.grad(pair.model(ids(1)[0]).sum(), [pair.model.up.bias], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        slope.square().sum().backward()
+
+
+def test_a_backward_that_names_parameters_reaches_them(workshop: Workshop) -> None:
+    pair = pair_of(workshop)
+    for model, _ in pair.both:
+        mean_square(model, ids(1)[0]).backward(inputs=[model.words.weight, model.down.weight, model.up.bias])
+    assert_same_gradients(pair.model, pair.plain, atol=1e-6, rtol=1e-4)
+
+
+def test_the_gradient_of_something_else_leaves_those_that_are_there(workshop: Workshop) -> None:
+    pair = pair_of(workshop)
+    for model, _ in pair.both:
+        loss = mean_square(model, ids(1)[0])
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, [model.up.bias])
+        mean_square(model, ids(2)[1]).backward()
+    assert_same_gradients(pair.model, pair.plain, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("change", [{"tiles": False}, {"params": "device"}])

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from outsize.move.rows import Rows
+from outsize.run.once import differentiable_once
 from outsize.run.wrappers import is_wrapper
 
 if TYPE_CHECKING:
@@ -152,6 +152,10 @@ class _Fetched(NamedTuple):
     wanted: torch.Tensor | None  # int64 [n], which these rows are; None: all
 
 
+def _no_second_derivative(ctx: Any) -> str:
+    return "the gradient of a table (an embedding with sparse=True) has no derivative: use sparse=False"
+
+
 class _Rows(torch.autograd.Function):
     """Rows in the graph. Their gradient becomes one of the table."""
 
@@ -161,7 +165,7 @@ class _Rows(torch.autograd.Function):
         return fetched[0].rows.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_no_second_derivative)
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.engine().backward.watch()
         if ctx.wanted is None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -24,7 +24,7 @@ from outsize.run import refusals
 from outsize.run.embedding import look_up
 from outsize.run.local import is_distributed
 from outsize.run.saved import run_saving
-from outsize.run.tiles import run_in_tiles
+from outsize.run.tiles import edge_of_tiles, run_in_tiles, runner
 
 if TYPE_CHECKING:
     from outsize.run.engine import Engine
@@ -125,7 +125,9 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     inputs = given.get("inputs")
     materialize = given.get("materialize_grads", False)
     with torch._C.DisableTorchFunctionSubclass():
-        given = {name: _unguarded(value, name == "inputs") for name, value in given.items()}
+        given = {name: _unguarded(value) for name, value in given.items() if name != "inputs"}
+        if inputs is not None:
+            given["inputs"] = _edges(inputs, alone=func is torch.autograd.grad)
     if materialize:
         given |= {"materialize_grads": False, "allow_unused": True}
     result = func(**given)
@@ -135,14 +137,29 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return tuple(zero if grad is None else grad for grad, zero in zip(result, zeros, strict=True))
 
 
-def _unguarded(value: Any, edges: bool) -> Any:
+def _edges(inputs: Any, alone: bool) -> tuple[Any, ...]:
+    """`alone`: one edge for each of them."""
+    edges = []
+    for each in inputs if isinstance(inputs, Sequence) else [inputs]:
+        if not isinstance(each, Guarded):
+            edges.append(each)
+            continue
+        tensor: Any = each
+        edges.append(torch.autograd.graph.get_gradient_edge(tensor))
+        if alone and runner(each.gate, tensor) is not None:
+            refusals.gradient_of_tiles(each.gate.parameters.name_of(tensor))
+        of_tiles = None if alone else edge_of_tiles(each.gate, tensor)
+        if of_tiles is not None:
+            edges.append(of_tiles)
+    return tuple(edges)
+
+
+def _unguarded(value: Any) -> Any:
     if type(value) in (list, tuple):
-        return tuple(_unguarded(each, edges) for each in value)
+        return tuple(_unguarded(each) for each in value)
     if not isinstance(value, Guarded):
         return value
     tensor: Any = value
-    if edges:
-        return torch.autograd.graph.get_gradient_edge(tensor)
     return tensor if is_distributed(tensor) else torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 

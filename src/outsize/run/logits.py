@@ -13,11 +13,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run.activations import in_backward, is_transformed
+from outsize.run.once import differentiable_once
 from outsize.run.placeholder import Placeholder
 from outsize.run.saved import of_checkpoint, top_hooks
 from outsize.run.tiles import Run
@@ -162,6 +162,10 @@ def _takes(late: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     return True
 
 
+def _no_second_derivative(ctx: Any) -> str:
+    return "large logits and their loss are computed late, which has no second derivative: prepare with tiles=False"
+
+
 class _InGraph(torch.autograd.Function):
     """Late logits in the graph. What knows of them goes past this; a custom function gives them a gradient."""
 
@@ -174,7 +178,7 @@ class _InGraph(torch.autograd.Function):
         return made[0]  # no argument of its own: autograd would return a view of it
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_no_second_derivative)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         leaf = rows.detach().requires_grad_(ctx.needs_input_grad[0])
@@ -401,7 +405,7 @@ class _SumOfLosses(torch.autograd.Function):
         return total.to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_no_second_derivative)
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_rows, of_weight, of_bias = ctx.saved_tensors
         scaled = [None if each is None else each * scale.to(each.dtype) for each in (of_rows, of_weight)]

@@ -67,6 +67,14 @@ def vmap(name: str) -> NoReturn:
     )
 
 
+def gradient_of_tiles(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"torch.autograd.grad cannot give the gradient of {name!r}, which does not fit the budget and is used in "
+        f"tiles: call backward(), and read it inside `with outsize.gathered(param, grads=True):`; or raise the budget, "
+        f"or open `outsize.gathered(param)` around the forward and this call"
+    )
+
+
 def set_data(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name}.data cannot be replaced: the parameter's memory belongs to outsize; write its values with `with "

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from outsize.move.buffer import Buffer
@@ -27,6 +26,7 @@ from outsize.move.store import DTYPES
 from outsize.planning.layout import page_range
 from outsize.run.buffers import collecting_dtype
 from outsize.run.embedding import LOOKUPS, distinct, row_of_padding
+from outsize.run.once import differentiable_once
 from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack
 from outsize.run.vocabulary import Largest, Losses
 
@@ -328,6 +328,18 @@ class _Rows(NamedTuple):
         return None, None
 
 
+def _no_second_derivative(ctx: Any) -> str:
+    return (
+        f"{ctx.tiles.name!r} does not fit the budget and is used in tiles, which have no second derivative: raise the "
+        f"budget, or open `outsize.gathered(param)` around the forward and the backwards"
+    )
+
+
+def _is_wanted(ctx: Any) -> bool:
+    """Whether this backward asks for the gradient of the parameter: `torch.autograd.grad` asks for those of others."""
+    return ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+
+
 class _InTiles(torch.autograd.Function):
     """An operation on a parameter, tile by tile."""
 
@@ -347,14 +359,14 @@ class _InTiles(torch.autograd.Function):
         return operation.forward(tiles, x, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_no_second_derivative)
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         engine, (x,) = ctx.engine(), ctx.saved_tensors
         with torch._C.DisableTorchFunctionSubclass():
             engine.parameters.check(ctx.reference)
             engine.backward.watch()
             engine.streamer.settle(ctx.tiles.unit)
-            for_weight, _, _, _, for_x, for_bias = ctx.needs_input_grad
+            for_weight, (_, _, _, _, for_x, for_bias) = _is_wanted(ctx), ctx.needs_input_grad
             with ctx.tiles.taking():
                 found = ctx.operation.backward(ctx.tiles, x, grad, (for_weight, for_x, for_bias))
         return grad.new_zeros(()) if for_weight else None, None, None, None, *found
@@ -372,9 +384,11 @@ class _Connected(torch.autograd.Function):
         return part
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_no_second_derivative)
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         engine, tiles = ctx.engine(), ctx.tiles
+        if not _is_wanted(ctx):
+            return None, None, None, None
         with torch._C.DisableTorchFunctionSubclass():
             engine.parameters.check(ctx.reference)
             engine.backward.watch()
@@ -442,6 +456,12 @@ def runner(engine: Engine, param: torch.Tensor) -> Run | None:
     """Runs an operation of ours, on tensors that are ready for it, on a parameter that is used in tiles now."""
     tiles = engine.tiles.get(id(param))
     return None if tiles is None or not _is_usable(tiles) else partial(_run, engine, tiles)
+
+
+def edge_of_tiles(engine: Engine, param: torch.Tensor) -> Any:
+    """Where the gradient of a parameter arrives that is used in tiles; None for another one."""
+    tiles = engine.tiles.get(id(param))
+    return None if tiles is None else torch.autograd.graph.get_gradient_edge(tiles.token)
 
 
 def _is_usable(tiles: Tiles) -> bool:
