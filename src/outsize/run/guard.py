@@ -11,13 +11,14 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from outsize.run import refusals
@@ -140,7 +141,7 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _edges(inputs: Any, alone: bool) -> tuple[Any, ...]:
     """`alone`: one edge for each of them."""
     edges = []
-    for each in inputs if isinstance(inputs, Sequence) else [inputs]:
+    for each in [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else inputs:
         if not isinstance(each, Guarded):
             edges.append(each)
             continue
