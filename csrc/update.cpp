@@ -11,7 +11,7 @@ namespace {
 
 // Parts are whole pages of the smallest element, so that threads share no cache line.
 constexpr std::size_t kPartElements = 4096;
-// To wake a thread takes 40 microseconds, in which another one updates so many pages.
+// Waking a thread takes about 40 microseconds. Another one updates about this many pages in that time.
 constexpr std::size_t kLeastPages = 32;
 static_assert(kPartElements % kStateBlock == 0);
 

@@ -66,6 +66,16 @@ def test_without_a_home_nothing_is_remembered(cache: Path, monkeypatch: pytest.M
     assert recall(CPU, None).memory != 1e9
 
 
+def test_a_machine_of_which_all_is_measured_is_not_a_typical_one(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("memory", "updates", "host_memory", "checksums", "new_memory", "products", "operation_seconds")
+    figures = {**typical_machine("cpu", 2).as_json(), "products": {"float32": [[1.0, 1e-9]]}}
+    monkeypatch.setattr(probing, "_compute", lambda device: {name: figures[name] for name in names})
+    assert not probe(device="cpu", disk=tmp_path, megabytes=16).typical
+    assert recall(CPU, tmp_path).measured
+
+
 def test_what_was_not_measured_is_marked_as_typical(cache: Path) -> None:
     assert not recall(CPU, None).measured
     assert recall(CPU, None).typical >= {"products", "memory"} and "typical" in repr(recall(CPU, None))

@@ -34,7 +34,7 @@ from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
-from outsize.move.memory import give_back_free_memory, keep_freed_memory, return_freed_memory
+from outsize.move.memory import keep_freed_memory, return_freed_memory, trim_heap
 from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
@@ -175,7 +175,8 @@ def assemble(
         undo.callback(resources.close)
         prepared = _build(model, optimizer, config, plan, rule, resources, load, methods, ranks)
         undo.pop_all()
-    give_back_free_memory()
+    if config.compute_device.type == "cpu":
+        trim_heap()  # of the weights that have moved
     return prepared
 
 
@@ -186,18 +187,18 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
-    on_disk = any(tiers.on_disk for tiers in plan.tiers) or plan.budgets.offloads
-    if config.compute_device.type == "cpu":
-        if on_disk:
-            return_freed_memory()
-        elif all(tiers.stay for tiers in plan.tiers):
-            keep_freed_memory(plan.budgets.host)
+    on_disk, on_cpu = plan.on_disk, config.compute_device.type == "cpu"
+    if on_disk and on_cpu:
+        return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
     staging = plan.budgets.staging_bytes if staged else 0
     slab, slabs = arena(staging, element_bytes(plan.infos, plan.kept))
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
-    return Resources(config.directories if on_disk else (), slab, slabs, config.compute_device, outbox, on_disk)
+    found = Resources(config.directories if on_disk else (), slab, slabs, config.compute_device, outbox, on_disk)
+    if on_cpu and plan.stays:
+        keep_freed_memory(found, plan.budgets.host)
+    return found
 
 
 def _open_activations(

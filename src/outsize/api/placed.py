@@ -75,6 +75,16 @@ class PlacedModel:
         return sum(unit.total for unit in self.unit_bytes)
 
     @property
+    def on_disk(self) -> bool:
+        """Whether anything passes through a drive: what rests there, or activations."""
+        return self.budgets.offloads or any(tiers.on_disk for tiers in self.tiers)
+
+    @property
+    def stays(self) -> bool:
+        """Whether nothing moves in a step."""
+        return not self.budgets.offloads and all(tiers.stay for tiers in self.tiers)
+
+    @property
     def passing_bytes(self) -> int | None:
         """Host memory for gradients of an accelerator on their way to disk; None without one."""
         if self.budgets.device is None:

@@ -39,14 +39,13 @@ def predict(
 
     Raises `TypeError` or `ValueError` for an example that does not fit the model.
     """
-    on_disk = any(tiers.on_disk for tiers in placed.tiers)
     timing = None
     if machine is None:
         timing = _timing(placed, config)
         machine = recall(
-            config.compute_device, Path(config.directories[0]) if on_disk and config.directories else None, ranks
+            config.compute_device, Path(config.directories[0]) if placed.on_disk and config.directories else None, ranks
         )
-    timed_as_on_disk = timing is not None and on_disk and config.compute_device.type == "cpu"
+    timed_as_on_disk = timing is not None and placed.on_disk and config.compute_device.type == "cpu"
     with freed_memory_returned() if timed_as_on_disk else nullcontext():
         counted = count_step(model, example, machine, config.compute_dtype, timing)
 
@@ -59,9 +58,7 @@ def predict(
         wider: dict[str, Any] = {FIELDS[tier]: budget + GIB}
         more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, size=ranks)
         saved = (
-            0.0
-            if more.tiers == placed.tiers and all(tiers.stay for tiers in placed.tiers)
-            else found.step_seconds - simulated(more).step_seconds
+            0.0 if more.tiers == placed.tiers and placed.stays else found.step_seconds - simulated(more).step_seconds
         )
         gains[tier] = max(saved, 0.0)
     assumed = [f"its computation is by rates: {counted.untimed}"] if counted.untimed else []

@@ -141,12 +141,12 @@ def _machine_key(device: torch.device) -> str:
     processor = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags", "Features"))][:2]
     threads = f"{own_cores()} {torch.get_num_threads()}"
     words = f"{platform.node()} {processor or platform.machine()} {name} {torch.__version__} {threads}"
-    return f"machine-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    return f"machine-2-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
 def _disk_key(folder: Path) -> str:
     words = f"{platform.node()} {os.stat(folder).st_dev} {os.statvfs(folder).f_blocks}"
-    return f"disk-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    return f"disk-2-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
 def _lines(path: str) -> list[str]:
@@ -336,7 +336,7 @@ def _disk(folder: Path, blocks: int) -> Mapping[str, Any]:
         alone = []
         for count in range(LONE_READS):
             began = time.perf_counter()
-            read(count * 7 % blocks, memory[:LONE_BYTES])
+            os.preadv(descriptor, [memory[:LONE_BYTES]], count * 7 % (blocks * BLOCK_BYTES // LONE_BYTES) * LONE_BYTES)
             alone.append(time.perf_counter() - began)
     finally:
         os.close(descriptor)

@@ -19,7 +19,7 @@ from outsize.move.device import Lanes
 from outsize.move.disk import DiskEngine, RunDirectory, StripedFile, open_engine
 from outsize.move.files import SourceFile
 from outsize.move.generations import Generations
-from outsize.move.memory import Ledger
+from outsize.move.memory import Ledger, let_go_of_freed_memory
 from outsize.move.outbox import Outbox
 from outsize.move.shard import UnitShard
 from outsize.move.tokens import TokenStore
@@ -136,6 +136,7 @@ class Resources:
             if self.outbox is not None:
                 self.outbox.close()
         finally:
+            let_go_of_freed_memory(self)
             self._close_disk()
 
     def _close_disk(self) -> None:

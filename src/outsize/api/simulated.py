@@ -93,23 +93,21 @@ class World:
                 self.ledger.add("host/staging", more)
                 self.note()
 
-    def work(self, half: float, whole: float, name: str) -> None:
-        """The conveyor computes: seconds on half of the cores, and on all."""
+    def work(self, alone: float, half: float, whole: float, name: str) -> None:
+        """The conveyor computes: seconds on one core, and then those of an update on half of the cores, or on all."""
         cores = self.machine.cores
         began, threads = self.belt_now, max(cores // 2, 1)
         if self._waits or not self.on_cpu:
-            self.belt_now += whole
+            self.belt_now += alone + whole
         else:
-            self.belt_now += half * (cores + threads) / cores
-            self._stolen += half * threads / cores
+            self.belt_now += (alone * (cores + 1) + half * (cores + threads)) / cores
+            self._stolen += (alone + half * threads) / cores
         self.lanes[UPDATES].busy += whole
         self.span(UPDATES, name, began, self.belt_now)
 
-    def check(self, nbytes: float, name: str) -> None:
-        """The conveyor computes the checksums of so many bytes."""
-        if self._checks and nbytes:
-            seconds = nbytes / self.machine.checksums
-            self.work(seconds, seconds, name)
+    def summing(self, nbytes: float) -> float:
+        """Seconds of the checksums of what passes the drive, on one core."""
+        return nbytes / self.machine.checksums if self._checks else 0.0
 
     def submit(self, steps: Iterator[Step], after: Sequence[Job]) -> Job:
         if not self.belt.has_work:
@@ -237,8 +235,8 @@ class SimulatedUnit:
             world.ledger.add("device/resident", self.nbytes)
             world.note()
         if world.on_cpu and self._in_memory and self.numel <= LIGHT_NUMEL and not self.split:
-            half, _ = self._seconds(updates, fetch, 1.0)
-            world.advance(half, self.name)
+            alone, half, _ = self._seconds(updates, fetch, 1.0)
+            world.advance(alone + half, self.name)
             self._ready, self._job = world.now, None
         elif not world.on_cpu and self.tiers.params == "host" and not updates and not self.split:
             self._ready, self._job = world.move(IN, world.now, self.nbytes, self.name), None
@@ -247,17 +245,18 @@ class SimulatedUnit:
             self._job = world.submit(self._steps(updates, fetch, self.chunk_numel(slab, updates)), after)
         self.state, self._began = Residency.FETCHING, began
 
-    def _seconds(self, updates: bool, fetch: bool, part: float) -> tuple[float, float]:
-        """Of the conveyor's thread for a part of the unit: on half of the cores, and on all."""
-        machine, copied = self._world.machine, 0.0
+    def _seconds(self, updates: bool, fetch: bool, part: float) -> tuple[float, float, float]:
+        """Of the conveyor's thread for a part of the unit: on one core; and of the update on half of the cores, and on
+        all."""
+        machine, alone = self._world.machine, 0.0
         if fetch and self._world.on_cpu and not self.shard.tile_rows:
-            copied = self.nbytes * part / machine.new_memory
+            alone = self.nbytes * part / machine.new_memory
         if self.tiers.params == "host" and self._world.on_cpu:
-            copied += (fetch + updates) * 2 * self.size.params * part / machine.host_memory
+            alone += (fetch + updates) * 2 * self.size.params * part / machine.host_memory
         if not updates:
-            return copied, copied
-        numel, copied = self.numel * part, copied + PARAMETER_SECONDS * len(self.parameters) * part
-        return tuple(copied + numel / machine.update_rate(self.kind, full) for full in (False, True))  # type: ignore[return-value]
+            return alone, 0.0, 0.0
+        numel, alone = self.numel * part, alone + PARAMETER_SECONDS * len(self.parameters) * part
+        return alone, numel / machine.update_rate(self.kind, False), numel / machine.update_rate(self.kind, True)
 
     def _steps(self, updates: bool, fetch: bool, numel: int) -> Iterator[Step]:
         chunks = max(min(-(-self.numel // numel), MOST_CHUNKS), 1)
@@ -276,10 +275,10 @@ class SimulatedUnit:
             return [_At(world, world.move(READS, world.belt_now, reads, name))] if reads else ()
 
         def finish() -> Sequence[Transfer]:
-            half, whole = self._seconds(updates, fetch, 1 / chunks)
-            world.check(reads + writes, name)
-            if half:
-                world.work(half, whole, name)
+            alone, half, whole = self._seconds(updates, fetch, 1 / chunks)
+            alone += world.summing(reads + writes)
+            if alone or half:
+                world.work(alone, half, whole, name)
             ends = []
             if not world.on_cpu and tiers.params != "device":
                 ends.append(world.move(IN, world.belt_now, self.nbytes / chunks / self.ranks, name))
@@ -356,7 +355,7 @@ class SimulatedUnit:
         self.left = world.now
 
         def finish() -> Sequence[Transfer]:
-            world.check(nbytes, self.name)
+            world.work(world.summing(nbytes), 0.0, 0.0, self.name)
             self._written = world.move(WRITES, world.belt_now, nbytes, f"{self.name} gradients")
             return [_At(world, self._written)]
 

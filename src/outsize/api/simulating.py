@@ -56,7 +56,7 @@ class Simulation:
         self, model: nn.Module, placed: PlacedModel, config: Config, counted: Counted, machine: Machine, element: int,
     ) -> None:  # fmt: skip
         """`element`: bytes of one in staging."""
-        staged = any(tiers.on_disk for tiers in placed.tiers) or placed.budgets.offloads or machine.device != "cpu"
+        staged = placed.on_disk or machine.device != "cpu"
         staging = placed.budgets.staging_bytes if staged else 0
         self._slab, slabs = arena(staging, element)
         self._world = world = World(machine, slabs, self._slab, config.verify)
@@ -163,8 +163,8 @@ class Simulation:
         passing = self._world.passing
         peak["host"] += max(sum(largest[:PASSING_UNITS]) - passing, 0)
         if self._world.on_cpu:
-            in_heap = not any(tiers.on_disk for tiers in self._placed.tiers)
-            peak["device"] += SLACK_BYTES + in_heap * HEAP_BYTES + round(SLACK * (peak["device"] + peak["host"]))
+            holes = 0 if self._placed.on_disk else HEAP_BYTES
+            peak["device"] += SLACK_BYTES + holes + round(SLACK * (peak["device"] + peak["host"]))
         return peak
 
     def _happen(self, event: Event) -> None:
@@ -221,7 +221,9 @@ class Simulation:
         if unit.shard.tile_rows:
             self._streamer.use_tiles(cast(Unit, unit), unit.size.tiles)
             lane = READS if unit.tiers.params == "disk" else IN
-            self._world.wait_until(self._world.move(lane, self._world.now, unit.size.params, unit.name), unit.name)
+            world, nbytes = self._world, unit.size.params
+            summed = world.summing(nbytes) if lane == READS else 0.0
+            world.wait_until(world.move(lane, world.now, nbytes, unit.name) + summed, unit.name)
             return
         self._streamer.acquire(cast(Unit, unit))
 

@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -146,53 +147,69 @@ def _unregister(address: int) -> None:
 # layers: 0.4 GB for a billion parameters, when all of them are on disk. With a fixed threshold every larger block is a
 # mapping of its own and goes back when it is freed.
 #
-# What goes back is zeroed by the kernel when it comes again: up to a fifth of a step of small layers, of which glibc
-# gives the gradients back now and then, or in each step. Where everything lies in memory it is kept for the next step.
+# What goes back is zeroed by the kernel when it comes again: up to a third of a step of small layers. glibc gives their
+# gradients back in some steps, or in each of them. Where everything lies in memory they are kept for the next step.
 
-KEPT_BLOCK_BYTES, KEPT_BYTES = 256 << 10, 16 << 20
+RETURNING = 256 << 10, 16 << 20
+"""Larger blocks than the first go back at once, and more free memory at the end of the heap than the second."""
 MOST_BLOCK_BYTES, MOST_BYTES = 32 << 20, (1 << 31) - 1
-"""What glibc takes at most."""
+"""The largest block that glibc serves from its heap, and the most that it keeps there."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
-_returns = threading.Event()
+_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+
+_kept: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_returns = False
 
 
 def return_freed_memory() -> None:
-    """Let the allocator give freed blocks above `KEPT_BLOCK_BYTES` back to the system at once. See Note [Freed memory].
+    """Let the allocator give freed memory back to the system at once. See Note [Freed memory].
 
-    Concerns the whole process, to its end: a heap that has grown has holes for what comes later. A user who has set
-    `MALLOC_MMAP_THRESHOLD_` keeps that setting.
+    Concerns the whole process, to its end: a heap that has grown has holes for what comes later. Users who set what
+    glibc keeps (`MALLOC_MMAP_THRESHOLD_`) keep their setting.
     """
-    _returns.set()
-    _set_thresholds(KEPT_BLOCK_BYTES, KEPT_BYTES)
+    global _returns
+    _returns = True
+    _settle()
 
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Inside the block as after `return_freed_memory`, to time what a run with state on disk takes. After it the
-    allocator keeps what glibc comes to keep by itself."""
-    _set_thresholds(KEPT_BLOCK_BYTES, KEPT_BYTES)
+    """Inside the block as after `return_freed_memory`, to time what a run with state on disk takes."""
+    _set_thresholds(*RETURNING)
     try:
         yield
     finally:
-        keep_freed_memory(2 * MOST_BLOCK_BYTES)
+        _settle()
 
 
-def keep_freed_memory(nbytes: int) -> None:
-    """Let the allocator keep up to `nbytes` of freed memory for what comes next, unless it gives all back already."""
-    if not _returns.is_set():
-        _set_thresholds(MOST_BLOCK_BYTES, min(nbytes, MOST_BYTES))
+def keep_freed_memory(owner: object, nbytes: int) -> None:
+    """Let the allocator keep up to `nbytes` of freed memory for what comes next, until the owner lets it go; unless it
+    gives all back already."""
+    _kept[owner] = nbytes
+    _settle()
 
 
-def give_back_free_memory() -> None:
-    """What is free now goes back to the system, as that of the weights which `prepare` has moved."""
-    trim = getattr(_libc, "malloc_trim", None)
+def let_go_of_freed_memory(owner: object) -> None:
+    if _kept.pop(owner, None) is not None:
+        _settle()
+
+
+def trim_heap() -> None:
+    """What is free now goes back to the system."""
+    trim = getattr(_libc, "malloc_trim", None)  # musl has none
     if trim is not None:
         trim(0)
 
 
+def _settle() -> None:
+    """As was asked for; else as glibc comes to do it by itself, which keeps two of the largest blocks."""
+    kept = max(_kept.values(), default=2 * MOST_BLOCK_BYTES)
+    _set_thresholds(*(RETURNING if _returns else (MOST_BLOCK_BYTES, min(kept, MOST_BYTES))))
+
+
 def _set_thresholds(block: int, free: int) -> None:
     mallopt = getattr(_libc, "mallopt", None)  # musl has none
-    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    if mallopt is not None and not any(os.environ.get(name) for name in _SETTINGS):
         mallopt(_M_MMAP_THRESHOLD, block)
         mallopt(_M_TRIM_THRESHOLD, free)
 

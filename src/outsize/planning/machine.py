@@ -158,7 +158,7 @@ def seconds_on(curve: Curve, amount: float) -> float:
 def typical_machine(device: str, cores: int) -> Machine:
     """One that nobody has measured."""
     kind = CPU if device == CPU else ACCELERATOR
-    known = {"device", "cores", "typical"}
+    known = {"device", "cores", "typical", "source"}
     typical = frozenset(each.name for each in fields(Machine) if each.name not in known)
     updates = {"": (4e7 * max(cores, 1), 6e7 * max(cores, 1))}
     return Machine(device, cores, memory=_MEMORY[kind], updates=updates, typical=typical)

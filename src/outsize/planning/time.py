@@ -38,11 +38,12 @@ class Drive:
         self._latency = machine.disk_seconds
 
     def move(self, kind: str, when: float, nbytes: float) -> tuple[float, float]:
-        """(begin, end) of a transfer that is asked for at `when`."""
+        """(begin, end) of a transfer that is asked for at `when`. It waits for its own lane, and gets what the other
+        one, which was told already when it ends, leaves of the drive."""
         mine, other, its = (self.reads, self.writes, WRITES) if kind == READS else (self.writes, self.reads, READS)
         began = max(when, mine.free)
-        beside = max(other.free - began, 0.0)  # the other lane is at work so long, and was told so
-        left = self._mixed - self._alone[its]
+        beside = max(other.free - began, 0.0)  # the other lane is at work so long
+        left = min(self._mixed - self._alone[its], self._alone[kind])
         first = min(max(left, 0.0) * beside, nbytes)
         waits = beside * self._alone[its] / self._mixed if left <= 0 else first / left
         seconds = waits + (nbytes - first) / self._alone[kind]
