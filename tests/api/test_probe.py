@@ -72,7 +72,7 @@ def test_a_machine_of_which_all_is_measured_is_not_a_typical_one(
     names = ("memory", "updates", "host_memory", "checksums", "new_memory", "products", "operation_seconds")
     figures = {**typical_machine("cpu", 2).as_json(), "products": {"float32": [[1.0, 1e-9]]}}
     monkeypatch.setattr(probing, "_compute", lambda device: {name: figures[name] for name in names})
-    assert not probe(device="cpu", disk=tmp_path, megabytes=16).typical
+    assert not outsize.probe(device="cpu", disk=tmp_path, megabytes=16).typical
     assert recall(CPU, tmp_path).measured
 
 
