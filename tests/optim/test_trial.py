@@ -488,12 +488,18 @@ class Wrapped(torch.Tensor):
 
 
 class Quantized(Plain):
-    """Keeps a tensor subclass for large parameters, as 8-bit optimizers do."""
+    """Keeps a tensor subclass for large parameters of whole blocks, as 8-bit optimizers do."""
+
+    least = 4096
 
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        if param.numel() >= 4096:
-            self.state[param].setdefault("code", torch.zeros_like(param).as_subclass(Wrapped))
+        kind = Wrapped if param.numel() >= self.least and param.numel() % 2048 == 0 else Tensor
+        self.state[param].setdefault("code", torch.zeros_like(param).as_subclass(kind))
         return grad
+
+
+class QuantizedIfHuge(Quantized):
+    least = 20_000
 
 
 class NarrowIfLarge(Plain):
@@ -541,15 +547,16 @@ def test_what_shows_at_large_sizes_or_in_states_is_refused(workshop: Workshop, k
         rule_for(kind([nn.Parameter(torch.ones(4, 6))]))
 
 
-def test_a_narrower_array_than_was_tried_is_an_error(workshop: Workshop) -> None:
+@pytest.mark.parametrize(("kind", "kept"), [(NarrowIfHuge, "uint8"), (QuantizedIfHuge, "Wrapped")])
+def test_another_array_than_was_tried_is_an_error(workshop: Workshop, kind: Any, kept: str) -> None:
     """And no codes that are taken for values."""
-    model = nn.Linear(200, 200)
-    optimizer = NarrowIfHuge(model.parameters())
+    model = nn.Linear(256, 256)
+    optimizer = kind(model.parameters())
     outsize.prepare(model, optimizer, device="cpu", host_memory="8MiB")
-    model(torch.ones(1, 200)).sum().backward()
-    with pytest.raises(RuntimeError, match="it keeps 'code' as uint8, which it did not do when it was tried"):
+    model(torch.ones(1, 256)).sum().backward()
+    with pytest.raises(RuntimeError, match=f"it keeps 'code' as {kept}, which it did not do when it was tried"):
         optimizer.step()
-        model(torch.ones(1, 200))
+        model(torch.ones(1, 256))
 
 
 class OuterProduct(Plain):

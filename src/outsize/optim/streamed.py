@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from outsize.optim.rules import Piece, Rule, join_master, split_master
-from outsize.optim.trial import NARROW, STEPS, Found, Kind, fault_with_closure, on_what_it_is_given, try_out
+from outsize.optim.trial import NARROW, PLAIN, STEPS, Found, Kind, fault_with_closure, on_what_it_is_given, try_out
 from outsize.optim.worker import NO_OPTIONS, Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
 
 # Note [Options after prepare]
@@ -273,8 +273,9 @@ class StreamedRule(Rule):
             for_each = isinstance(value, torch.Tensor) and value.shape == master.shape
             if for_each and key in self.arrays:
                 tried = self.narrow.get(key)
-                if value.dtype != tried and (tried is not None or value.dtype in NARROW):
-                    kept = str(value.dtype).removeprefix("torch.")
+                plain = type(value) in PLAIN
+                if not plain or (value.dtype != tried and (tried is not None or value.dtype in NARROW)):
+                    kept = str(value.dtype).removeprefix("torch.") if plain else type(value).__name__
                     raise Unsuited(f"it keeps {key!r} as {kept}, which it did not do when it was tried")
                 if value.data_ptr() != piece.states[key].data_ptr():
                     piece.states[key].copy_(value)

@@ -30,10 +30,14 @@ from outsize.optim.worker import Subject, Unsuited, Values, Worker, differs, ins
 NARROW = {torch.bool, torch.int8, torch.uint8, torch.int16, torch.bfloat16, torch.float16}
 """What fp32 holds exactly."""
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Whose bytes are their values."""
+
 STEPS = 5
 _SMALL = (8, 12)
-_LARGE = (136, 144)
-"""Not square, so that an array for each row or column is not taken for one for each element."""
+_LARGE = (128, 144)
+"""Not square, so that an array for each row or column is not taken for one for each element. The large one is of whole
+blocks of 2048 elements: optimizers quantize block by block, and leave other sizes as they are."""
 _SHORTEST, _LONGEST = 96, 4096
 """A vector is as long as the longest that there is, since some keep a matrix of its length; but within these."""
 _SCALES = (1.0, 1e-3, 30.0)
@@ -265,7 +269,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 def _expect_kept_by_element(subject: Subject) -> None:
     """What there is for each element must be a plain tensor of the parameter's shape, since only that is streamed."""
     for key, value in subject.state.items():
-        if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in _tensors(value)):
+        if any(type(each) not in PLAIN for each in _tensors(value)):
             raise Unsuited(
                 f"it keeps {key!r} as a subclass of torch.Tensor; AdamW with state_format='compact' has 8-bit states"
             )
