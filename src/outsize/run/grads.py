@@ -208,7 +208,10 @@ class _Factors:
         if not isinstance(factor, torch.Tensor):
             return float(factor)  # type: ignore[arg-type]
         if factor.numel() != 1:
-            raise RuntimeError("a gradient at rest can be multiplied by one number only")
+            raise RuntimeError(
+                "a gradient at rest can be multiplied by one number only; for other factors write it inside `with "
+                "outsize.gathered(param, grads=True, modify=True)`"
+            )
         if self._last is None or self._last() is not factor or self._version != factor._version:
             self._last = weakref.ref(factor)
             self._version = factor._version
