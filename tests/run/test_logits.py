@@ -283,6 +283,17 @@ def test_custom_functions_give_logits_a_gradient(workshop: Workshop, build: dict
     pair.train(tokens(), loss_of=loss_of)
 
 
+def test_custom_functions_give_gradients_to_those_that_are_asked_for(workshop: Workshop) -> None:
+    pair, found = workshop.pair(Language, sgd, "disk"), []
+    for model, _ in pair.both:
+        loss = Squares.apply(model(tokens()[0]))
+        loss.backward(retain_graph=True)
+        found.append(torch.autograd.grad(loss, [model.layers[0][0].weight, model.head.bias], retain_graph=True))
+        loss.backward(inputs=[model.head.weight])
+    torch.testing.assert_close(found[1], found[0])
+    assert_same_gradients(pair.model, pair.plain)
+
+
 def test_arguments_by_other_names_give_what_torch_gives(workshop: Workshop) -> None:
     pair = workshop.pair(Language, sgd, "disk")
     ours, theirs = (model(tokens()[0]) for model in (pair.model, pair.plain))

@@ -79,6 +79,11 @@ class HeadCall:
             cast = None if bias is None else bias.clone().to(raw)
             return run(make(Logits(raw, dtype, TILE_BYTES)), rows.to(raw), cast)
 
+    def whole(self) -> list[nn.Parameter]:
+        """The parameters that get a gradient in one piece."""
+        trained = [param for param in self.module.parameters() if param.requires_grad]
+        return trained if self.in_tiles() is None else []
+
     def dtype(self, rows: torch.Tensor) -> torch.dtype:
         return rows.dtype if self.autocast is None else self.autocast
 
@@ -136,7 +141,8 @@ class LateLogits(Placeholder):
             return made
         with torch.enable_grad():
             token = torch.zeros((), device=rows.device, requires_grad=True)
-            return _InGraph.apply(rows, token, call, dtype, [made])  # type: ignore[no-any-return]
+            with torch._C.DisableTorchFunctionSubclass():
+                return _InGraph.apply(rows, token, call, dtype, [made], *call.whole())  # type: ignore[no-any-return]
 
     def values(self) -> torch.Tensor:
         """The values, computed once."""
@@ -171,9 +177,15 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, token: torch.Tensor, call: HeadCall, dtype: torch.dtype, made: list[LateLogits]
+        ctx: Any,
+        rows: torch.Tensor,
+        token: torch.Tensor,
+        call: HeadCall,
+        dtype: torch.dtype,
+        made: list[LateLogits],
+        *whole: nn.Parameter,
     ) -> LateLogits:
-        ctx.call, ctx.dtype = call, dtype
+        ctx.call, ctx.dtype, ctx.whole = call, dtype, whole
         ctx.save_for_backward(rows)
         return made[0]  # no argument of its own: autograd would return a view of it
 
@@ -184,8 +196,13 @@ class _InGraph(torch.autograd.Function):
         leaf = rows.detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
             logits = ctx.call.logits(leaf).to(ctx.dtype)
-            torch.autograd.backward(logits, grad)  # that of the weight goes where it always goes
-        return leaf.grad, None, None, None, None
+            if ctx.call.in_tiles() is not None:
+                torch.autograd.backward(logits, grad)  # that of the weight goes where it always goes
+                return leaf.grad, *[None] * (4 + len(ctx.whole))
+            wanted = [each for each in (leaf, *ctx.whole) if each.requires_grad]
+            found = iter(torch.autograd.grad(logits, wanted, grad))
+        of_rows, *of_whole = (next(found) if each.requires_grad else None for each in (leaf, *ctx.whole))
+        return of_rows, None, None, None, None, *of_whole
 
 
 def _like(logits: LateLogits, rows: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> LateLogits:
