@@ -127,6 +127,17 @@ def test_a_layer_that_does_not_fit_is_cut_into_its_children() -> None:
     assert list(cuts) == ["layers.0.a", "layers.0.b", "layers.1"]
 
 
+def test_a_unit_fits_with_its_padding() -> None:
+    """Three halves of a page take two pages; two take one page, as each of them alone."""
+    page, half = PAGE_ELEMENTS * 4, PAGE_ELEMENTS // 2
+    layer = module("layers.0", (), tuple(module(f"layers.0.{name}", (name,)) for name in "abc"))
+    other = module("layers.1", (), tuple(module(f"layers.1.{name}", (name,)) for name in "de"))
+    root = module("", (), (module("layers", (), (layer, other), True),))
+    sizes = infos(a=half, b=half, c=half, d=half, e=half)
+    assert list(cut_units(root, sizes, 2 * page)) == ["layers.0", "layers.1"]
+    assert list(cut_units(root, sizes, 2 * page - 1)) == ["layers.0.a", "layers.0.b", "layers.0.c", "layers.1"]
+
+
 def test_a_tied_parameter_belongs_to_its_first_user() -> None:
     root = module("", (), (module("embed", ("w",)), module("head", ("w", "bias"))))
     cuts = cut_units(root, infos(w=1000, bias=1000), 4_100)

@@ -113,9 +113,10 @@ def place_model(
     updated = any(each.trainable for each in largest.values())
     if not updated and sum(each.nbytes for each in largest.values()) > budgets.computing[1]:
         unit_bytes = max(unit_bytes // SMALLER_WITHOUT_UPDATES, 1)
-    cuts = cut_units(tree, largest, unit_bytes, _chosen_units(model, config), tables)
+    align = PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS
+    cuts = cut_units(tree, largest, unit_bytes, _chosen_units(model, config), tables, size, align)
     cuts, beside = part_adapters(cuts, largest)
-    layouts = lay_out(cuts, infos, size, align=PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS)
+    layouts = lay_out(cuts, infos, size, align)
     by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
     layouts = tuple(with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts)
     in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)

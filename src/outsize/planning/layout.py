@@ -139,6 +139,8 @@ def cut_units(
     unit_bytes: int,
     chosen: frozenset[str] | None = None,
     alone: Iterable[str] = (),
+    ranks: int = 1,
+    align: int = ALIGN_ELEMENTS,
 ) -> dict[str, tuple[str, ...]]:
     """Cut the module tree into units: the parameters of each, by the name of the module that it is named after.
 
@@ -146,6 +148,7 @@ def cut_units(
     must be units, where the user gave them; then nothing else is cut. The modules of a list (a model's layers) are
     units of their own even where the whole list would fit, so that there is something to overlap. Parameters left over
     join their parent's unit; tied parameters stay with their first user. Parameters of `alone` are units of their own.
+    Padding counts too, but where it makes the unit no larger than its largest parameter would be alone.
     """
     small_bytes = min(unit_bytes // 32, 1 << 20)
     assigned: set[str] = set()
@@ -153,6 +156,13 @@ def cut_units(
 
     def nbytes(names: Iterable[str]) -> int:
         return sum(params[name].nbytes for name in names)
+
+    def fits(names: Sequence[str]) -> bool:
+        within = nbytes(names) <= unit_bytes
+        return within and padded(names) <= max([unit_bytes, *(padded([name]) for name in names)])
+
+    def padded(names: Sequence[str]) -> int:
+        return _lay_out_unit(0, "", [params[name] for name in names], ranks, align).param_bytes
 
     def free(names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in assigned]
@@ -177,14 +187,14 @@ def cut_units(
         elif inside_block or not _holds_blocks(module):
             if nbytes(below) <= small_bytes and not inside_block:
                 return take(below)
-            if nbytes(below) <= unit_bytes or not (module.children or len(below) > 1):
+            if (len(below) < 2 and not module.children) or fits(below):
                 return emit(module.name, take(below))
         left_over = take(module.params)
         for child in module.children:
             left_over += visit(child, inside_block=module.is_list and not inside_block)
         if chosen is not None or module.is_list:
             return left_over
-        if nbytes(left_over) > unit_bytes:  # the large ones are units of their own, the small ones stay together
+        if left_over and not fits(left_over):  # the large ones are units of their own, the small ones stay together
             for name in left_over:
                 if params[name].nbytes > small_bytes:
                     emit(name, [name])
