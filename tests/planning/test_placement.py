@@ -58,6 +58,15 @@ def test_without_a_disk_the_shortage_says_so() -> None:
         place(units(10), Budgets(host=40 * MIB), AUTO)
 
 
+def test_without_a_disk_the_least_budget_that_is_named_is_accepted() -> None:
+    sizes = [UnitBytes("large", 6 * MIB, 6 * MIB, 12 * MIB), *units(4)]
+    for host in (MIB, 20 * MIB):
+        with pytest.raises(BudgetError, match=r"24.0 MiB in unit 'large'.* no disk is given") as caught:
+            place(sizes, Budgets(host=host), AUTO)
+        assert caught.value.available == host
+        assert all(each.stay for each in place(sizes, Budgets(host=caught.value.needed), AUTO))
+
+
 def test_a_disk_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match=r"do not fit the disk: 20\.0 MiB may be used there"):
         place(units(10), Budgets(host=40 * MIB, disk=20 * MIB), ON_DISK)

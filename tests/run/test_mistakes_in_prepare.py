@@ -22,12 +22,21 @@ from tests.conftest import (
 )
 
 
-def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers() -> None:
+def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256))
     refused(
         model, adamw(model), r"unit '1.*' needs 5.* KiB.*host_memory is 5.* KiB; raise host_memory to at least",
-        host_memory="500KiB", device="cpu",
+        host_memory="500KiB", disk=tmp_path, device="cpu", tiles=False,
     )  # fmt: skip
+
+
+def test_the_least_budget_that_is_named_is_accepted_where_updates_are_delayed(tmp_path: Path) -> None:
+    """The larger budget must not join parameters into a unit that padding makes too large for it."""
+    model = nn.TransformerEncoderLayer(32, 4, 128)
+    fields: dict[str, Any] = {"disk": tmp_path, "device": "cpu", "delayed_update": 1}
+    with pytest.raises(outsize.BudgetError) as caught:
+        outsize.plan(model, host_memory="64KiB", **fields)
+    outsize.plan(model, host_memory=caught.value.needed, **fields)
 
 
 def test_a_budget_error_has_the_numbers_of_its_message_and_survives_a_pickle() -> None:

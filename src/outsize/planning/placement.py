@@ -237,12 +237,12 @@ def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: U
     needed, name, of_module = most_at_once(units, together)
     if needed <= room:
         return
+    least = budgets.least_for(needed)
+    extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
     what, kinds, remedy = f"unit {name!r}", "parameters and gradients", " or cut the module smaller with units="
     if of_module:
         what, remedy = f"module {name!r}" if name else "the model", ""
-        kinds = "parameters, which one forward uses at once,"
-    least = budgets.least_for(needed)
-    extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
+        kinds = "parameters, which one forward uses at once" + ("," if extra else "")
     given = budgets.host if budgets.device is None else room
     raise BudgetError(
         f"{what} needs {format_bytes(needed)} for its {kinds}{extra}, but {field} is {format_bytes(given)}; "
@@ -295,6 +295,8 @@ def place(
         why = f"everything ({format_bytes(total)}) fits the budget"
         return tuple(UnitTiers("device", "device", "device", why) for _ in units)
     in_memory = budgets.disk is None is budgets.device and not any(unit.in_place for unit in units)
+    if in_memory and all_auto_or_device:
+        raise _shortage_of_memory(units, budgets, total)
     stay = wanted["params"] == "device" or (wanted["params"] == "auto" and in_memory)
     together = NONE_TOGETHER if stay else together  # else they are gathered, and rest nowhere else in that memory
     check_largest_unit(units, budgets, together)
@@ -366,6 +368,20 @@ def _room_at_rest(
         moving = budgets.moving_bytes(units, wanted["grads"] != "device", units if to_disk else ())
         left["host"] = max(budgets.host - moving, 0)
     return left
+
+
+def _shortage_of_memory(units: Sequence[UnitBytes], budgets: Budgets, total: int) -> BudgetError:
+    """The error where there is one memory, and no disk."""
+    least = total + 2 * max(unit.shared for unit in units)
+    largest = max(units, key=lambda unit: unit.total)
+    return BudgetError(
+        f"parameters, gradients and optimizer state of {format_bytes(least)} ({format_bytes(largest.total)} in unit "
+        f"{largest.name!r}) do not fit host_memory={format_bytes(budgets.host)} and no disk is given; pass "
+        f"disk='/path' or raise host_memory to at least {format_at_least(least)}",
+        "host_memory",
+        least,
+        budgets.host,
+    )
 
 
 def _shortage_of_host(units: Sequence[UnitBytes], budgets: Budgets, tiers: Sequence[UnitTiers]) -> BudgetError | None:
