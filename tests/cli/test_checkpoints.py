@@ -134,6 +134,17 @@ def test_prune_keeps_the_newest_and_sweeps_what_killed_saves_left(
     assert main(["checkpoint", "prune", str(folder / "nowhere"), "--keep", "1"]) == 2
 
 
+def test_prune_says_so_where_there_is_nothing_to_remove(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["checkpoint", "prune", str(tmp_path / "empty"), "--keep", "1"]) == 0
+    assert main(["checkpoint", "prune", str(folder), "--keep", "9"]) == 0
+    none, some = capsys.readouterr().out.splitlines()
+    assert none.endswith("empty: nothing to remove; it holds no checkpoints of outsize.save")
+    assert some.endswith(": nothing to remove; it holds 3 checkpoints of outsize.save")
+
+
 def test_prune_counts_only_what_can_be_opened(folder: Path) -> None:
     os.truncate(folder / "step-10" / "model.bin", 10)
     assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 0

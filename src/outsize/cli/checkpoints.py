@@ -160,7 +160,8 @@ def _prune(args: argparse.Namespace) -> int:
         raise ValueError(f"--keep is {args.keep}; at least one checkpoint stays")
     if not args.path.is_dir():
         raise FileNotFoundError(f"{args.path}: there is no such directory")
-    outdated = without_foreign(beyond(checkpoints_in(args.path), args.keep))
+    found = checkpoints_in(args.path)
+    outdated = without_foreign(beyond(found, args.keep))
     if not args.dry_run:
         remove_leftovers(args.path)
         remove_all(set_all_aside(outdated))
@@ -168,4 +169,6 @@ def _prune(args: argparse.Namespace) -> int:
     for path in outdated:
         if path not in left:
             print(_printable(f"{'would remove' if args.dry_run else 'removed'} {path}"))
+    if not outdated:
+        print(_printable(f"{args.path}: nothing to remove; it holds {len(found) or 'no'} checkpoints of outsize.save"))
     return 1 if left else 0
