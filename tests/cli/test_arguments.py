@@ -187,3 +187,10 @@ def test_a_log_that_is_none_is_passed_over_by_report(
     (made(tmp_path) / "history.json").write_text(log)
     assert main(["report", str(tmp_path)]) == 2
     assert "has no step yet" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "outsize", "--version"]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"outsize {outsize.__version__}\n"
+    )
