@@ -1,5 +1,9 @@
 """Text, split and tokens are functions of their arguments."""
 
+import multiprocessing
+import os
+import signal
+import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +45,10 @@ def test_text_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
         corpus.text_files([str(tmp_path / "nothing.txt")])
     with pytest.raises(ValueError, match="too little text"):
         corpus.split(corpus.text_files([str(tmp_path)]))
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "data.json").touch()
+    with pytest.raises(ValueError, match=r"others: no file there ends in \.md, \.py"):
+        corpus.text_files([str(tmp_path), str(tmp_path / "others")])
 
 
 def test_windows_cover_the_file_or_are_spread_over_it(tmp_path: Path) -> None:
@@ -75,3 +83,25 @@ def test_model_with_too_small_a_vocabulary_is_refused(
     monkeypatch.setattr(corpus, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))  # starts at once
     with pytest.raises(ValueError, match="vocabulary is 100"):
         corpus.prepare(tmp_path / "corpus", [str(text)], None, 100)
+
+
+def hangs(*_: object) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_the_process_that_makes_the_tokens(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_build", hangs)
+
+    def interrupt() -> None:
+        while not multiprocessing.active_children():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            corpus.prepare(tmp_path / "corpus", [str(text)], None, 512)
+    assert not multiprocessing.active_children()

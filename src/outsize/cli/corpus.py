@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import signal
 import sysconfig
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +61,10 @@ def text_files(paths: Sequence[str]) -> list[Path]:
         if not path.exists():
             raise FileNotFoundError(f"--text {path}: no such file or folder")
         files = path.rglob("*") if path.is_dir() else [path]
-        found += sorted(file for file in files if file.is_file() and (file == path or file.suffix in _SUFFIXES))
+        chosen = sorted(file for file in files if file.is_file() and (file == path or file.suffix in _SUFFIXES))
+        if not chosen:
+            raise ValueError(f"--text {path}: no file there ends in {', '.join(sorted(_SUFFIXES))}; name files instead")
+        found += chosen
     return found
 
 
@@ -93,8 +98,26 @@ def prepare(folder: Path, text: Sequence[str], tokenizer: str | None, vocabulary
         return
     parts = split(text_files(text) if text else standard_library())
     folder.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(_build, folder, parts, tokenizer, vocabulary).result()
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})  # its processes inherit it
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            built = pool.submit(_build, folder, parts, tokenizer, vocabulary)
+            with _children_end():
+                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+                built.result()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+
+@contextmanager
+def _children_end() -> Iterator[None]:
+    """At Ctrl-C at once: they may have minutes of work left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
 
 
 def _build(folder: Path, parts: tuple[list[Piece], list[Piece]], given: str | None, vocabulary: int) -> None:
