@@ -219,14 +219,23 @@ def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(words: list[str],
     assert history(run) == whole.losses
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_termination_before_the_first_step_leaves_nothing(
-    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    code: int,
+    words: list[str],
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(models, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
-    assert main(words) == 143
+    before = signal.signal(number, signal.SIG_DFL)  # nohup may have begun the tests
+    monkeypatch.setattr(models, "build", lambda *_: signal.raise_signal(number))
+    try:
+        assert main(words) == code
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     assert capsys.readouterr().err.endswith("outsize: interrupted\n")
-    assert signal.getsignal(signal.SIGTERM) is before
     assert not (tmp_path / "run").exists()
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from outsize import __version__
 from outsize.cli import checkpoints, generating, options, planning, probe, reporting
+from outsize.cli.terminal import leave, terminals
 from outsize.cli.wording import in_options
 
 _EXTRA = {
@@ -33,23 +34,28 @@ _ROOMS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; 0 when it went well, 1 where it found or left something broken, 2 after a mistake (one line
-    on stderr), 130 after Ctrl-C and 143 after SIGTERM, which ends it in the same way."""
+    on stderr), 130 after Ctrl-C, 143 after SIGTERM and 129 where the terminal closed, which end it in the same way."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is no reason to fail; stderr is so already
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
     code = 130
-    # Only the main thread may set a handler, and one that somebody has chosen stays.
+    # Only the main thread may set a handler, and one that somebody has chosen stays, as that of nohup.
     main_thread = threading.current_thread() is threading.main_thread()
-    handles = main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    handled, open_terminals = handled if main_thread else [], terminals()
 
     def end(number: int, frame: object) -> None:
         nonlocal code
         code = 128 + number
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        if number == signal.SIGHUP:  # the kernel says it, and the shell once more
+            signal.signal(number, signal.SIG_IGN)
+            leave(open_terminals)
+        else:
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
         raise KeyboardInterrupt
 
-    if handles:
-        signal.signal(signal.SIGTERM, end)
+    for each in handled:
+        signal.signal(each, end)
     try:
         args = build_parser().parse_args(words)
         args.words = words[1:]
@@ -66,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("outsize").debug("outsize %s failed", words, exc_info=True)
         return _fail(str(error) or type(error).__name__)
     finally:
-        if handles:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 import outsize
+from outsize.cli.terminal import leave, terminals
 from outsize.planning.sizes import format_bytes
 
 LINE_SECONDS = 10.0  # the least time between two lines where there is no terminal
@@ -49,10 +49,10 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __enter__(self) -> None:
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or somebody who knows better
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup
             numbers.append(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._ask) for number in numbers}
-        self._terminals = [number for number in (1, 2) if os.isatty(number)]  # a closed one is none any more
+        self._terminals = terminals()
         if sys.stdout.isatty() and self._trainer.is_world_process_zero():
             self._live = Live(refresh_per_second=4)
             self._live.start()
@@ -66,18 +66,11 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _ask(self, number: int, frame: FrameType | None) -> None:
         second, self.signal = self.signal is not None, number
         if number == signal.SIGHUP:  # the kernel says it, and the shell once more
-            self._leave_terminals()
+            leave(self._terminals)
             return
         if second:
             raise KeyboardInterrupt
         print("\nfinishing this step, then saving (once more: stop at once)", file=sys.stderr, flush=True)
-
-    def _leave_terminals(self) -> None:
-        """Those that are closed take no more words: these go nowhere."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for number in self._terminals:
-            os.dup2(nowhere, number)
-        os.close(nowhere)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step:
