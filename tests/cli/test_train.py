@@ -442,3 +442,25 @@ def test_report_of_a_run_is_written_again(whole: Whole, tmp_path: Path, capsys: 
     assert "has no step yet" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
     assert "it has no options.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("configuration", "told"),
+    [
+        ({"model_type": "t5"}, "a model of type 't5' does not continue text"),
+        ({"model_type": "bert"}, "'bert' sees the token that it is to predict; set is_decoder to true"),
+        ({"model_type": "gpt2", "n_positions": 8}, "--seq-len is 16 but max_position_embeddings of the model is 8"),
+    ],
+)
+def test_a_model_that_cannot_learn_to_continue_text_is_refused(
+    configuration: dict[str, Any], told: str, words: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(configuration))
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["bart", "gpt2", "llama", "mpt", "xlnet"])
+def test_models_that_continue_text_are_taken(name: str) -> None:
+    models.check_language_model(transformers.AutoConfig.for_model(name), 16)

@@ -56,6 +56,21 @@ def configuration(path: str | None) -> Any:
         return AutoConfig.from_pretrained(str(file))
 
 
+def check_language_model(config: Any, length: int) -> None:
+    """Raise `ValueError` unless its model predicts each token from those before it, in texts of such a length."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    name = f"--model: a model of type {config.model_type!r}"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{name} does not continue text (transformers has no causal language model of it)")
+    one_way = any(getattr(config, flag, False) for flag in ("is_decoder", "is_encoder_decoder", "causal"))
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not one_way:
+        raise ValueError(f"{name} sees the token that it is to predict; set is_decoder to true in its configuration")
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < length:
+        raise ValueError(f"--seq-len is {length} but max_position_embeddings of the model is {most}; lower --seq-len")
+
+
 @contextmanager
 def _refused() -> Iterator[None]:
     """Around what transformers does with a configuration, of which it checks little: an error of any kind may come."""

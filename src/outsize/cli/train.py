@@ -131,6 +131,7 @@ class _Run:
         if newest is not None and checkpoint is not None and Path(newest).name != Path(checkpoint).name:
             self.say(f"until it is removed, --resume {folder} goes on from {newest}, not from what this run saves")
         config = models.configuration(wanted.model)
+        models.check_language_model(config, wanted.seq_len)
         self.base_memory = watch.process_memory()
         given = wanted.model if models.holds(wanted.model, "tokenizer.json") else None
         with arguments.main_process_first(local=False):
