@@ -170,5 +170,6 @@ def _prune(args: argparse.Namespace) -> int:
         if path not in left:
             print(_printable(f"{'would remove' if args.dry_run else 'removed'} {path}"))
     if not outdated:
-        print(_printable(f"{args.path}: nothing to remove; it holds {len(found) or 'no'} checkpoints of outsize.save"))
+        count = "1 checkpoint" if len(found) == 1 else f"{len(found) or 'no'} checkpoints"
+        print(_printable(f"{args.path}: nothing to remove; it holds {count} of outsize.save"))
     return 1 if left else 0
