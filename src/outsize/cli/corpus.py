@@ -8,7 +8,7 @@ import signal
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,11 +100,12 @@ def prepare(folder: Path, text: Sequence[str], tokenizer: str | None, vocabulary
     folder.mkdir(parents=True, exist_ok=True)
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})  # its processes inherit it
     try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool, _children_end():
             built = pool.submit(_build, folder, parts, tokenizer, vocabulary)
-            with _children_end():
-                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-                built.result()
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+            while not built.done():  # another thread may have taken the signal, which wakes nobody
+                wait([built], timeout=0.2)
+            built.result()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
