@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outsize.move.memory import HostBuffer, memory_of
-
 IO_BYTES = 4 << 20
 IO_THREADS = 8
 
@@ -124,6 +122,8 @@ def plain_disk_bandwidth(path: Path, nbytes: int, mode: str, repeats: int = 3) -
     The file is written once before anything is measured: holes and fresh blocks have other speeds. "new" measures just
     that: a file that is written for the first time, and synced.
     """
+    from outsize.move.memory import HostBuffer, memory_of  # here: peers run the rest without outsize
+
     count = nbytes // IO_BYTES
     memory = HostBuffer(IO_THREADS * IO_BYTES)  # in huge pages, as outsize's own; into others it is slower
     pages = [memory_of(memory.bytes[at : at + IO_BYTES]) for at in range(0, IO_THREADS * IO_BYTES, IO_BYTES)]
