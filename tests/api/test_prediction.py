@@ -148,7 +148,7 @@ def test_peaks_are_those_of_what_rests_and_what_is_at_work(tmp_path: Path) -> No
     inputs = BATCH * WIDTH * 4
     peaks = predicted(model, host_memory="1GiB").peak_bytes
     least = 4 * state + inputs * (LAYERS - 1)
-    assert least <= peaks["device"] + peaks["host"] <= least + 4 * inputs + (8 << 20) and peaks["disk"] == 0
+    assert least <= peaks["device"] + peaks["host"] <= least + 4 * inputs + (12 << 20) and peaks["disk"] == 0
     on_disk = predicted(
         model, host_memory="64MiB", disk=tmp_path, params="disk", grads="disk", states="disk"
     ).peak_bytes

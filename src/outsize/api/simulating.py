@@ -33,7 +33,7 @@ from outsize.run.unit import Residency, Unit
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
-SLACK, SLACK_BYTES, HEAP_BYTES = 0.04, 2 << 20, 4 << 20
+SLACK, SLACK_BYTES, HEAP_BYTES = 0.04, 2 << 20, 8 << 20
 """Of the memory of a step on a CPU: scratch memory of kernels; holes of the heap, where large blocks lie there too."""
 
 
