@@ -183,7 +183,7 @@ class DiskEngine final : private PieceListener {
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Calls body(part) for every part in [0, parts) and returns when all are done: part 0 on this thread, part i always on
-// the pool's thread i. The threads persist; the body must not throw.
+// thread i of the pool, or of the team of torch. The threads persist; the body must not throw.
 void run_parts(int parts, const std::function<void(int)>& body);
 
 // Elements that share one scale in a compact state; see Note [8-bit states] in loops_impl.hpp.

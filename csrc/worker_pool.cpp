@@ -4,7 +4,16 @@
 // Part i of a call always runs on thread i (part 0 on the caller). A system with several memory nodes puts a page on
 // the node of the thread that first touches it, so an array that was filled in parts is later updated by threads near
 // it. A part never moves to whoever is free: parts are equal, and a stolen one would be far from its memory.
+//
+// Note [Torch's own team]
+// The main thread computes with torch, and has an OpenMP team for it, whose threads spin for some milliseconds after
+// each operation. Threads of ours beside them would share the cores with them. So the main thread takes its team for
+// our parts too. No other thread does: it would start a second team, and where OpenMP counts more threads than cores,
+// each team sleeps as soon as it has nothing to do. The team is that of the OpenMP that torch has loaded, whichever
+// that is.
+#include <dlfcn.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <deque>
 #include <thread>
@@ -91,8 +100,59 @@ class WorkerPool {
 
 std::atomic<WorkerPool*> process_pool{nullptr};
 
-// Threads do not survive a fork: the child forgets its parent's pool and starts its own when it needs one.
-const int forget_after_fork = ::pthread_atfork(nullptr, nullptr, [] { process_pool.store(nullptr); });
+// Torch's OpenMP, as GCC's ABI has it; null where torch has none, or another.
+struct Team {
+    void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
+    int (*most)() = nullptr;
+    int (*size)() = nullptr;
+    int (*own)() = nullptr;
+
+    Team() {
+        void* torch = ::dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+        if (torch == nullptr) return;
+        find(torch, "omp_get_max_threads", most);
+        find(torch, "omp_get_num_threads", size);
+        find(torch, "omp_get_thread_num", own);
+        if (most != nullptr && size != nullptr && own != nullptr) find(torch, "GOMP_parallel", parallel);
+    }
+
+    bool serves() const { return parallel != nullptr && most() > 1; }
+
+    void run(int parts, const std::function<void(int)>& body) const {
+        struct Work {
+            const Team& team;
+            int parts;
+            const std::function<void(int)>& body;
+        } work{*this, parts, body};
+        const auto each = [](void* data) {
+            const Work& work = *static_cast<const Work*>(data);
+            for (int part = work.team.own(); part < work.parts; part += work.team.size()) work.body(part);
+        };
+        parallel(each, &work, 0, 0);
+    }
+
+  private:
+    template <class Function>
+    static void find(void* library, const char* name, Function*& function) {
+        function = reinterpret_cast<Function*>(::dlsym(library, name));
+    }
+};
+
+// Threads do not survive a fork: the child forgets its parent's pool, and starts its own when it needs one. A team it
+// cannot have: OpenMP does not start anew.
+std::atomic<bool> forked{false};
+
+const int forget_after_fork = ::pthread_atfork(nullptr, nullptr, [] {
+    process_pool.store(nullptr);
+    forked.store(true);
+});
+
+// The calling thread's, or null.
+const Team* team() {
+    if (forked.load() || ::gettid() != ::getpid()) return nullptr;
+    static const Team found;
+    return found.serves() ? &found : nullptr;
+}
 
 WorkerPool& pool() {
     static_cast<void>(forget_after_fork);
@@ -107,6 +167,8 @@ WorkerPool& pool() {
 void run_parts(int parts, const std::function<void(int)>& body) {
     if (parts == 1)
         body(0);
+    else if (const Team* torch = team())
+        torch->run(parts, body);
     else
         pool().run(parts, body);
 }

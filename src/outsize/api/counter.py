@@ -54,10 +54,18 @@ _Shape = tuple[tuple[int, ...], torch.dtype]
 class Counter:
     """Collects the events of one step."""
 
-    def __init__(self, model: nn.Module, machine: Machine, device: torch.device | None = None) -> None:
-        """`device`: where the step runs, which is timed; None counts one without memory."""
+    def __init__(
+        self,
+        model: nn.Module,
+        machine: Machine,
+        device: torch.device | None = None,
+        passed: torch.Tensor | None = None,
+    ) -> None:
+        """`device`: where the step runs, which is timed; None counts one without memory. `passed`: what goes through
+        the caches in place of layers for which others stand, and of an update before the step."""
         self.events: list[Event] = []
         self.model, self.machine, self._device = model, machine, device
+        self._passed = passed
         self._lap = 0.0
         self._names: dict[int, str] = {}  # of parameters, by storage
         self._named = {param: name for name, param in known_parameters(model)}
@@ -71,6 +79,7 @@ class Counter:
         self._first: dict[object, nn.Module] = {}  # of layers alike
         self._like: dict[nn.Module, nn.Module] = {}
         self._stands_in = False
+        self._stood_in: bool | None = None  # last, in a forward or in a backward
         self._results: dict[nn.Module, Any] = {}
 
     @property
@@ -94,9 +103,14 @@ class Counter:
             self._names[twin.untyped_storage()._cdata] = name
             if twin.requires_grad:
                 twin.register_post_accumulate_grad_hook(partial(self._gradient, name))
+        self._flush_caches()
         self._held = [each for each in (*twins.values(), *buffers.values(), *others) if isinstance(each, torch.Tensor)]
         self._alive = {each.untyped_storage()._cdata: 0 for each in self._held}
         self._lap = time.perf_counter()
+
+    def _flush_caches(self) -> None:
+        if self._passed is not None:
+            self._passed.add_(1)
 
     def let_go(self) -> None:
         """The step is over. The collector does not see that twins hold the counter, by their hooks."""
@@ -231,6 +245,9 @@ class Counter:
 
     def stand_in(self, shapes: Sequence[_Shape]) -> tuple[torch.Tensor, ...]:
         """Results of which the bytes are counted elsewhere."""
+        if self._stood_in is not self._forward:  # once in each direction
+            self._flush_caches()
+        self._stood_in = self._forward
         self._stands_in = True
         device = self._device or CPU
         made = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)

@@ -116,9 +116,10 @@ def _run_step(
 # What a layer takes on this machine depends on more than a few rates say: on its shapes, on what the caches hold, on
 # kernels that are good or bad. So where the plan is for this machine, the step runs on memory too, after it was
 # counted, for about a second. Layers that stand for others run alone, as in the count: the memory is that of one layer
-# of each kind. Weights are random numbers, in memory of their own. The seconds between two events of the count become
-# those of the operations that were counted there. Where the memory or the time is too much, or a layer fails on random
-# weights, rates say it all, and the plan says why.
+# of each kind. Weights are random numbers, in memory of their own. In a run, an update and many layers have passed the
+# caches before a layer comes: other memory does so here, as much as the states take. The seconds between two events of
+# the count become those of the operations that were counted there. Where the memory or the time is too much, or a layer
+# fails on random weights, rates say it all, and the plan says why.
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,13 @@ MOST_SECONDS = 10.0
 ENOUGH_SECONDS, PASSES = 1.0, (3, 12)
 """Of all passes together; the least and the most of them. The first does not count."""
 FILLED_AT_ONCE = 1 << 16
+MOST_PASSED = 128 << 20
+"""Bytes that pass the caches: more than most have."""
 
 
 def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing: Timing) -> str:
     """Time the step; why that could not be."""
-    needed, seconds = counter.nbytes(dtype), counter.seconds * (PASSES[0] + 1)
+    needed, seconds = counter.nbytes(dtype) + _passing_bytes(counter), counter.seconds * (PASSES[0] + 1)
     if needed > timing.room:
         return f"the layers take {needed >> 20} MiB to time, and {max(timing.room, 0) >> 20} MiB are free"
     if seconds > MOST_SECONDS:
@@ -162,9 +165,10 @@ def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: 
         weights = {name: _filled(param, dtype, device, name in needed) for name, param in known_parameters(model)}
         buffers = {name: _copied(buffer, dtype, device) for name, buffer in model.named_buffers()}
         batch = tree_map(partial(_copied, dtype=None, device=device), batch)
+        passed = torch.zeros(_passing_bytes(counter), dtype=torch.uint8, device=device)
         began = time.perf_counter()
         while len(laps) <= PASSES[0] or (len(laps) <= PASSES[1] and time.perf_counter() - began < ENOUGH_SECONDS):
-            timer = Counter(model, counter.machine, device)
+            timer = Counter(model, counter.machine, device, passed)
             twins = {
                 name: nn.Parameter(weight, param.requires_grad)
                 for (name, param), weight in zip(known_parameters(model), weights.values(), strict=True)
@@ -174,6 +178,10 @@ def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: 
                 return
             laps.append(_laps(timer.events))
     _retime(counter.events, laps[1:])
+
+
+def _passing_bytes(counter: Counter) -> int:
+    return min(8 * sum(param.numel() for param in counter.model.parameters()), MOST_PASSED)
 
 
 def _anchors(events: Sequence[Event]) -> list[tuple[str, nn.Module | None, str]]:
