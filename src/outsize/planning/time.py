@@ -38,17 +38,21 @@ class Drive:
         self._latency = machine.disk_seconds
 
     def move(self, kind: str, when: float, nbytes: float) -> tuple[float, float]:
-        """(begin, end) of a transfer that is asked for at `when`. It waits for its own lane, and gets what the other
-        one, which was told already when it ends, leaves of the drive."""
+        """(begin, end) of a transfer that is asked for at `when`. It waits for its own lane. Where the other lane is at
+        work, each has half of what the drive does of both, or what the other one cannot take: so that one ends later
+        than it was told."""
         mine, other, its = (self.reads, self.writes, WRITES) if kind == READS else (self.writes, self.reads, READS)
         began = max(when, mine.free)
-        beside = max(other.free - began, 0.0)  # the other lane is at work so long
-        left = min(self._mixed - self._alone[its], self._alone[kind])
-        first = min(max(left, 0.0) * beside, nbytes)
-        waits = beside * self._alone[its] / self._mixed if left <= 0 else first / left
-        seconds = waits + (nbytes - first) / self._alone[kind]
+        left = max(other.free - began, 0.0) * self._alone[its]
+        rate = min(self._alone[kind], max(self._mixed / 2, self._mixed - self._alone[its]))
+        its_rate = min(self._alone[its], self._mixed - rate)
+        both = min(nbytes / rate, left / its_rate) if left else 0.0
+        if left:
+            then = began + both + (left - its_rate * both) / self._alone[its]
+            other.busy += then - other.free
+            other.free = then
         latency = self._latency if mine.free < when else 0.0  # else it hides behind the transfer before
-        return mine.take(when, seconds + latency)
+        return mine.take(when, both + (nbytes - rate * both) / self._alone[kind] + latency)
 
 
 @dataclass(frozen=True)
