@@ -187,8 +187,8 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
-    on_disk, on_cpu = plan.on_disk, config.compute_device.type == "cpu"
-    if on_disk and on_cpu:
+    on_disk = plan.on_disk
+    if plan.returns_freed_memory:
         return_freed_memory()
     staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
     staging = plan.budgets.staging_bytes if staged else 0
@@ -196,8 +196,8 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
     found = Resources(config.directories if on_disk else (), slab, slabs, config.compute_device, outbox, on_disk)
-    if on_cpu and plan.stays:
-        keep_freed_memory(found, plan.budgets.host)
+    if plan.kept_bytes:
+        keep_freed_memory(found, plan.kept_bytes)
     return found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from outsize.move.codes import BLOCK
 from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.planning.layout import PAGE_ELEMENTS, ParamInfo, UnitLayout, round_up
-from outsize.planning.placement import Budgets, UnitBytes, UnitTiers, UsedTogether, with_gradients_to_disk
+from outsize.planning.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, with_gradients_to_disk
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 
@@ -83,6 +83,25 @@ class PlacedModel:
     def stays(self) -> bool:
         """Whether nothing moves in a step."""
         return not self.budgets.offloads and all(tiers.stay for tiers in self.tiers)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of freed memory that the allocator of the host may keep for the next step, where a CPU computes: what the
+        budget leaves beside all that rests in memory and all units gathered, if it holds all gradients of a step too.
+        0: less is left, or activations must go to disk. See Note [Freed memory] in move/memory.py."""
+        if self.budgets.device is not None or self.budgets.offloads:
+            return 0
+        if self.stays:
+            return self.budgets.host
+        left = self.budgets.computing[1]
+        for unit, tiers in zip(self.unit_bytes, self.tiers, strict=True):
+            left -= unit.gathered + sum(unit.most(kind) for kind in KINDS if getattr(tiers, kind) != "disk")
+        return left if left >= sum(unit.most("grads") for unit in self.unit_bytes) else 0
+
+    @property
+    def returns_freed_memory(self) -> bool:
+        """Whether the allocator gives freed memory back at once."""
+        return self.budgets.device is None and self.on_disk and not self.kept_bytes
 
     @property
     def passing_bytes(self) -> int | None:

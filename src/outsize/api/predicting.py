@@ -45,8 +45,7 @@ def predict(
         machine = recall(
             config.compute_device, Path(config.directories[0]) if placed.on_disk and config.directories else None, ranks
         )
-    timed_as_on_disk = timing is not None and placed.on_disk and config.compute_device.type == "cpu"
-    with freed_memory_returned() if timed_as_on_disk else nullcontext():
+    with freed_memory_returned() if timing is not None and placed.returns_freed_memory else nullcontext():
         counted = count_step(model, example, machine, config.compute_dtype, timing)
 
     def simulated(placed: PlacedModel) -> Prediction:

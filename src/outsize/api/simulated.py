@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast, final
@@ -18,6 +19,7 @@ from outsize.planning.machine import Machine, seconds_on
 from outsize.planning.placement import UnitBytes, UnitTiers
 from outsize.planning.time import Drive, Lane
 from outsize.planning.trace import COLLECTIVES, COMPUTE, IN, OUT, READS, UPDATES, WRITES, Trace
+from outsize.run.buffers import PASSING_UNITS
 from outsize.run.unit import Residency
 
 # Note [Two clocks]
@@ -34,6 +36,8 @@ UNIT_SECONDS = 150e-6
 """Of Python, for a unit that comes or whose gradients are laid to rest."""
 PARAMETER_SECONDS = 30e-6
 """Of Python, for a parameter that is updated."""
+TURN_SECONDS = 5e-3
+"""After which Python lets another thread go on: gradients may wait so long for the conveyor's."""
 
 
 @final
@@ -66,7 +70,8 @@ class World:
         self.lanes |= {READS: self.drive.reads, WRITES: self.drive.writes}
         self.live = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
-        self.passing = 0  # gradients on their way to disk at that moment
+        self.laid_down: deque[tuple[float, int]] = deque()  # gradients for the disk: when, and bytes
+        self.capacity = 0  # of gathered units and, on the CPU, of these
         self.on_cpu = machine.device == "cpu"
         if not self.on_cpu:  # pinned
             self.ledger.add("host/staging", slab_bytes * slabs)
@@ -154,13 +159,22 @@ class World:
         now: dict[str, int] = {"device": self.live if most is None else most, "host": 0, "disk": 0}
         for account, nbytes in self.ledger.now.items():
             now[account.partition("/")[0]] += nbytes
+        now["host"] += max(self._passing() - self.ledger.now.get("host/grads in flight", 0), 0)
         if not self.on_cpu:
             self.peak = {tier: max(nbytes, now[tier]) for tier, nbytes in self.peak.items()}
         elif now["device"] + now["host"] > self.peak["device"] + self.peak["host"]:
-            self.peak, self.passing = now, self.ledger.now.get("host/grads in flight", 0)
+            self.peak = now
         if self.trace is not None:
             for tier, nbytes in now.items():
                 self.trace.count(tier, nbytes, self.now)
+
+    def _passing(self) -> int:
+        """Gradients that may be on their way to disk where writes take longer than here."""
+        while len(self.laid_down) > PASSING_UNITS and self.laid_down[0][0] < self.now - TURN_SECONDS:
+            self.laid_down.popleft()
+        passing = sum(nbytes for _, nbytes in self.laid_down)
+        room = self.capacity - self.ledger.now.get("device/resident", 0)
+        return min(passing, max(room, 0)) if self.on_cpu else passing
 
 
 @final
@@ -338,6 +352,8 @@ class SimulatedUnit:
             world.move(COLLECTIVES, world.now, self.nbytes, f"{self.name} gradients")
         if self.tiers.grads != "device":  # else they stay where autograd made them
             account = "host/grads" if self.tiers.grads == "host" else "host/grads in flight"
+            if account.endswith("flight"):
+                world.laid_down.append((world.now, at_once))
             if account.endswith("flight") or not self._has_grads:
                 world.ledger.add(account, at_once if account.endswith("flight") else self.size.grads)
             self._has_grads = True

@@ -25,7 +25,6 @@ from outsize.planning.machine import Machine
 from outsize.planning.placement import arena
 from outsize.planning.time import Prediction
 from outsize.planning.trace import COLLECTIVES, IN, READS, Trace
-from outsize.run.buffers import PASSING_UNITS
 from outsize.run.live_state import LiveState
 from outsize.run.room import Room
 from outsize.run.streamer import Streamer
@@ -71,11 +70,12 @@ class Simulation:
         _, self._owned, _, layers = modules_of(model, as_units, placed, config, "auto")
         capacity = capacity_of(placed, as_units, 0)
         spare = spare_of(as_units, placed, capacity) if "auto" in layers.values() else 0
+        world.capacity = capacity - spare
         budgets = placed.budgets
         places = cast(Any, self._places)
         self._rest()
         live = LiveState()
-        room = Room(as_units, places, live, capacity - spare, world.ledger, budgets, flight_room=placed.passing_bytes)
+        room = Room(as_units, places, live, world.capacity, world.ledger, budgets, flight_room=placed.passing_bytes)
         conveyor = cast(Conveyor, SimpleNamespace(slab_bytes=self._slab))
         self._streamer = Streamer(as_units, room, live, conveyor, None)
         self._layers = self._find_layers(layers, spare)
@@ -156,14 +156,10 @@ class Simulation:
         )
 
     def _peak(self) -> dict[str, int]:
-        """With what nobody counts: gradients of two units on their way where writes take longer, and on the CPU what
-        kernels and the allocator take."""
+        """With what nobody counts: on the CPU, what kernels and the allocator take."""
         peak = dict(self._world.peak)
-        largest = sorted((place.passing_bytes for place in self._places), reverse=True)
-        passing = self._world.passing
-        peak["host"] += max(sum(largest[:PASSING_UNITS]) - passing, 0)
         if self._world.on_cpu:
-            holes = 0 if self._placed.on_disk else HEAP_BYTES
+            holes = 0 if self._placed.returns_freed_memory else HEAP_BYTES
             peak["device"] += SLACK_BYTES + holes + round(SLACK * (peak["device"] + peak["host"]))
         return peak
 
@@ -255,6 +251,7 @@ class Simulation:
                 world.advance(unit.step_seconds(), "update")
             elif self._config.update != "backward":
                 streamer.owe(cast(Unit, unit), {"": SlotUpdate({}, AS_IT_IS)})
+        world.laid_down.clear()
         world.ledger.now["device/grads"] = 0  # as `zero_grad` leaves it
         streamer.schedule.step()
         streamer.prefetch()

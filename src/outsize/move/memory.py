@@ -148,7 +148,8 @@ def _unregister(address: int) -> None:
 # mapping of its own and goes back when it is freed.
 #
 # What goes back is zeroed by the kernel when it comes again: up to a third of a step of small layers. glibc gives their
-# gradients back in some steps, or in each of them. Where everything lies in memory they are kept for the next step.
+# gradients back in some steps, or in each of them. Where everything lies in memory they are kept for the next step, and
+# wherever the budget has room for such holes beside all units.
 
 RETURNING = 256 << 10, 16 << 20
 """Larger blocks than the first go back at once, and more free memory at the end of the heap than the second."""
@@ -174,7 +175,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Inside the block as after `return_freed_memory`, to time what a run with state on disk takes."""
+    """Inside the block as after `return_freed_memory`, to time what a run takes that does so."""
     _set_thresholds(*RETURNING)
     try:
         yield
