@@ -38,9 +38,10 @@ for place in (each for each in places if each != "plan"):
     before = resident()
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tiers = dict.fromkeys(("params", "grads", "states"), "disk") if place == "disk" else {}
+    tiers = {} if place == "memory" else dict.fromkeys(("params", "grads", "states"), "disk")
+    budget = "32MiB" if place == "tight" else "1GiB"
     outsize.prepare(
-        model, optimizer, host_memory="1GiB", disk=directory, device="cpu", compute_dtype=torch.bfloat16, **tiers
+        model, optimizer, host_memory=budget, disk=directory, device="cpu", compute_dtype=torch.bfloat16, **tiers
     )
     grown, counts = resident() - before, []
     if planning:
@@ -64,13 +65,15 @@ print(json.dumps([grown, sorted(counts)[4]]))
     ("places", "least", "most"),
     [
         ("memory", 0, MATRIX),
-        ("disk", GRADS // 2, 1 << 40),
-        ("disk memory", GRADS // 2, 1 << 40),
+        ("disk", 0, GRADS * 5 // 4),  # gradients on their way to disk lie in pages of their own
+        ("tight", GRADS * 3 // 2, 1 << 40),
+        ("tight memory", GRADS // 2, 1 << 40),
         ("memory plan", 0, MATRIX),
     ],
     ids=[
         "kept where all lies in memory",
-        "given back where it rests on disk",
+        "kept beside a disk where the budget has room",
+        "given back where it has none",
         "given back from then on",
         "kept beside a plan",
     ],
