@@ -43,6 +43,14 @@ def test_gradients_that_are_used_where_they_arise_are_not_moved() -> None:
     assert (unit.read_bytes, unit.written_bytes) == (10, 10)
 
 
+@pytest.mark.parametrize(("tiles", "read"), [(0, 12), (1, 18)])
+def test_weights_that_stay_gathered_are_never_read(tiles: int, read: int) -> None:
+    on_disk = UnitTiers("disk", "disk", "disk", "")
+    unit = planned(UnitBytes("unit", 2, 2, 10, tiles=tiles), on_disk, stays=True)
+    assert (unit.read_bytes, unit.written_bytes) == (read, 14)  # tiles never stay
+    assert planned(UnitBytes("unit", 2, 0, 0), on_disk, stays=True).read_bytes == 0
+
+
 def test_weights_of_an_optimizer_without_state_are_written_as_others() -> None:
     unit = planned(UnitBytes("unit", 4, 4, 0), UnitTiers("disk", "disk", "disk", ""))
     assert (unit.read_bytes, unit.written_bytes) == (12, 8)

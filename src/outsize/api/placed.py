@@ -85,17 +85,30 @@ class PlacedModel:
         return not self.budgets.offloads and all(tiers.stay for tiers in self.tiers)
 
     @property
+    def left_bytes(self) -> int:
+        """What the computing budget leaves beside all that rests in that memory, and all units gathered at once."""
+        memory = ("host", "device") if self.budgets.device is None else ("device",)
+        left = self.budgets.computing[1]
+        for unit, tiers in zip(self.unit_bytes, self.tiers, strict=True):
+            left -= 0 if tiers.params in memory and not unit.shared else unit.gathered
+            left -= sum(unit.most(kind) for kind in KINDS if getattr(tiers, kind) in memory)
+        return left
+
+    @property
+    def stay_gathered(self) -> bool:
+        """Whether no unit is ever released to make room, beside the gradients of any one."""
+        return self.left_bytes >= 2 * max((unit.most("grads") for unit in self.unit_bytes), default=0)
+
+    @property
     def kept_bytes(self) -> int:
-        """Of freed memory that the allocator of the host may keep for the next step, where a CPU computes: what the
-        budget leaves beside all that rests in memory and all units gathered, if it holds all gradients of a step too.
-        0: less is left, or activations must go to disk. See Note [Freed memory] in move/memory.py."""
+        """Of freed memory that the allocator of the host may keep for the next step, where a CPU computes: what is
+        left, if it holds all gradients of a step. 0: less is left, or activations must go to disk. See Note [Freed
+        memory] in move/memory.py."""
         if self.budgets.device is not None or self.budgets.offloads:
             return 0
         if self.stays:
             return self.budgets.host
-        left = self.budgets.computing[1]
-        for unit, tiers in zip(self.unit_bytes, self.tiers, strict=True):
-            left -= unit.gathered + sum(unit.most(kind) for kind in KINDS if getattr(tiers, kind) != "disk")
+        left = self.left_bytes
         return left if left >= sum(unit.most("grads") for unit in self.unit_bytes) else 0
 
     @property

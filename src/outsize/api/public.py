@@ -172,8 +172,9 @@ def _sending(placed: PlacedModel, config: Config, parallel: Parallel, width: int
 
 def _plan_of(found: PlacedModel, config: Config) -> Plan:
     """The placement as a table."""
+    stays = found.stay_gathered
     units = tuple(
-        planned(size, tiers, config.update, index in found.tables)
+        planned(size, tiers, config.update, index in found.tables, stays)
         for index, (size, tiers) in enumerate(zip(found.unit_bytes, found.tiers, strict=True))
     )
     trained = [unit for index, unit in enumerate(units) if unit.size.trained and index not in found.tables]

@@ -106,24 +106,27 @@ class PlannedUnit:
         return sum(getattr(self.size, kind) for kind in own if getattr(self.tiers, kind) == tier)
 
 
-def planned(size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: bool = False) -> PlannedUnit:
+def planned(
+    size: UnitBytes, tiers: UnitTiers, update: str = "fetch", by_rows: bool = False, stays: bool = False
+) -> PlannedUnit:
     """A unit with the disk traffic of one forward and one backward.
 
     The forward's fetch carries the update: whatever is on disk is read, and all but the gradient written back. The
     backward's fetch reads the weights again, and the gradients are written once, unless they are used where they arise
     (`update="backward"`). Frozen weights are only read. A weight in tiles is updated as a whole, and its tiles are read
-    after that, so its gradients rest in every case. Of a table `by_rows` only what a batch touches moves, and nobody
-    knows how much that is.
+    after that, so its gradients rest in every case. Weights of a unit that `stays` gathered are updated there and
+    never read. Of a table `by_rows` only what a batch touches moves, and nobody knows how much that is.
     """
     if by_rows:
         return PlannedUnit(size.name, size, tiers, 0, 0)
     of_a_step = zip(KINDS, (size.params, size.moved_grads, size.states), strict=True)
     params, grads, states = (nbytes if getattr(tiers, kind) == "disk" else 0 for kind, nbytes in of_a_step)
+    in_tiles = bool(size.tiles) and tiers.params != "device"
+    times = 3 if in_tiles else 0 if stays else 2
     if not size.trained:
-        return PlannedUnit(size.name, size, tiers, 2 * params, 0)
-    in_tiles = size.tiles and tiers.params != "device"
+        return PlannedUnit(size.name, size, tiers, min(times, 2) * params, 0)
     changed = states + (0 if update == "backward" and not in_tiles else grads)
-    return PlannedUnit(size.name, size, tiers, (3 if in_tiles else 2) * params + changed, params + changed)
+    return PlannedUnit(size.name, size, tiers, times * params + changed, params + changed)
 
 
 @dataclass(frozen=True)
