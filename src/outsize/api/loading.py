@@ -143,9 +143,9 @@ def _open(
         if model is None or optimizer is not None:
             raise ValueError(f"{path} holds weights alone: load it with outsize.load(path, model)")
         optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        return open_safetensors(path, live, live.aliases, optional, strict)
+        return open_safetensors(path, live, optional, strict)
     if not ours and is_dcp(path):
-        return open_dcp(path, live, label, live.aliases, strict)
+        return open_dcp(path, live, label, strict)
     reduction = prepared.engine.reduction
     peers = None if reduction is None else Peers(reduction.ranks, "load")
     return open_checkpoint(path, live, label, strict, peers, cuts)

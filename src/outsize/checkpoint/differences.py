@@ -108,10 +108,10 @@ def with_aliases(names: Iterable[str], aliases: Mapping[str, str]) -> dict[str, 
     return called | {alias: name for alias, name in aliases.items() if name in called}
 
 
-def names_in(live: Live, stored: Shapes, aliases: Mapping[str, str]) -> dict[str, str]:
+def names_in(live: Live, stored: Shapes) -> dict[str, str]:
     """By live parameter and buffer the name under which a folder has it; those that it lacks are left out."""
     keys: dict[str, str] = {}
-    for each, name in with_aliases([*live.parameters, *(live.buffers or {})], aliases).items():
+    for each, name in with_aliases([*live.parameters, *(live.buffers or {})], live.aliases).items():
         if each in stored:
             keys.setdefault(name, each)
     return keys
@@ -120,7 +120,6 @@ def names_in(live: Live, stored: Shapes, aliases: Mapping[str, str]) -> dict[str
 def differences_of_others(
     live: Live,
     stored: Shapes,
-    aliases: Mapping[str, str],
     unexpected: list[str],
     optional: Collection[str] = (),
     convertible: Collection[torch.dtype] = CONVERTIBLE,
@@ -129,9 +128,9 @@ def differences_of_others(
 
     A tied parameter is loaded from one name. Under the others, where the folder has them, it must fit too.
     """
-    buffers, found = live.buffers or {}, {*names_in(live, stored, aliases), *optional}
+    buffers, found = live.buffers or {}, {*names_in(live, stored), *optional}
     wanted = {**live.parameters, **buffers}
-    shapes = {each: wanted[name] for each, name in with_aliases(wanted, aliases).items()}
+    shapes = {each: wanted[name] for each, name in with_aliases(wanted, live.aliases).items()}
     return {
         "missing parameters": [name for name in live.parameters if name not in found],
         "missing buffers": [name for name in buffers if name not in found],

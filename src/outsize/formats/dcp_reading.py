@@ -47,14 +47,11 @@ class _State:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
-def open_dcp(
-    path: Path, live: Live, label: str, aliases: Mapping[str, str] | None = None, strict: bool = True
-) -> Opened:
+def open_dcp(path: Path, live: Live, label: str, strict: bool = True) -> Opened:
     """Open a folder for the live model, and its optimizer if `live` has one; every check is made here.
 
     Args:
         live: where its `buffers` are None, the optimizer alone is loaded.
-        aliases: the further names of tied parameters, each with the first.
         strict: with False, what only one side has is passed over.
 
     Memory: three slabs at most, and the buffer at hand. Raises `ValueError` for a damaged folder and for one that does
@@ -62,21 +59,21 @@ def open_dcp(
     """
     folder = DcpFolder(path)
     try:
-        return _opened(folder, live, label, aliases or {}, strict)
+        return _opened(folder, live, label, strict)
     except BaseException:
         folder.close()
         raise
 
 
-def _opened(folder: DcpFolder, live: Live, label: str, aliases: Mapping[str, str], strict: bool) -> Opened:
+def _opened(folder: DcpFolder, live: Live, label: str, strict: bool) -> Opened:
     keys: dict[str, str] = {}
     passed_over: Differences = {}
     states: dict[str, _State] = {}
     hyper: list[dict[str, Any]] = []
     if live.buffers is not None:
-        keys, passed_over = _find_model(folder, live, aliases, label, strict)
+        keys, passed_over = _find_model(folder, live, label, strict)
     if live.optimizer is not None:
-        states, hyper = _find_optimizer(folder, live, keys.values(), aliases, label, strict)
+        states, hyper = _find_optimizer(folder, live, keys.values(), label, strict)
     folder.check([*keys.values(), *(key for state in states.values() for key in state.arrays.values())])
     found = {name: folder.readable(key) for name, key in keys.items()}
     buffers = {name: found.pop(name) for name in keys if name not in live.parameters}
@@ -98,17 +95,15 @@ def _opened(folder: DcpFolder, live: Live, label: str, aliases: Mapping[str, str
 # ------------------------------------------------------------------------------------------------------- the weights
 
 
-def _find_model(
-    folder: DcpFolder, live: Live, aliases: Mapping[str, str], label: str, strict: bool
-) -> tuple[dict[str, str], Differences]:
+def _find_model(folder: DcpFolder, live: Live, label: str, strict: bool) -> tuple[dict[str, str], Differences]:
     """The keys of parameters and buffers by name, and what is passed over. `ValueError` lists what does not match."""
-    called = with_aliases([*live.parameters, *(live.buffers or {})], aliases)
-    prefix = _prefix(folder, with_aliases(live.parameters, aliases), len(live.parameters), label)
+    called = with_aliases([*live.parameters, *(live.buffers or {})], live.aliases)
+    prefix = _prefix(folder, with_aliases(live.parameters, live.aliases), len(live.parameters), label)
     stored = {key.removeprefix(prefix): shape for key, shape in folder.tensors.items() if key.startswith(prefix)}
-    keys = {name: prefix + each for name, each in names_in(live, stored, aliases).items()}
+    keys = {name: prefix + each for name, each in names_in(live, stored).items()}
     unexpected = _unexpected(folder, prefix, keys.values(), called)
     where = f"under {prefix!r}" if prefix else "at the top"
-    differences = differences_of_others(live, stored, aliases, unexpected)
+    differences = differences_of_others(live, stored, unexpected)
     return keys, check_same_model(f"the checkpoint {label} ({where})", differences, strict)
 
 
@@ -149,7 +144,7 @@ def _unexpected(folder: DcpFolder, prefix: str, found: Iterable[str], known: Con
 
 
 def _find_optimizer(
-    folder: DcpFolder, live: Live, weights: Iterable[str], aliases: Mapping[str, str], label: str, strict: bool
+    folder: DcpFolder, live: Live, weights: Iterable[str], label: str, strict: bool
 ) -> tuple[dict[str, _State], list[dict[str, Any]]]:
     """The states by parameter name, and the options of each live group as far as the folder tells them.
 
@@ -158,7 +153,7 @@ def _find_optimizer(
     """
     assert live.optimizer is not None
     names = [name for group in live.optimizer.groups for name in group.parameters]
-    called = {str(number): name for number, name in enumerate(names)} | with_aliases(names, aliases)
+    called = {str(number): name for number, name in enumerate(names)} | with_aliases(names, live.aliases)
     keys = sorted({*folder.tensors, *folder.values} - {*weights})
     head = _state_head(keys, called)
     if head is None:

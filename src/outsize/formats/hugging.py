@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,13 +66,10 @@ def is_safetensors(folder: Path) -> bool:
     return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
 
 
-def open_safetensors(
-    folder: Path, live: Live, aliases: Mapping[str, str], optional: Collection[str] = (), strict: bool = True
-) -> Opened:
+def open_safetensors(folder: Path, live: Live, optional: Collection[str] = (), strict: bool = True) -> Opened:
     """Open a safetensors folder for the live model; every check is made here. Floating-point weights may be cast.
 
     Args:
-        aliases: for each further name of a tied parameter the name that its unit knows it by.
         optional: names that the folder may lack, which then keep their values.
         strict: with False, what only one side has is passed over, unless it is the same under other names.
 
@@ -82,8 +79,8 @@ def open_safetensors(
     stored = find_weights(folder)
     there = {name: (weight.shape, weight.dtype) for name, weight in stored.items()}
     wanted = {**live.parameters, **(live.buffers or {})}
-    unexpected = sorted(stored.keys() - with_aliases(wanted, aliases).keys())
-    differences = differences_of_others(live, there, aliases, unexpected, optional, TRAINED_DTYPES.values())
+    unexpected = sorted(stored.keys() - with_aliases(wanted, live.aliases).keys())
+    differences = differences_of_others(live, there, unexpected, optional, TRAINED_DTYPES.values())
     _check_renamed(folder, differences, wanted, there)
     passed_over = check_same_model(str(folder), differences, strict)
     files, slab = OpenFiles(), HostBuffer(SLAB_BYTES)
@@ -101,7 +98,7 @@ def open_safetensors(
     def readable(weight: StoredWeight) -> Readable:
         return Readable(weight.shape, weight.dtype, partial(read, weight))
 
-    keys = names_in(live, there, aliases)
+    keys = names_in(live, there)
     found = {name: readable(stored[key]) for name, key in keys.items()}
     buffers = {name: found.pop(name) for name in keys if name not in live.parameters}
     return Opened(found, buffers, passed_over, files.close)
