@@ -88,6 +88,11 @@ class Prepared:
     choice: Choice
 
     @property
+    def ranks(self) -> Ranks | None:
+        """Those that share the model; None for a process that is alone."""
+        return self.resources.ranks
+
+    @property
     def chosen(self) -> Chosen | None:
         """What was chosen for the activations; None where nothing is left to choose."""
         return self.choice.chosen if self.choice.spare or self.choice.chosen.segment > 1 else None

@@ -97,10 +97,9 @@ def _export(
         raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     prepared = whole(model, None, "export")
     _refuse_wrappers(prepared)
-    reduction = prepared.engine.reduction
-    peers = None if reduction is None else Peers(reduction.ranks, "export")
-    if peers is not None:
-        peers.exchange("export")
+    ranks = prepared.ranks
+    peers = Peers(ranks, "export")
+    peers.exchange("export")
     shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     files = files_of(weights, shard_bytes)
@@ -110,7 +109,7 @@ def _export(
     def write() -> None:
         runs = runs_of(files)
         try:
-            if peers is None or not peers.rank:
+            if not peers.rank:
                 total = sum(weight.nbytes for weight in weights.values())
                 with (
                     merged_folder(target) as folder,
@@ -119,16 +118,11 @@ def _export(
                     write_shards(folder, files, progress.over(runs, lambda run: run.nbytes))
                     _write_config(folder, model, kind)
         finally:  # give the others what this rank has of the weights, so that none waits, after a failure too
-            for _ in runs if peers is not None else ():
+            for _ in runs if peers.size > 1 else ():
                 continue
 
-    copies = None if reduction is None else reduction.ranks.copies
-    first = copies is None or not copies.rank  # the first copy of the model is exported
-    in_all_copies(
-        None if reduction is None else reduction.ranks,
-        lambda: together(peers, write, "outsize.export") if first else [],
-        "export",
-    )
+    first = peers.number < peers.size  # the first copy of the model is exported
+    in_all_copies(ranks, lambda: together(peers, write) if first else [], "export")
 
 
 def _export_dcp(
@@ -144,7 +138,7 @@ def _export_dcp(
         raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
     prepared = whole(model, optimizer, "export")
     _refuse_wrappers(prepared)
-    if prepared.engine.reduction is not None:
+    if prepared.ranks is not None:
         raise ValueError(
             "format='dcp' is written from one rank: outsize.save the model, load it on one rank and export it there"
         )
@@ -194,23 +188,22 @@ def _refuse_wrappers(prepared: Prepared) -> None:
 
 def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    found, cuts = {}, cuts_of(prepared)
+    found, cuts, ranks = {}, cuts_of(prepared), prepared.ranks
     for name, param in _chosen_names(model).items():
         unit, slot = prepared.engine.parameters.unit_of(param)
         out = dtype or DTYPES[slot.dtype]
         found[name] = parameter_at_rest(unit.shard, slot.name, out)
         if unit.shard.ranks > 1:
-            assert prepared.engine.reduction is not None
-            join = partial(prepared.engine.reduction.ranks.combine, kind="export")
+            assert ranks is not None
+            join = partial(ranks.combine, kind="export")
             found[name] = joined_parameter(unit.shard, slot.name, out, join)
         if slot.name in cuts:
-            assert prepared.engine.reduction is not None and prepared.engine.reduction.ranks.tensor is not None
-            join = partial(prepared.engine.reduction.ranks.tensor.combine, kind="export")
+            assert ranks is not None and ranks.tensor is not None
+            join = partial(ranks.tensor.combine, kind="export")
             found[name] = tensor_parallel_parameter(found[name], tuple(param.shape), cuts[slot.name], join)
     found |= _buffers(model, dtype)
     found = {name: weight for name, weight in found.items() if name not in ignored}
-    stages = None if prepared.engine.reduction is None else prepared.engine.reduction.ranks.stages
-    return found if stages is None else _of_all_stages(found, prepared, stages)
+    return found if ranks is None or ranks.stages is None else _of_all_stages(found, prepared, ranks.stages)
 
 
 def _of_all_stages(found: dict[str, Readable], prepared: Prepared, stages: Ranks) -> dict[str, Readable]:

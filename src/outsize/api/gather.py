@@ -82,16 +82,13 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
 
 def _check_alike(prepared: Prepared, params: Iterable[torch.Tensor]) -> None:
     """Raise `ValueError` on every rank unless all have made the same changes."""
-    reduction = prepared.engine.reduction
-    if reduction is not None:
-        found = {
-            prepared.engine.parameters.name_of(param): prepared.engine.parameters.unit_of(param)[0] for param in params
-        }
-        sums = {name: f"{crc32c(unit.shard.param(name)):08x}" for name, unit in found.items()}
+    if prepared.ranks is not None:
+        places = (prepared.engine.parameters.unit_of(param) for param in params)
+        sums = {slot.name: f"{crc32c(unit.shard.param(slot.name)):08x}" for unit, slot in places}
         what = "what they wrote inside gathered(..., modify=True), by its checksum"
         remedy = "make the same change on every rank (torch.distributed.broadcast it inside the block)"
         if sums:
-            check_same(reduction.ranks.alike(), what, sums, "gathered", remedy)
+            check_same(prepared.ranks.alike(), what, sums, "gathered", remedy)
 
 
 def _parameters(target: Target) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, prepared_of
-from outsize.api.ranks import check_same, everywhere
+from outsize.api.ranks import check_same, everywhere, in_each_stage
 from outsize.api.saving import (
     buffers_of,
     cuts_of,
@@ -37,7 +37,6 @@ from outsize.checkpoint.rng import restore_rng
 from outsize.formats.dcp_metadata import is_dcp
 from outsize.formats.dcp_reading import open_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
-from outsize.move.comm import Ranks
 from outsize.move.progress import progress_over
 from outsize.move.store import DTYPES
 from outsize.run.unit import Unit
@@ -90,10 +89,10 @@ def _load(
     strict: bool,
 ) -> Any:
     prepared.resources.settle_saving()
-    path, reduction = Path(os.path.realpath(label)), prepared.engine.reduction
+    path, ranks = Path(os.path.realpath(label)), prepared.ranks
     Saving.settle_at(path)
-    ranks = None if reduction is None else reduction.ranks
-    live = _in_all_stages(everywhere(ranks, partial(_live, prepared, model, optimizer), "load"), ranks)
+    own = everywhere(ranks, partial(_live, prepared, model, optimizer), "load")
+    live = together(in_each_stage(ranks, own, "load"))
     opened = everywhere(ranks, partial(_open, prepared, live, path, model, optimizer, label, strict), "load")
     try:
         if ranks is not None:
@@ -146,9 +145,7 @@ def _open(
         return open_safetensors(path, live, optional, strict)
     if not ours and is_dcp(path):
         return open_dcp(path, live, label, strict)
-    reduction = prepared.engine.reduction
-    peers = None if reduction is None else Peers(reduction.ranks, "load")
-    return open_checkpoint(path, live, label, strict, peers, cuts)
+    return open_checkpoint(path, live, label, strict, Peers(prepared.ranks, "load"), cuts)
 
 
 @contextmanager
@@ -179,11 +176,6 @@ def _live(prepared: Prepared, model: nn.Module | None, optimizer: torch.optim.Op
     return Live(parameters, persistent, record, [*with_own(model, "set_extra_state")], aliases)
 
 
-def _in_all_stages(live: Live, ranks: Ranks | None) -> Live:
-    """What is to be filled in all stages of a pipeline."""
-    return live if ranks is None or ranks.stages is None else together(ranks.stages.collect(live, "load"))
-
-
 def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Prepared:
     if model is not None:
         return whole(model, optimizer, "load")
@@ -212,8 +204,8 @@ def _fill(prepared: Prepared, opened: Opened, model: nn.Module | None, optimizer
         prepared.stepper.forget()
         prepared.stepper.state.keep()
         prepared.stepper.steps = opened.steps
-        if prepared.engine.reduction is not None:
-            prepared.engine.reduction.ranks.model.step = opened.steps
+        if prepared.ranks is not None:
+            prepared.ranks.model.step = opened.steps
         for group, values in zip(optimizer.param_groups, opened.hyper, strict=True):
             group.update(values)
         prepared.stepper.state.put_options_right()
@@ -285,7 +277,7 @@ def _fill_gradients(prepared: Prepared, opened: Opened, unit: Unit) -> None:
             prepared.engine.show_in_stage(param)
         else:
             # Norms of whole gradients are found anew where this is a part of one.
-            gradients.restore(name, content, ops, norms if prepared.engine.reduction is None else {})
+            gradients.restore(name, content, ops, norms if prepared.ranks is None else {})
     if grads:
         gradients.finish()
         gradients.place.flush_and_drop()

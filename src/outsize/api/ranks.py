@@ -223,35 +223,30 @@ def in_all_copies(ranks: Ranks | None, action: Callable[[], T], verb: str) -> li
     """`action`, which fails on all ranks of a copy of the model or on none; where it fails in one copy, all raise.
 
     Returns what it gives in each copy."""
-    if ranks is None or ranks.copies is None:
-        return [action()]
-    return together(Peers(ranks.copies, verb), action, f"outsize.{verb}")
+    return together(Peers(ranks and ranks.copies, verb), action)
 
 
 def in_all_stages(ranks: Ranks | None, action: Callable[[], T]) -> T:
     """What `action` of `prepare` gives, which fails on all ranks of a stage or on none; where it fails in one stage of
     a pipeline, all raise."""
-    if ranks is None or ranks.stages is None:
-        return action()
     done: list[T] = []
     try:
-        together(Peers(ranks.stages, "prepare"), lambda: done.append(action()), "outsize.prepare")
+        together(Peers(ranks and ranks.stages, "prepare"), lambda: done.append(action()))
     except PeerFailedError as error:
         raise ValueError(str(error)) from error
     return done[0]
 
 
+def in_each_stage(ranks: Ranks | None, value: T, verb: str) -> list[T]:
+    """`value` of each stage of a pipeline."""
+    return [value] if ranks is None or ranks.stages is None else ranks.stages.collect(value, verb)
+
+
 def everywhere(ranks: Ranks | None, action: Callable[[], T], verb: str) -> T:
     """`action`, which speaks to no other rank, on every rank of the job; where one fails, all raise."""
-    if ranks is None:
-        return action()
     done: list[T] = []
-
-    def here() -> None:
-        together(Peers(ranks, verb), lambda: done.append(action()), f"outsize.{verb}")
-
     try:
-        in_all_copies(ranks, here, verb)
+        in_all_copies(ranks, lambda: together(Peers(ranks, verb), lambda: done.append(action())), verb)
     except BaseException:
         for each in done:
             getattr(each, "close", lambda: None)()

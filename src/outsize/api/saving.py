@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, its_turn, require
-from outsize.api.ranks import everywhere, in_all_copies
+from outsize.api.ranks import everywhere, in_all_copies, in_each_stage
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
@@ -90,14 +90,10 @@ def _save(
     frozen: bool,
 ) -> Saving:
     prepared = whole(model, optimizer, "save")
-    resources, reduction = prepared.resources, prepared.engine.reduction
-    target = target_of(path)
+    resources, ranks, target = prepared.resources, prepared.ranks, target_of(path)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
-    ranks = None if reduction is None else reduction.ranks
-    peers = None if ranks is None else Peers(ranks, "save")
-    copies = None if ranks is None else ranks.copies
-    number = 0 if peers is None else peers.number
+    peers, copies = Peers(ranks, "save"), ranks and ranks.copies
     buffers = buffers_of(model)
     first: Collection[str] = buffers  # those that no rank before this one has
 
@@ -114,19 +110,22 @@ def _save(
         resources.note_saves(target.parent)
         record = optimizer_record(prepared, optimizer, encoded=True)
         sums = {} if ranks is None else {name: _sum(value) for name, (value, _) in buffers.items()}
-        outdated = no_longer_kept(target, keep) if keep is not None and (peers is None or not peers.rank) else []
+        outdated = no_longer_kept(target, keep) if keep is not None and not peers.rank else []
         extra_states = {name: module.get_extra_state() for name, module in with_own(model, "get_extra_state").items()}
-        return RankState(number, extra, extra_states), outdated, next_saved_at(target.parent), record, sums
+        return RankState(peers.number, extra, extra_states), outdated, next_saved_at(target.parent), record, sums
 
     # What may fail on one rank comes here, where it fails on all.
     state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
-    if reduction is not None and peers is not None:
+    reduction = prepared.engine.reduction
+    if reduction is not None:
         in_all_copies(ranks, partial(_check_same_name, peers, target), "save")
         every = peers.exchange(sums if copies is None else copies.collect(sums, "save")[0])
-        first = {name for name in sums if number == next(at for at, each in enumerate(every) if name in each)}
+        first = {name for name in sums if peers.number == next(at for at, each in enumerate(every) if name in each)}
         before = {name: each for sums in reversed(every) for name, each in sums.items()}
         buffers = {name: each for name, each in buffers.items() if name in first or _is_own(name, sums, before)}
-        record = _of_all_stages(prepared, record, ranks)
+        stages = in_each_stage(ranks, (shapes_in_stage(prepared), record), "save")
+        refuse_same_names([shapes for shapes, _ in stages], "save")
+        record = of_all_stages([of for _, of in stages])
         reduction.complete()
     settle(prepared)
     every_unit = prepared.engine.parameters.units
@@ -140,11 +139,10 @@ def _save(
             state.file.bring_to_host()
         states += copies.collect(state if copies.rank else None, "save")[1:]
     # What is whole on every data-parallel rank is saved by the first.
-    leads = peers is None or peers.leads
-    shards = [unit.shard for unit in units if leads or unit.shard.ranks > 1]
+    shards = [unit.shard for unit in units if peers.leads or unit.shard.ranks > 1]
     grads = {"grad": _gradients(prepared), "held": _held(prepared)} if optimizer is not None else {}
-    everywhere_left_out = None if frozen else _in_all_stages(left_out, ranks)
-    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared), everywhere_left_out)
+    not_held = None if frozen else frozenset().union(*in_each_stage(ranks, left_out, "save"))
+    snapshot = Snapshot(shards, grads, record, states, saved_at, peers, cuts_of(prepared), not_held)
     return _write(prepared, target, snapshot, ranks, outdated)
 
 
@@ -159,7 +157,7 @@ def _write(
     prepared: Prepared, target: Path, snapshot: Snapshot, ranks: Ranks | None, outdated: Sequence[Path]
 ) -> Saving:
     """Take the state while the training stands still, and write what is left of it behind the training."""
-    peers, copies = snapshot.peers, None if ranks is None else ranks.copies
+    peers, copies = snapshot.peers, ranks and ranks.copies
     saves = copies is None or not copies.rank  # the first copy of the model does
     begun: list[UnfinishedCheckpoint] = []
 
@@ -173,7 +171,7 @@ def _write(
 
     def begin_together() -> bool:
         try:
-            return saves and any(together(peers, begin, "outsize.save"))
+            return saves and any(together(peers, begin))
         except BaseException:
             for unfinished in begun:
                 unfinished.give_up()
@@ -184,10 +182,9 @@ def _write(
     # Older checkpoints go only when the files that the new one shares with the run were read, and found as written.
     unread = [generation.hold() for each in begun for generation in each.linked if outdated and prepared.config.verify]
     going: list[Path] = []
-    if peers is not None:
-        peers.behind = pending
+    peers.behind = pending
     # Made now: the thread may come to its turn when the process group is destroyed already.
-    others = None if copies is None else Peers(copies, "save", behind=pending)
+    others = Peers(copies, "save", behind=pending)
 
     def publish() -> None:
         for unfinished in begun:
@@ -196,7 +193,7 @@ def _write(
 
     def complete(alive: Engine = prepared.engine) -> None:  # it lives as long as its memory is written
         try:
-            together(others, publish, "outsize.save")
+            together(others, publish)
         except BaseException:
             for unfinished in begun:
                 unfinished.abandon()
@@ -253,21 +250,6 @@ def _sum(value: torch.Tensor) -> BufferSum:
 def _is_own(name: str, sums: Mapping[str, BufferSum], firsts: Mapping[str, BufferSum]) -> bool:
     """Whether a buffer has values of this rank's own, where the first rank has one of the same shape and dtype."""
     return name in firsts and firsts[name][:2] == sums[name][:2] and firsts[name] != sums[name]
-
-
-def _of_all_stages(prepared: Prepared, record: OptimizerRecord | None, ranks: Ranks | None) -> OptimizerRecord | None:
-    """The optimizers of all stages of a pipeline in one record. Raises `ValueError` on every rank."""
-    if ranks is None or ranks.stages is None:
-        return record
-    stages = ranks.stages.collect((shapes_in_stage(prepared), record), "save")
-    refuse_same_names([shapes for shapes, _ in stages], "save")
-    return of_all_stages([of for _, of in stages])
-
-
-def _in_all_stages(names: set[str], ranks: Ranks | None) -> frozenset[str]:
-    """Those of all stages of a pipeline."""
-    stages = None if ranks is None else ranks.stages
-    return frozenset(names if stages is None else set().union(*stages.collect(names, "save")))
 
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]

@@ -36,18 +36,13 @@ class Live:
 
 def together(stages: Sequence[Live]) -> Live:
     """What all stages of a pipeline expect."""
-    first, *_ = stages
-    buffers = (
-        None
-        if first.buffers is None
-        else {name: each for live in stages for name, each in (live.buffers or {}).items()}
-    )
-    extra = None if first.extra_states is None else {name for live in stages for name in live.extra_states or ()}
+    buffers = {name: each for live in stages for name, each in (live.buffers or {}).items()}
+    extra = dict.fromkeys(name for live in stages for name in live.extra_states or ())
     return Live(
         {name: each for live in stages for name, each in live.parameters.items()},
-        buffers,
+        None if stages[0].buffers is None else buffers,
         of_all_stages([live.optimizer for live in stages]),
-        extra,
+        None if stages[0].extra_states is None else extra.keys(),
         {alias: name for live in stages for alias, name in live.aliases.items()},
     )
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar, final
 
-import torch.distributed as dist
-
 from outsize.checkpoint.manifest import FileRecord, ParameterRecord
 from outsize.checkpoint.regions import AnyRegion, Joined, Region
 from outsize.move.codes import blocks_of
@@ -26,36 +24,31 @@ T = TypeVar("T")
 @final
 class Peers:
     """The ranks that save together: those of one tensor-parallel place of a stage, then those of the next place, then
-    those of the next stage."""
+    those of the next stage. A process that is alone is the only one."""
 
-    def __init__(self, ranks: Ranks, verb: str, behind: bool = False) -> None:
+    def __init__(self, ranks: Ranks | None, verb: str, behind: bool = False) -> None:
         """`verb`: what they do together, for errors: save, load or export."""
-        place, self.tensor = (0, 1) if ranks.tensor is None else (ranks.tensor.rank, ranks.tensor.size)
-        stage, self.stages = (0, 1) if ranks.stages is None else (ranks.stages.rank, ranks.stages.size)
-        self.rank = (stage * self.tensor + place) * ranks.size + ranks.rank
-        self.size = self.stages * self.tensor * ranks.size
-        copy, self.copies = (0, 1) if ranks.copies is None else (ranks.copies.rank, ranks.copies.size)
+        groups = (None,) * 4 if ranks is None else (ranks, ranks.tensor, ranks.stages, ranks.copies)
+        self._groups = [group for group in groups[:3] if group is not None]
+        at = [(0, 1) if group is None else (group.rank, group.size) for group in groups]
+        (rank, size), (place, self.tensor), (stage, self.stages), (copy, self.copies) = at
+        self.rank = (stage * self.tensor + place) * size + rank
+        self.size = self.stages * self.tensor * size
         self.number = copy * self.size + self.rank
         """This rank among those of all copies of the model."""
-        self.name = dist.get_rank()
+        self.name = 0 if ranks is None else ranks.members[ranks.rank]
         """This rank's number in the job."""
+        self.leads = rank == 0
+        """Whether this rank is the first of those that have the same parts of the parameters."""
         self.behind = behind
         """Whether what follows is written behind the training, on a thread and a lane of its own."""
-        self._ranks = ranks
-        self._verb = verb
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of those that have the same parts of the parameters."""
-        return self._ranks.rank == 0
+        self.verb = verb
 
     def exchange(self, value: object) -> list[Any]:
         """`value` of every rank, in the order of ranks. Raises where a rank is gone."""
-        lane = "save" if self.behind else "control"
-        every = self._ranks.collect(value, self._verb, lane)
-        for group in (self._ranks.tensor, self._ranks.stages):
-            if group is not None:
-                every = [each for found in group.collect(every, self._verb, lane) for each in found]
+        lane, every = "save" if self.behind else "control", [value]
+        for group in self._groups:
+            every = [each for found in group.collect(every, self.verb, lane) for each in found]
         return every
 
 
@@ -63,10 +56,10 @@ class PeerFailedError(OSError):
     """Another rank could not write its part."""
 
 
-def together(peers: Peers | None, action: Callable[[], T], what: str) -> list[T]:
+def together(peers: Peers, action: Callable[[], T], what: str = "") -> list[T]:
     """What `action` gives on every rank. Where it fails on one, every rank raises: that one its error, the others which
-    rank it was."""
-    if peers is None:
+    rank it was. `what` they do, in words; else the function of the API."""
+    if peers.size == 1:
         return [action()]
     value: Any = None
     error: Exception | None = None
@@ -87,7 +80,7 @@ def together(peers: Peers | None, action: Callable[[], T], what: str) -> list[T]
         raise error
     for name, other, _ in every:
         if other is not None and name != peers.name:
-            raise PeerFailedError(f"{what}: rank {name} failed ({other})") from error
+            raise PeerFailedError(f"{what or f'outsize.{peers.verb}'}: rank {name} failed ({other})") from error
     if error is not None:
         raise error
     return [each for _, _, each in every]

@@ -32,10 +32,10 @@ LOOKS = 10
 logger = logging.getLogger("outsize")
 
 
-def number_at_place(manifest: Manifest, peers: Peers | None) -> int:
+def number_at_place(manifest: Manifest, peers: Peers) -> int:
     """The number of the rank that saved where this one stands in its job; in a job cut otherwise, the first of all."""
     cut = (manifest.world_size, manifest.tensor_ranks, manifest.stages)
-    if peers is None or (peers.size, peers.tensor, peers.stages) != cut:
+    if (peers.size, peers.tensor, peers.stages) != cut:
         return 0  # what one rank had of its own belongs to nobody in particular any more
     return peers.number if peers.copies * peers.size == len(manifest.ranks) else peers.rank
 
@@ -77,7 +77,7 @@ class Checkpoint:
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
 
-    def __init__(self, folder: Path, peers: Peers | None = None) -> None:
+    def __init__(self, folder: Path, peers: Peers) -> None:
         self.folder = folder
         self._scalar_regions: list[Region] = []
         self.manifest, self.data = open_manifest(folder)
@@ -204,9 +204,7 @@ def _part_of(record: ParameterRecord, cut: Cut | None) -> ParameterRecord:
     return record.of_part(cut.dim, cut.first, cut.count)
 
 
-def open_checkpoint(
-    path: Path, live: Live, label: str, strict: bool, peers: Peers | None, cuts: Mapping[str, Cut]
-) -> Opened:
+def open_checkpoint(path: Path, live: Live, label: str, strict: bool, peers: Peers, cuts: Mapping[str, Cut]) -> Opened:
     """The checkpoint at `path`, or the newest one there, found to be whole and to fit what is `live`."""
     looks = 0
     while True:

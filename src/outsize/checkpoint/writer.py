@@ -54,7 +54,7 @@ class Snapshot:
     states: Sequence[RankState]
     """Of this rank, and of those at its place in the further copies of the model, in order."""
     saved_at: str
-    peers: Peers | None = None
+    peers: Peers
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """Which part along a dimension this rank has, of the parameters that tensor parallelism has split."""
     left_out: frozenset[str] | None = None
@@ -77,7 +77,7 @@ class UnfinishedCheckpoint:
         self.linked: list[Generation] = []
         """The generations of the run whose files it shares."""
         self._snapshot = snapshot
-        self._rank = 0 if snapshot.peers is None else snapshot.peers.rank
+        self._rank = snapshot.peers.rank
         self._later: list[FrozenFile | HeldMemory] = []
         self._files: dict[str, FileRecord] = {}
         self._frozen: list[Generations] = []  # by this save
@@ -244,11 +244,10 @@ class UnfinishedCheckpoint:
 
     def _manifest(self, parts: Sequence[RankPart]) -> Manifest:
         snapshot, peers = self._snapshot, self._snapshot.peers
-        tensor, stages = (1, 1) if peers is None else (peers.tensor, peers.stages)
         files = {name: record for part in parts for name, record in part.files.items()}
         return Manifest(
             files=dict(sorted(files.items())),
-            parameters=merged_parts(parts, tensor, stages),
+            parameters=merged_parts(parts, peers.tensor, peers.stages),
             buffers={name: region for part in parts for name, region in part.buffers.items()},
             persistent=frozenset(name for part in parts for name in part.persistent),
             optimizer=snapshot.optimizer,
@@ -256,8 +255,8 @@ class UnfinishedCheckpoint:
             written_by={"outsize": _version(), "torch": torch.__version__},
             saved_at=snapshot.saved_at,
             world_size=len(parts),
-            tensor_ranks=tensor,
-            stages=stages,
+            tensor_ranks=peers.tensor,
+            stages=peers.stages,
             left_out=snapshot.left_out,
         )
 
@@ -275,12 +274,12 @@ class UnfinishedCheckpoint:
         self._folder.abandon()
 
 
-def _new_folder(target: Path, peers: Peers | None) -> NewFolder:
+def _new_folder(target: Path, peers: Peers) -> NewFolder:
     """The hidden folder, which rank 0 makes."""
     made: list[NewFolder] = []
 
     def make() -> str:
-        if peers is None or not peers.rank:
+        if not peers.rank:
             made.append(NewFolder(target))
         return str(made[0].path) if made else ""
 
