@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
@@ -86,15 +86,15 @@ class UnfinishedCheckpoint:
             self._grads = PlannedFile(name_of_rank(GRADS_FILE, self._rank))
             self._records: dict[str, ParameterRecord] = {}
             units = [self._plan(shard) for shard in snapshot.shards]
-            files = [file for unit in units for file in unit.files.values()]
-            small = sum(unit.copied_bytes for unit in units) + sum(f.touched_bytes for f in files) <= AT_ONCE_BYTES
-            linked = {
-                name for unit in units for name, file in unit.files.items() if not small and self._link(name, file)
-            }
-            disk_bytes = min(disk_bytes, self._check_room(units, linked, small, going))
+            files = {name: file for unit in units for name, file in unit.files.items()}
+            in_memory = sum(unit.copied_bytes for unit in units)
+            small = in_memory + sum(file.touched_bytes for file in files.values()) <= AT_ONCE_BYTES
+            path = self._folder.path
+            linked = {name for name, file in files.items() if not small and link(file.now, path / name)}
+            disk_bytes = min(disk_bytes, self._check_room(in_memory, files, linked, going))
             if not small:
-                sync_all(files)
-            self._take_files(units, linked, small, disk_bytes)
+                sync_all(files.values())
+            self._take_files(files, linked, small, disk_bytes)
             self._take_memory(units, small, copy_bytes)
             for file in (self._grads, *(state.file for state in snapshot.states)):
                 if file.nbytes or file is not self._grads:
@@ -128,19 +128,15 @@ class UnfinishedCheckpoint:
         """Whether anything large is still to be written."""
         return bool(self._later)
 
-    def _link(self, name: str, file: Generations) -> bool:
-        return link(file.now, self._folder.path / name)
-
     def _check_room(
-        self, units: Sequence[UnitFiles], linked: Collection[str], small: bool, going: Sequence[Path]
+        self, in_memory: int, files: Mapping[str, Generations], linked: Collection[str], going: Sequence[Path]
     ) -> int:
         """Raise `OSError` now, while nothing has changed, if what is about to be written has no room. Gives the bytes
         that are left for the next generations of files which are copied."""
         here = self._folder.path.stat().st_dev
-        in_memory = sum(unit.copied_bytes for unit in units)
         needed = self._grads.nbytes + sum(state.file.nbytes for state in self._snapshot.states) + in_memory
         pending, beside = in_memory > 0, False
-        for name, file in (item for unit in units for item in unit.files.items()):
+        for name, file in files.items():
             if name not in linked:
                 needed += file.touched_bytes
                 pending = True
@@ -151,10 +147,12 @@ class UnfinishedCheckpoint:
         left = check_room(self._folder.target.parent, needed, going if not pending else ())
         return left if beside else sys.maxsize
 
-    def _take_files(self, units: Sequence[UnitFiles], linked: Collection[str], small: bool, disk_bytes: int) -> None:
+    def _take_files(
+        self, files: Mapping[str, Generations], linked: Collection[str], small: bool, disk_bytes: int
+    ) -> None:
         """Freeze the files that are linked, copy the others: now, or later if there is room for the generation that
         follows."""
-        for name, file in (item for unit in units for item in unit.files.items()):
+        for name, file in files.items():
             now = file.now
             if name in linked:
                 self._freeze(file)
@@ -252,7 +250,7 @@ class UnfinishedCheckpoint:
             persistent=frozenset(name for part in parts for name in part.persistent),
             optimizer=snapshot.optimizer,
             ranks=[state for copy in zip(*(part.states for part in parts), strict=True) for state in copy],
-            written_by={"outsize": _version(), "torch": torch.__version__},
+            written_by={"outsize": version("outsize"), "torch": torch.__version__},
             saved_at=snapshot.saved_at,
             world_size=len(parts),
             tensor_ranks=peers.tensor,
@@ -290,10 +288,3 @@ def _new_folder(target: Path, peers: Peers) -> NewFolder:
             each.abandon()
         raise
     return made[0] if made else NewFolder(target, Path(path))
-
-
-def _version() -> str:
-    try:
-        return version("outsize")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
