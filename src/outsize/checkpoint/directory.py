@@ -12,9 +12,9 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from outsize.checkpoint.files import open_manifest, read_manifest
-from outsize.checkpoint.folder import HEAD_BYTES, foreign_in, is_being_written, is_stranded, set_aside
-from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
+from outsize.checkpoint.files import open_manifest
+from outsize.checkpoint.folder import foreign_in, head_of, is_being_written, is_stranded, set_aside
+from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.planning.sizes import format_bytes
 
 _SAVED_AT = re.compile(r'"saved_at": "([^"]+)"')
@@ -92,12 +92,8 @@ def _is_hidden(entry: Path) -> bool:
 def _saved_at(manifest: Path) -> datetime | None:
     """When it was saved, out of the first lines of a manifest; None if they are not those of one of ours. A time that
     cannot be makes it the oldest."""
-    try:
-        head = read_manifest(manifest, HEAD_BYTES).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return None
-    found = _SAVED_AT.search(head)
-    if found is None or FORMAT not in head:
+    found = _SAVED_AT.search(head_of(manifest))
+    if found is None:
         return None
     try:
         time = datetime.fromisoformat(found[1])

@@ -179,7 +179,7 @@ def check_replaceable(target: Path) -> None:
     if not target.is_dir():
         raise FileExistsError(errno.EEXIST, "a file is in the way of the checkpoint; choose another path", str(target))
     names, foreign = os.listdir(target), foreign_in(target)
-    if names and not is_manifest(target / MANIFEST_NAME):
+    if names and not head_of(target / MANIFEST_NAME):
         raise FileExistsError(
             errno.EEXIST,
             "the directory is not an outsize checkpoint and is not overwritten; choose another",
@@ -193,12 +193,13 @@ def check_replaceable(target: Path) -> None:
         )
 
 
-def is_manifest(path: Path) -> bool:
-    """Whether the file begins as a manifest of ours."""
+def head_of(manifest: Path) -> str:
+    """The first lines of a manifest of ours; "" of any other file."""
     try:
-        return FORMAT in read_manifest(path, HEAD_BYTES).decode("utf-8", "replace")
+        head = read_manifest(manifest, HEAD_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
-        return False
+        return ""
+    return head if FORMAT in head else ""
 
 
 def foreign_in(checkpoint: Path) -> list[str]:

@@ -137,13 +137,9 @@ def _of_one_stage(parts: Sequence[RankPart], tensor: int) -> dict[str, Parameter
     def whole(name: str, record: ParameterRecord) -> ParameterRecord:
         if name not in cuts:
             return record
-        return record.changed(lambda key, _: _side_by_side([place[name].arrays[key] for place in places], cuts[name]))
+        return record.changed(lambda key, _: Joined(cuts[name].dim, tuple(place[name].arrays[key] for place in places)))
 
     return {name: whole(name, record) for name, record in places[0].items()}
-
-
-def _side_by_side(regions: Sequence[AnyRegion], cut: Cut) -> AnyRegion:
-    return Joined(cut.dim, tuple(each for each in regions if isinstance(each, Region)))
 
 
 def _of_one_place(parts: Sequence[RankPart]) -> dict[str, ParameterRecord]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -179,9 +178,7 @@ class UnitFiles:
         self._in_memory: list[tuple[int, Ranges, Callable[[int, int], torch.Tensor], bool]] = []
         if shard.params is None:
             segments = [(each.byte_start, each.numel * each.itemsize) for each in shard.layout.segments]
-            self._params = self._place_in_memory(
-                shard.layout.param_bytes, segments, partial(_in_buffer, shard), steady=False
-            )
+            self._params = self._place_in_memory(shard.layout.param_bytes, segments, self._in_buffer, steady=False)
         else:
             self._params = self._place(shard.params, [(0, shard.params.nbytes)])
         self._arrays = dict(shard.arrays)
@@ -242,6 +239,9 @@ class UnitFiles:
             self._in_memory.append((base, ranges, bytes_at, steady))
         return self._memory_name, base, 0
 
+    def _in_buffer(self, first: int, nbytes: int) -> torch.Tensor:
+        return self.shard.param_bytes(*self.shard.param_layout.elements(first, nbytes))
+
     def _used(self, array: StateArray) -> Ranges:
         """The pages of an array that belong to parameters with a state, or with a master."""
         slots = [
@@ -250,7 +250,3 @@ class UnitFiles:
             if slot.numel and array.layout.has(slot) and (slot.name in self._trained or not array.public)
         ]
         return merged(array.layout.span(slot.offset, slot.end) for slot in slots)
-
-
-def _in_buffer(shard: UnitShard, first: int, nbytes: int) -> torch.Tensor:
-    return shard.param_bytes(*shard.param_layout.elements(first, nbytes))
