@@ -28,13 +28,7 @@ from outsize.planning.layout import (
     tile_rows,
     with_whole_rows,
 )
-from outsize.planning.placement import (
-    UnitBytes,
-    UsedTogether,
-    least_staging,
-    place,
-    with_free_staging,
-)
+from outsize.planning.placement import UnitBytes, UsedTogether, least_staging, place, with_free_staging
 from outsize.run.buffers import collecting_sizes
 from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
@@ -88,9 +82,9 @@ def place_model(
     optimized = wished if optimizer is None else _optimized(optimizer, names)
     stated = set() if optimizer is None else {id(param) for param, state in optimizer.state.items() if state}
     infos = {
-        name: _inner_info(name, param)
+        name: _info(name, param, DTYPE_NAMES[param.dtype], trainable=False)
         if name in inner
-        else _info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
+        else _checked_info(name, param, config, name in optimized and (param.requires_grad or id(param) in stated))
         for name, param in parameters.items()
     }
     budgets = find_budgets(config, dry)
@@ -116,30 +110,26 @@ def place_model(
     align = PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS
     cuts = cut_units(tree, largest, unit_bytes, _chosen_units(model, config), tables, size, align)
     cuts, beside = part_adapters(cuts, largest)
-    layouts = lay_out(cuts, infos, size, align)
+    layouts = list(lay_out(cuts, infos, size, align))
     by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
-    layouts = tuple(with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts)
+    layouts = [with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts]
     in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
     held: dict[str, int] = {}
     if ranks is None and config.disk_space is None:  # ranks place alike, and what is asked for is a limit of all
         held = held_on_disk(parameters, config.directories)
     graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
-    sizes = tuple(
-        replace(
-            _bytes_of(layout, kept, config, size, shared and each),
-            in_place=layout.slots[0].name in in_files,
-            swapped=sum(min(held.get(slot.name, 0), infos[slot.name].nbytes) for slot in layout.slots),
-        )
-        for layout, each in zip(layouts, graded, strict=True)
-    )
+    sizes: list[UnitBytes] = []
+    for layout, has_grads in zip(layouts, graded, strict=True):
+        if layout.index in by_rows:
+            sizes.append(_bytes_of_table(layout, kept, tables_split[1]))
+        else:
+            swapped = sum(min(held.get(slot.name, 0), infos[slot.name].nbytes) for slot in layout.slots)
+            nbytes = _bytes_of(layout, kept, config, size, shared and has_grads)
+            sizes.append(replace(nbytes, in_place=layout.slots[0].name in in_files, swapped=swapped))
     wanted: dict[str, str] = {"params": config.params, "grads": config.grads, "states": config.states}
     if size > 1 and config.stage < 3:
         wanted["params"] = "device"
     together = _used_together(model, names, layouts)
-    sizes = tuple(
-        _bytes_of_table(layouts[at], infos, kept, tables_split[1]) if at in by_rows else each
-        for at, each in enumerate(sizes)
-    )
     if kept.row_values:
         budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows, tables_split[1]))
     rows: dict[int, int] = {}
@@ -154,11 +144,9 @@ def place_model(
                 tile = count * size * (slot.numel // slot.shape[0])
                 working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
                 if working < sizes[index].working:
-                    rows[index], padded = count, with_whole_rows(layout, size)
-                    nbytes = _bytes_of(padded, kept, config, size, shared and graded[index], working)
-                    nbytes = replace(nbytes, in_place=sizes[index].in_place, swapped=sizes[index].swapped)
-                    layouts = (*layouts[:index], padded, *layouts[index + 1 :])
-                    sizes = (*sizes[:index], nbytes, *sizes[index + 1 :])
+                    rows[index], layouts[index] = count, with_whole_rows(layout, size)
+                    nbytes = _bytes_of(layouts[index], kept, config, size, shared and graded[index], working)
+                    sizes[index] = replace(nbytes, in_place=sizes[index].in_place, swapped=sizes[index].swapped)
     tiers = place(sizes, budgets, wanted, together)
     if budgets.disk is not None:
         swapped = sum(each.swapped for each, tier in zip(sizes, tiers, strict=True) if tier.params == "disk")
@@ -167,24 +155,23 @@ def place_model(
     rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
     rows.update((index, layouts[index].slots[0].shape[0]) for index in by_rows)
     tiers = tuple(replace(each, grads="device") if at in by_rows else each for at, each in enumerate(tiers))
-    tabled, split = frozenset(by_rows), (rank, size)
     return PlacedModel(
         infos,
         parameters,
-        layouts,
-        sizes,
+        tuple(layouts),
+        tuple(sizes),
         tiers,
         budgets,
         kept,
-        split,
-        together,
-        rows,
-        in_files,
-        beside,
-        tabled,
-        _dense_tables(model, names, infos, kept),
-        tables_split,
-        inner,
+        split=(rank, size),
+        together=together,
+        tile_rows=rows,
+        in_files=in_files,
+        beside=beside,
+        tables=frozenset(by_rows),
+        dense_tables=_dense_tables(model, names, infos, kept),
+        tables_split=tables_split,
+        inside=inner,
     )
 
 
@@ -230,7 +217,7 @@ def _dense_tables(
     return tuple((name, *each) for name, each in found.items())
 
 
-def _bytes_of_table(whole: UnitLayout, infos: Mapping[str, ParamInfo], kept: Kept, ranks: int) -> UnitBytes:
+def _bytes_of_table(whole: UnitLayout, kept: Kept, ranks: int) -> UnitBytes:
     """What rests on one rank, the first, which no other has more rows than."""
     layout = slice_of(whole, 0, ranks)
     kept = replace(kept, arrays=(), compact=frozenset()) if kept.row_values else kept
@@ -267,7 +254,7 @@ def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:
     )
 
 
-def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitLayout, ...]) -> UsedTogether:
+def _used_together(model: nn.Module, names: dict[int, str], layouts: Sequence[UnitLayout]) -> UsedTogether:
     """The modules whose forward uses several units for its own parameters. See Note [What one forward uses]."""
     home = {slot.name: layout.index for layout in layouts for slot in layout.slots}
     found = {}
@@ -281,7 +268,11 @@ def _used_together(model: nn.Module, names: dict[int, str], layouts: tuple[UnitL
     return found
 
 
-def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> ParamInfo:
+def _info(name: str, tensor: torch.Tensor, dtype: str, trainable: bool) -> ParamInfo:
+    return ParamInfo(name, tuple(tensor.shape), dtype, OWN_BYTES[dtype], trainable)
+
+
+def _checked_info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> ParamInfo:
     if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise ValueError(f"parameter {name!r} of a lazy module has no shape yet; run one forward before prepare")
     if param.dtype not in TRAINED_DTYPES.values():
@@ -296,8 +287,7 @@ def _info(name: str, param: nn.Parameter, config: Config, trainable: bool) -> Pa
             f"parameter {name!r} is a DTensor of {param.dtype} and compute_dtype is {config.compute_dtype}: cast the "
             f"model before parallelize_module"
         )
-    dtype = DTYPE_NAMES[config.compute_dtype or param.dtype]
-    return ParamInfo(name, tuple(local(param).shape), dtype, OWN_BYTES[dtype], trainable)
+    return _info(name, local(param), DTYPE_NAMES[config.compute_dtype or param.dtype], trainable)
 
 
 def _inside(name: str, wrapper: nn.Parameter, config: Config) -> Iterator[Inner]:
@@ -322,11 +312,6 @@ def _inside(name: str, wrapper: nn.Parameter, config: Config) -> Iterator[Inner]
                 f"leave this module out of the quantization"
             )
         yield each
-
-
-def _inner_info(name: str, tensor: torch.Tensor) -> ParamInfo:
-    dtype = DTYPE_NAMES[tensor.dtype]
-    return ParamInfo(name, tuple(tensor.shape), dtype, OWN_BYTES[dtype], trainable=False)
 
 
 def _optimized(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> frozenset[str]:
