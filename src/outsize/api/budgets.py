@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,10 +73,8 @@ def available_memory(device: torch.device | None = None) -> int:
 
 
 def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _control_group() -> Iterator[tuple[int, int]]:
@@ -92,7 +89,6 @@ def _control_group() -> Iterator[tuple[int, int]]:
 
 def _statistic(path: Path, name: str) -> int:
     try:
-        fields = [line.split() for line in path.read_text().splitlines()]
-        return next((int(field[1]) for field in fields if field[0] == name), 0)
-    except (OSError, ValueError, IndexError):
+        return int(dict(line.split() for line in path.read_text().splitlines())[name])
+    except (OSError, ValueError, KeyError):
         return 0

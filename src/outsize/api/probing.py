@@ -93,7 +93,7 @@ def probe(
             dist.all_gather_object(knows, known is not None)
             known = known if all(knows) else None
         if known is None:
-            known = _figures(measure())
+            known = measure()
             _remember(key, known)
         found = _with(found, known)
     return _without(found, (), dist.get_world_size() if dist.is_initialized() else 1)
@@ -121,12 +121,6 @@ def _with(found: Machine, known: Mapping[str, Any]) -> Machine:
     return Machine.of_json({**found.as_json(), **known, "typical": found.typical - set(known)})
 
 
-def _figures(measured: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As they are after a visit to the file."""
-    figures: Mapping[str, Any] = json.loads(json.dumps(measured))
-    return figures
-
-
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +132,8 @@ def _machine_key(device: torch.device) -> str:
     name = device.type
     if device.type != CPU and torch.accelerator.is_available():
         name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
-    processor = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags", "Features"))][:2]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
     threads = f"{own_cores()} {torch.get_num_threads()}"
     words = f"{platform.node()} {processor or platform.machine()} {name} {torch.__version__} {threads}"
     return f"machine-2-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
@@ -147,13 +142,6 @@ def _machine_key(device: torch.device) -> str:
 def _disk_key(folder: Path) -> str:
     words = f"{platform.node()} {os.stat(folder).st_dev} {os.statvfs(folder).f_blocks}"
     return f"disk-2-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _remembered(key: str) -> Mapping[str, Any] | None:
