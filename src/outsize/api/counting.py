@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,11 +41,6 @@ class Counted:
     untimed: str = ""
     """Why the seconds are those of rates, where the step was to be timed."""
 
-    @property
-    def seconds(self) -> float:
-        """Of all work."""
-        return sum(event.seconds for event in self.events)
-
 
 def count_step(
     model: nn.Module, example: Any, machine: Machine, dtype: torch.dtype | None = None, timing: Timing | None = None
@@ -68,10 +59,9 @@ def count_step(
     untimed = "" if timing is None else _try_to_time(counter, (args, kwargs), dtype, timing)
     leaves = [each for each in tree_leaves(example) if isinstance(each, torch.Tensor)]
     numbers = next((each for each in leaves if not each.is_floating_point() and each.dim() > 1), None)
-    items = leaves[0].shape[0] if numbers is None and leaves and leaves[0].dim() else 1
     if numbers is not None:
         return Counted(counter.expanded(), numbers.numel(), "tokens", untimed)
-    return Counted(counter.expanded(), items, "samples", untimed)
+    return Counted(counter.expanded(), leaves[0].shape[0] if leaves and leaves[0].dim() else 1, "samples", untimed)
 
 
 def _run_step(
@@ -257,12 +247,10 @@ def _call_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str,
     raise TypeError(f"example is a {type(example).__name__}; it must be a dict, a tuple or a tensor for the model")
 
 
-def _twin(
-    tensor: torch.Tensor, dtype: torch.dtype | None, buffer: bool = False, device: torch.device | str = CPU
-) -> torch.Tensor:
+def _twin(tensor: torch.Tensor, dtype: torch.dtype | None, buffer: bool = False) -> torch.Tensor:
     """A new one of the same shape."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.empty(tuple(tensor.shape), dtype=_kind_of(tensor, dtype), device=device)
+        made = torch.empty(tuple(tensor.shape), dtype=_kind_of(tensor, dtype), device=CPU)
     return made if buffer else nn.Parameter(made, tensor.requires_grad)
 
 

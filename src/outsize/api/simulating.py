@@ -60,11 +60,8 @@ class Simulation:
         self._slab, slabs = arena(staging, element)
         self._world = world = World(machine, slabs, self._slab, config.verify)
         self._events, self._config, self._placed, self._counted = counted.events, config, placed, counted
-        pairs = [
-            (layout, size, tiers)
-            for layout, size, tiers in zip(placed.layouts, placed.unit_bytes, placed.tiers, strict=True)
-        ]
-        self._units = [SimulatedUnit(world, *each, placed) for each in pairs]
+        units = zip(placed.layouts, placed.unit_bytes, placed.tiers, strict=True)
+        self._units = [SimulatedUnit(world, *each, placed) for each in units]
         self._places = [SimulatedPlace(world, unit) for unit in self._units]
         as_units = cast(Sequence[Unit], self._units)
         _, self._owned, _, layers = modules_of(model, as_units, placed, config, "auto")
