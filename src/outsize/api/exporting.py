@@ -6,7 +6,6 @@ import copy
 import errno
 import os
 import re
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,12 +238,11 @@ def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
-    return {_own_name(candidates, derived): params[key] for key, candidates in names.items()}
-
-
-def _own_name(candidates: list[str], derived: Iterable[re.Pattern[str]]) -> str:
-    own = (name for name in candidates if not any(pattern.search(name) for pattern in derived))
-    return next(own, candidates[0])
+    found = {}
+    for key, candidates in names.items():
+        own = (name for name in candidates if not any(pattern.search(name) for pattern in derived))
+        found[next(own, candidates[0])] = params[key]
+    return found
 
 
 def _write_config(folder: Path, model: nn.Module, dtype: torch.dtype | None) -> None:
