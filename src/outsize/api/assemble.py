@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -112,15 +112,19 @@ def prepared_of(param: torch.Tensor) -> Prepared | None:
     return prepared
 
 
+def first_prepared(params: Iterable[torch.Tensor]) -> Prepared | None:
+    """What `prepare` made of the model that any of these parameters belongs to; None if none is prepared."""
+    return next((found for found in map(prepared_of, known(params)) if found is not None), None)
+
+
 def require(model: nn.Module) -> Prepared:
     """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    for param in known(model.parameters()):
-        prepared = prepared_of(param)
-        if prepared is not None:
-            return prepared
-    raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")
+    prepared = first_prepared(model.parameters())
+    if prepared is None:
+        raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")
+    return prepared
 
 
 def its_turn(model: nn.Module, verb: str) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.assemble import Prepared, prepared_of
+from outsize.api.assemble import Prepared, first_prepared
 from outsize.api.ranks import check_same, everywhere, in_each_stage
 from outsize.api.saving import (
     buffers_of,
@@ -181,8 +181,7 @@ def _prepared(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
         return whole(model, optimizer, "load")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"outsize.load needs a prepared model, a prepared optimizer or both, not {optimizer!r}")
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    prepared = next((found for found in map(prepared_of, params) if found is not None), None)
+    prepared = first_prepared(param for group in optimizer.param_groups for param in group["params"])
     if prepared is None:
         raise ValueError("the optimizer is not prepared; call outsize.prepare(model, optimizer) first")
     return ready(prepared.model, optimizer, "load")

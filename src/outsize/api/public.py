@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from outsize.api.assemble import assemble, kept_by, prepared_of
+from outsize.api.assemble import assemble, first_prepared, kept_by, prepared_of
 from outsize.api.methods import methods_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
@@ -21,7 +21,7 @@ from outsize.planning.machine import Machine
 from outsize.planning.parallel import Parallel, sent_for_a_token, sent_in_a_step
 from outsize.planning.tables import Plan, PlannedUnit, planned
 from outsize.run.paging import page_in
-from outsize.run.wrappers import known, known_parameters
+from outsize.run.wrappers import known_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of Python 3.11; nothing needs it while a program runs
@@ -124,14 +124,13 @@ def plan(
         raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
     if machine is not None and not isinstance(machine, Machine):
         raise TypeError(f"machine is a {type(machine).__name__}; it must be the figures that outsize.probe returns")
-    for param in known(model.parameters()):
-        prepared = prepared_of(param)
-        if prepared is not None:
-            if config is not None or fields or ranks > 1 or mesh is not None or example is not None:
-                raise ValueError(
-                    "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
-                )
-            return replace(_plan_of(prepared.placed, prepared.config), activations=prepared.chosen)
+    prepared = first_prepared(model.parameters())
+    if prepared is not None:
+        if config is not None or fields or ranks > 1 or mesh is not None or example is not None:
+            raise ValueError(
+                "the model is prepared already: plan(model) shows what goes where; other budgets need a fresh model"
+            )
+        return replace(_plan_of(prepared.placed, prepared.config), activations=prepared.chosen)
     if mesh is not None and ranks > 1:
         raise ValueError(f"plan takes ranks={ranks} or mesh={mesh}, not both")
     parallel, width = Parallel(ranks) if mesh is None else shape_of(mesh), width_of(model)

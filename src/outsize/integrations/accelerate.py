@@ -28,7 +28,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import outsize
-from outsize.api.assemble import Prepared, require
+from outsize.api.assemble import first_prepared
 
 if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
     raise ImportError(f"outsize needs accelerate 1.1 or newer, not {accelerate.__version__}: pip install -U accelerate")
@@ -55,7 +55,7 @@ def prepare(accelerator: Any, *objects: Any, **fields: Any) -> Any:
     optimizer = optimizers[0] if optimizers else None
     own = getattr(optimizer, "optimizer", optimizer)
     _refuse(accelerator, model, optimizer)
-    prepared = _prepared(model)
+    prepared = first_prepared(model.parameters())
     if fields or prepared is None:
         outsize.prepare(model, own, **{"device": accelerator.device, **fields})
     elif prepared.optimizer is not own:
@@ -95,13 +95,6 @@ def _refuse(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
     ):
         if refused:
             raise ValueError(f"{what}, and outsize cannot train so; {remedy}")
-
-
-def _prepared(model: nn.Module) -> Prepared | None:
-    try:
-        return require(model)
-    except ValueError:
-        return None
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # not read by mypy

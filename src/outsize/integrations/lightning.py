@@ -38,6 +38,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 import outsize
+from outsize.api.assemble import first_prepared
 from outsize.config import Fields, make_config, shows_fields
 
 if TYPE_CHECKING:
@@ -440,11 +441,7 @@ def _undotted(path: Any) -> Path:
 
 
 def _is_prepared(model: nn.Module) -> bool:
-    try:
-        outsize.memory(model)
-    except ValueError:
-        return False
-    return True
+    return first_prepared(model.parameters()) is not None
 
 
 for _registry, _strategy in ((StrategyRegistry, OutsizeStrategy), (STRATEGY_REGISTRY, OutsizeFabricStrategy)):
