@@ -38,7 +38,7 @@ from outsize.formats.pieces import (
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
 from outsize.move.comm import Ranks
 from outsize.move.progress import Progress
-from outsize.move.store import DTYPES
+from outsize.move.store import DTYPES, TRAINED_DTYPES
 from outsize.optim.worker import NO_OPTIONS
 from outsize.planning.sizes import parse_bytes
 
@@ -46,7 +46,7 @@ MAX_SHARD_SIZE = "5GB"
 """As in the Hugging Face libraries."""
 
 FORMATS = ("safetensors", "dcp")
-DTYPES_OUT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES_OUT = TRAINED_DTYPES.values()
 
 
 def export(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from outsize.checkpoint.regions import AnyRegion, Region, narrow, natural, region_from
-from outsize.checkpoint.values import decode, encode, inline
+from outsize.checkpoint.values import DTYPE_NAMES, decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.grad_ops import GradOps
+from outsize.move.store import MASTER_DTYPE, TRAINED_DTYPES
 from outsize.planning.sizes import format_bytes
 
 FORMAT = "outsize checkpoint"
@@ -26,8 +27,6 @@ CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
 
 MAX_MANIFEST_BYTES = 256 << 20
-TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 GRADS = ("grad", "held")
 """A gradient that was not used up, and the one that a delayed update holds back until the next step."""
 
@@ -133,7 +132,7 @@ class ParameterRecord:
         record = cls(arrays, value["scalars"], grads)
         if any(region.shape != record.shape for region in arrays.values()):
             raise ValueError("the arrays of one parameter have different shapes")
-        if record.master is not None and MASTER_DTYPES.get(record.dtype) is not record.master.dtype:
+        if record.master is not None and MASTER_DTYPE.get(DTYPE_NAMES[record.dtype]) is not record.master.dtype:
             raise ValueError("a master is int16 beside a bfloat16 weight and float32 beside a float16 one")
         if not all(region.dtype.is_floating_point for region in record.state.values()):
             raise ValueError("optimizer state is floating-point")
@@ -141,7 +140,7 @@ class ParameterRecord:
 
 
 def _grad_note(value: Any, dtype: torch.dtype) -> GradNote:
-    if dtype not in TRAINABLE:
+    if dtype not in TRAINED_DTYPES.values():
         raise ValueError(f"a gradient of {dtype}")
     ops: Any = {key: each if isinstance(each, bool) else float(each) for key, each in _decoded(value["ops"]).items()}
     if any(math.isfinite(each) and abs(each) > torch.finfo(torch.float32).max for each in ops.values()):

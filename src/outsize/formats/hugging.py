@@ -56,10 +56,6 @@ class StoredWeight:
     shape: tuple[int, ...]
     offset: int
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
 
 def is_safetensors(folder: Path) -> bool:
     """Whether this is a folder of weights in the Hugging Face layout."""
