@@ -123,34 +123,20 @@ class Resources:
             threading.Thread(target=self.close, name="outsize-close").start()
             return
         try:
-            if self.ranks is not None:
-                self.ranks.model.close()
-            self.conveyor.close()
-            if self.activations is not None:
-                self.activations.close()
-            if self.tokens is not None:
-                self.tokens.close()
-            for shard in self.shards:
-                shard.close()
+            ranks = self.ranks and self.ranks.model
+            for each in (ranks, self.conveyor, self.activations, self.tokens, *self.shards, self.outbox):
+                if each is not None:
+                    each.close()
             self.shards = []
-            if self.outbox is not None:
-                self.outbox.close()
         finally:
             let_go_of_freed_memory(self)
             self._close_disk()
 
     def _close_disk(self) -> None:
-        if self.disk is not None:
-            self.disk.close()
-        for file in self._files:
-            file.close()
-        self._files = []
-        for source in self._sources.values():
-            source.close()
-        self._sources = {}
-        for run in self._runs:
-            run.close()
-        self._runs = []
+        for each in (self.disk, *self._files, *self._sources.values(), *self._runs):
+            if each is not None:
+                each.close()
+        self._files, self._sources, self._runs = [], {}, []
 
 
 def _make_file(

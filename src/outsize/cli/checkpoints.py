@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from outsize.checkpoint.directory import (
@@ -18,7 +19,7 @@ from outsize.checkpoint.directory import (
     was_removed,
     without_foreign,
 )
-from outsize.checkpoint.files import DataReader, open_manifest
+from outsize.checkpoint.files import open_manifest
 from outsize.checkpoint.folder import remove_leftovers
 from outsize.checkpoint.manifest import MANIFEST_NAME, Manifest
 from outsize.cli.options import DTYPES
@@ -118,7 +119,8 @@ def _verify(args: argparse.Namespace) -> int:
     for path in [found for given in args.path for found in _found(given)]:
         try:
             manifest, data = open_manifest(path)
-            _verify_one(manifest, data)
+            with closing(data):
+                data.verify(files=manifest.files)
         except (ValueError, OSError) as error:
             if was_removed(path, error):
                 print(f"{path}: another run has just removed it")
@@ -131,25 +133,15 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _verify_one(manifest: Manifest, data: DataReader) -> None:
-    try:
-        data.verify(files=manifest.files)
-    finally:
-        data.close()
-
-
 def _export(args: argparse.Namespace) -> int:
     manifest, data = open_manifest(_found(args.path)[0])
-    try:
-        dtype = DTYPES[args.dtype] if args.dtype is not None else None
-        weights = stored_weights(manifest, data, dtype)
+    with closing(data):
+        weights = stored_weights(manifest, data, DTYPES.get(args.dtype))
         files = files_of(weights, parse_bytes(args.max_shard_size, "--max-shard-size"))
         regions = [region for record in manifest.parameters.values() for region in record.leaves(state=False)]
         data.verify([*regions, *manifest.buffers.values()])
         with merged_folder(args.out.resolve()) as folder:
             write_shards(folder, files, runs_of(files))
-    finally:
-        data.close()
     size = sum(weight.nbytes for weight in weights.values())
     print(_printable(f"{args.out}: {len(weights)} tensors, {format_bytes(size)}, as safetensors"))
     return 0
