@@ -125,27 +125,25 @@ def _open(
 ) -> Opened:
     """What is at the path, found to be whole and to fit."""
     cuts = cuts_of(prepared)
-    ours = is_checkpoint(path)
-    if not ours and (is_safetensors(path) or is_dcp(path)):
-        for newest in checkpoints_in(path)[:1]:
-            raise ValueError(
-                f"{path} holds both weights of their own and checkpoints of outsize.save, the newest {newest.name!r}; "
-                f"name the one that is meant: {newest}, {path / LATEST} for the newest one, or a folder of the weights "
-                f"alone"
-            )
-        if cuts:
-            raise ValueError(
-                f"{path} cannot be loaded into tensor-parallel parameters: load it into the model before "
-                f"parallelize_module, or load a checkpoint of outsize.save"
-            )
-    if not ours and is_safetensors(path):
+    if is_checkpoint(path) or not (is_safetensors(path) or is_dcp(path)):
+        return open_checkpoint(path, live, label, strict, Peers(prepared.ranks, "load"), cuts)
+    for newest in checkpoints_in(path)[:1]:
+        raise ValueError(
+            f"{path} holds both weights of their own and checkpoints of outsize.save, the newest {newest.name!r}; "
+            f"name the one that is meant: {newest}, {path / LATEST} for the newest one, or a folder of the weights "
+            f"alone"
+        )
+    if cuts:
+        raise ValueError(
+            f"{path} cannot be loaded into tensor-parallel parameters: load it into the model before "
+            f"parallelize_module, or load a checkpoint of outsize.save"
+        )
+    if is_safetensors(path):
         if model is None or optimizer is not None:
             raise ValueError(f"{path} holds weights alone: load it with outsize.load(path, model)")
         optional: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
         return open_safetensors(path, live, optional, strict)
-    if not ours and is_dcp(path):
-        return open_dcp(path, live, label, strict)
-    return open_checkpoint(path, live, label, strict, Peers(prepared.ranks, "load"), cuts)
+    return open_dcp(path, live, label, strict)
 
 
 @contextmanager
