@@ -79,27 +79,24 @@ def export(
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES_OUT))} or None")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
+    if format == "dcp" and max_shard_size is not None:
+        raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
+    if format != "dcp" and optimizer is not None:
+        raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
     with its_turn(model, "export"):
         if format == "dcp":
-            return _export_dcp(target_of(path), model, max_shard_size, dtype, optimizer)
-        _export(target_of(path), model, max_shard_size, dtype, optimizer)
+            _export_dcp(target_of(path), model, dtype, optimizer)
+        else:
+            _export(target_of(path), model, dtype, MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
 
 
-def _export(
-    target: Path,
-    model: nn.Module,
-    max_shard_size: int | str | None,
-    dtype: torch.dtype | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    if optimizer is not None:
-        raise ValueError("safetensors holds weights alone; give the optimizer with format='dcp', or use outsize.save")
+def _export(target: Path, model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     prepared = whole(model, None, "export")
     _refuse_wrappers(prepared)
     ranks = prepared.ranks
     peers = Peers(ranks, "export")
     peers.exchange("export")
-    shard_bytes = parse_bytes(MAX_SHARD_SIZE if max_shard_size is None else max_shard_size, "max_shard_size")
+    shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     files = files_of(weights, shard_bytes)
     settle(prepared)
@@ -125,16 +122,10 @@ def _export(
 
 
 def _export_dcp(
-    target: Path,
-    model: nn.Module,
-    max_shard_size: int | str | None,
-    dtype: torch.dtype | None,
-    optimizer: torch.optim.Optimizer | None,
+    target: Path, model: nn.Module, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None
 ) -> None:
     from outsize.formats.dcp_writing import Place, optimizer_content, write_dcp  # takes seconds to import
 
-    if max_shard_size is not None:
-        raise ValueError("max_shard_size is for safetensors; torch.distributed.checkpoint writes one file a rank")
     prepared = whole(model, optimizer, "export")
     _refuse_wrappers(prepared)
     if prepared.ranks is not None:
