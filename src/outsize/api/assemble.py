@@ -160,10 +160,10 @@ def assemble(
             undo.push(partial(_end_ranks, ranks))
 
         def place() -> tuple[Rule | None, PlacedModel]:
+            rule = None
             if optimizer is not None:
                 refuse_own_step(optimizer)
-            rule = rule_for(optimizer, config.state_format) if optimizer is not None else None
-            if optimizer is not None and rule is not None:
+                rule = rule_for(optimizer, config.state_format)
                 warn_of_what_is_not_saved(optimizer, rule)
             plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
             check_devices(plan, config)

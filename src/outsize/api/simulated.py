@@ -207,9 +207,8 @@ class SimulatedUnit:
         self._has_grads = False
         self._job: Job | None = None
         self._ready = self._written = self._began = self.left = 0.0
-        memory = {tier: tier != "disk" for tier in ("device", "host", "disk")}
-        self._in_memory = memory[tiers.params] and memory[tiers.states] and memory[tiers.grads]
-        self._chunk_bytes = 0.0 if self._in_memory else self._staged_bytes() / max(self.numel, 1)
+        self._in_memory = not tiers.on_disk
+        self._chunk_bytes = self._staged_bytes() / max(self.numel, 1) if tiers.on_disk else 0.0
 
     def _staged_bytes(self) -> float:
         """That pass through staging for an update of the unit; as `staged_bytes` has it of a part."""
