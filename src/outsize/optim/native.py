@@ -14,8 +14,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from outsize import _native
 from outsize.move.codes import CodeKind, encode
-from outsize.move.shard import SlotState
-from outsize.optim.rules import Opened, Options, Piece, Rule, number, opened
+from outsize.optim.rules import Opened, Options, Piece, Rule, opened
 from outsize.optim.stepped import Stepped
 
 _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
@@ -120,9 +119,9 @@ class NativeRule(Rule):
     def read(self, options: Options) -> Mapping[str, Any]:
         """What the kernel and the formula are given beside arrays and counts."""
 
-    def counted(self, state: SlotState) -> Mapping[str, Any]:
+    def counted(self, piece: Piece) -> Mapping[str, Any]:
         """What they are given of the parameter's own values."""
-        return {"step": int(number(state.scalars.get("step", 0.0)) + 1.0)} if self.counts else {}
+        return {"step": piece.step} if self.counts else {}
 
     def check(self, hyper: Mapping[str, object], where: str) -> None:
         self.read(Options(hyper, where))
@@ -131,11 +130,11 @@ class NativeRule(Rule):
         """Fill the arrays of a parameter that was never stepped, where zeros will not do."""
 
     def apply(self, piece: Piece) -> dict[str, object]:
-        last, state = self._last, piece.state
+        last = self._last
         if last[0] is not piece.hyper:
             self._last = last = piece.hyper, self.read(Options(piece.hyper)), self.needs(piece.hyper)
-        options, names = {**last[1], **self.counted(state)}, last[2]
-        if not state.initialised:
+        options, names = {**last[1], **self.counted(piece)}, last[2]
+        if not piece.state.initialised:
             self.start(piece)
         if runs_natively(piece):
             self.kernel(native_arrays(piece, names), **options, threads=piece.threads)
@@ -222,8 +221,8 @@ class SGDRule(NativeRule):
             **options.flags("nesterov", "maximize"),
         }
 
-    def counted(self, state: SlotState) -> Mapping[str, Any]:
-        return {"first": not state.initialised or _BUFFER in state.scalars}
+    def counted(self, piece: Piece) -> Mapping[str, Any]:
+        return {"first": not piece.state.initialised or _BUFFER in piece.state.scalars}
 
 
 @final
@@ -248,10 +247,9 @@ class AdagradRule(NativeRule):
         _refuse_options(name, weight_decay=Options(hyper).number("weight_decay"))
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
-        options, step = self.read(Options(piece.hyper)), self.counted(piece.state)["step"]
-        sums, counts = [piece.states["sum"]], [_count(step - 1)]
-        adagrad([piece.param], [piece.grad], sums, counts, has_sparse_grad=True, foreach=False, fused=False, **options)
-        return {"step": float(step)}
+        tensors, options = Opened(piece.param, piece.grad, piece.states), self.read(Options(piece.hyper))
+        adagrad_formula(tensors, step=piece.step, has_sparse_grad=True, **options)
+        return {"step": float(piece.step)}
 
     def read(self, options: Options) -> Mapping[str, Any]:
         _initial_sum(options)

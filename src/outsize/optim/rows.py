@@ -11,8 +11,8 @@ from torch.optim._functional import sparse_adam
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
-from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula
-from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, number, split_master
+from outsize.optim.native import AdagradRule, AdamRule, NativeRule, adagrad_formula, adam_formula
+from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, split_master
 from outsize.optim.stepped import Stepped
 
 
@@ -48,20 +48,24 @@ def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> No
     shard.slot_states[name] = SlotState(after, initialised=True)
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _read_adam(options: Options, *numbers: str) -> dict[str, Any]:
+    found = {**options.numbers("lr", *numbers), **options.numbers("eps", least=0), **options.betas()}
+    return {**found, **options.flags("maximize")}
+
+
 @final
 class SparseAdamRule(Rule):
     """torch's SparseAdam, which has no update for dense gradients."""
 
-    arrays = ("exp_avg", "exp_avg_sq")
+    arrays = _MOMENTS
     counts = scalars = ("step",)
     only_rows = True
 
-    def read(self, options: Options) -> Mapping[str, float]:
-        found = {**options.numbers("lr"), **options.numbers("eps", least=0), **options.betas()}
-        return {**found, **options.flags("maximize")}
-
     def check(self, hyper: Mapping[str, object], where: str) -> None:
-        self.read(Options(hyper, where))
+        _read_adam(Options(hyper, where))
 
     def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
         self.check(hyper, f"the parameter group of {name!r}")
@@ -70,17 +74,10 @@ class SparseAdamRule(Rule):
         raise AssertionError("prepare refuses dense parameters")
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
-        step = int(number(piece.state.scalars.get("step", 0))) + 1
-        states = piece.states
-        sparse_adam(
-            [piece.param],
-            [piece.grad],
-            [states["exp_avg"]],
-            [states["exp_avg_sq"]],
-            [step],
-            **self.read(Options(piece.hyper)),  # type: ignore[arg-type]
-        )
-        return {"step": step}
+        averages, squares = ([piece.states[name]] for name in _MOMENTS)
+        options = _read_adam(Options(piece.hyper))
+        sparse_adam([piece.param], [piece.grad], averages, squares, [piece.step], **options)
+        return {"step": piece.step}
 
 
 # Note [Rows that a batch does not touch]
@@ -89,16 +86,11 @@ class SparseAdamRule(Rule):
 # what the batch costs, and trains a little differently: rows that come seldom decay less.
 
 
-def _read_adam(options: Options) -> dict[str, Any]:
-    found = {**options.numbers("lr", "weight_decay"), **options.numbers("eps", least=0), **options.betas()}
-    return {**found, **options.flags("maximize")}
-
-
 def lazy_adamw(param: torch.Tensor, grad: torch.Tensor, states: Mapping[str, torch.Tensor], **options: Any) -> None:
     """AdamW on the rows that a sparse gradient has."""
     grad = grad.coalesce()
     ids = grad._indices()[0]
-    rows = Opened(param[ids], grad._values(), {name: states[name][ids] for name in ("exp_avg", "exp_avg_sq")})
+    rows = Opened(param[ids], grad._values(), {name: states[name][ids] for name in _MOMENTS})
     if ids.numel():
         adam_formula(rows, decoupled=True, amsgrad=False, **options)
     param.index_copy_(0, ids, rows.param)
@@ -141,11 +133,11 @@ class LazyAdamW(Stepped):
         maximize: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _read_adam(Options(defaults, "LazyAdamW"))
+        _read_adam(Options(defaults, "LazyAdamW"), "weight_decay")
         super().__init__(params, defaults)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        options = _read_adam(Options(group))
+        options = _read_adam(Options(group), "weight_decay")
         if not state:
             state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(param) for key in _MOMENTS}}
         state["step"] += 1
@@ -157,33 +149,35 @@ class LazyAdamW(Stepped):
             adam_formula(opened, decoupled=True, amsgrad=False, step=step, **options)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+class _BesideRows(Rule):
+    """An update of rows, and beside it that of dense parameters by another rule."""
+
+    merges = True
+    _dense: NativeRule
+
+    def check(self, hyper: Mapping[str, object], where: str) -> None:
+        self._dense.check(hyper, where)
+
+    def apply(self, piece: Piece) -> dict[str, object]:
+        return self._dense.apply(piece)
 
 
 @final
-class LazyAdamWRule(Rule):
+class LazyAdamWRule(_BesideRows):
     """The update of `LazyAdamW`."""
-
-    merges = True
 
     def __init__(self) -> None:
         self._dense = AdamRule(False, True)
         self.arrays, self.codes = self._dense.arrays, self._dense.codes
         self.counts = self.scalars = ("step",)
 
-    def check(self, hyper: Mapping[str, object], where: str) -> None:
-        self._dense.check(hyper, where)
-
     def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
         self.check(hyper, f"the parameter group of {name!r}")
 
-    def apply(self, piece: Piece) -> dict[str, object]:
-        return self._dense.apply(piece)
-
     def apply_rows(self, piece: Piece) -> dict[str, object]:
-        step = int(number(piece.state.scalars.get("step", 0))) + 1
-        lazy_adamw(piece.param, piece.grad, piece.states, step=step, **_read_adam(Options(piece.hyper)))
-        return {"step": float(step)}
+        options = _read_adam(Options(piece.hyper), "weight_decay")
+        lazy_adamw(piece.param, piece.grad, piece.states, step=piece.step, **options)
+        return {"step": float(piece.step)}
 
 
 class RowwiseAdagrad(Stepped):
@@ -220,10 +214,9 @@ _ROW_SUM = "row_sum"
 
 
 @final
-class RowwiseAdagradRule(Rule):
+class RowwiseAdagradRule(_BesideRows):
     """The update of `RowwiseAdagrad`. A table has no array: its sums are a value of the parameter, in memory."""
 
-    merges = True
     row_values = (_ROW_SUM,)
 
     def __init__(self) -> None:
@@ -231,14 +224,8 @@ class RowwiseAdagradRule(Rule):
         self.arrays, self.counts = self._dense.arrays, ("step",)
         self.scalars, self.optional = ("step", _ROW_SUM, "sum"), frozenset({"sum"})
 
-    def check(self, hyper: Mapping[str, object], where: str) -> None:
-        self._dense.check(hyper, where)
-
     def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
         self._dense.check_rows(hyper, name, optimizer)
-
-    def apply(self, piece: Piece) -> dict[str, object]:
-        return self._dense.apply(piece)
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
         options, state = Options(piece.hyper).numbers("lr", "eps"), piece.state.scalars
@@ -246,4 +233,4 @@ class RowwiseAdagradRule(Rule):
         if not isinstance(total, torch.Tensor):
             total = torch.zeros(piece.rows, dtype=piece.param.dtype, device="cpu")
         rowwise_adagrad(piece.param, piece.grad, total, piece.ids, **options)
-        return {"step": number(state.get("step", 0.0)) + 1.0, _ROW_SUM: total, "sum": None}
+        return {"step": float(piece.step), _ROW_SUM: total, "sum": None}

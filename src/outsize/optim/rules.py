@@ -42,6 +42,11 @@ class Piece:
     """Where these are rows of a table: which of its `rows` each is (int64); None: all."""
     rows: int = 0
 
+    @property
+    def step(self) -> int:
+        """Which step of the parameter this is, from 1."""
+        return int(number(self.state.scalars.get("step", 0))) + 1
+
 
 class Rule(ABC):
     """One optimizer's arithmetic."""
