@@ -82,11 +82,7 @@ def load(
 
 
 def _load(
-    prepared: Prepared,
-    label: str,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    strict: bool,
+    prepared: Prepared, label: str, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, strict: bool
 ) -> Any:
     prepared.resources.settle_saving()
     path, ranks = Path(os.path.realpath(label)), prepared.ranks

@@ -214,11 +214,7 @@ def _sharing_error(one: str, other: str, parameters: Mapping[str, torch.Tensor])
 
 
 def refuse_tables(
-    tables: Collection[str],
-    infos: Mapping[str, ParamInfo],
-    config: Config,
-    ranks: Ranks | None,
-    shared: bool,
+    tables: Collection[str], infos: Mapping[str, ParamInfo], config: Config, ranks: Ranks | None, shared: bool
 ) -> None:
     """Raise `ValueError` for what tables that are used by rows do not serve. `shared`: on several ranks."""
     dense = "use sparse=False"

@@ -14,14 +14,8 @@ from outsize.cli import checkpoints, generating, options, planning, probe, repor
 from outsize.cli.terminal import leave, terminals
 from outsize.cli.wording import in_options
 
-_EXTRA = {
-    "accelerate",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "rich",
-    "matplotlib",
-}  # what the extra `train` brings
+_EXTRA = {"accelerate", "transformers", "tokenizers", "safetensors", "rich", "matplotlib"}
+"""What the extra `train` brings."""
 _ROOMS = {
     "train": options,
     "report": reporting,
@@ -81,12 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"outsize {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, room in _ROOMS.items():
-        command = commands.add_parser(
-            name,
-            help=room.SUMMARY,
-            description=room.DESCRIPTION,
-            formatter_class=_Help,
-        )
+        command = commands.add_parser(name, help=room.SUMMARY, description=room.DESCRIPTION, formatter_class=_Help)
         room.add_arguments(command)
     return parser
 

@@ -40,10 +40,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]  # not read by mypy
     """
 
     def __init__(
-        self,
-        config: Any,
-        tokens: int,
-        disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        self, config: Any, tokens: int, disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     ) -> None:
         layers: list[Any] = _layers_of(config)
         moved = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
