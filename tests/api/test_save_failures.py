@@ -508,21 +508,6 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(
     assert_same(expected, run.values())
 
 
-def test_every_flipped_byte_of_a_manifest_is_found(size: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, "host")
-    run.train()
-    run.save(tmp_path / "ckpt")
-    before, file = run.values(), tmp_path / "ckpt" / "manifest.json"
-    content = file.read_bytes()
-    for at in range(0, len(content), 97):
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises((ValueError, OSError)):
-            run.load(tmp_path / "ckpt")
-    assert_same(before, run.values())
-    file.write_bytes(content)
-    run.load(tmp_path / "ckpt")
-
-
 def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.train()
@@ -550,6 +535,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
         plain(checkpoint, *given, **fields)
         run.train()
         run.save(tmp_path / "ckpt")
+        run.train()  # whose updates may take the files of the one that went
 
     monkeypatch.setattr(Checkpoint, "verify", verify)
     other.load(tmp_path / "ckpt")

@@ -260,27 +260,6 @@ def test_bf16_model_trains_like_one_with_masters_kept_by_hand(
             assert torch.equal(param, other), label
 
 
-def test_trains_under_the_trainer(twins: Make, tmp_path: Any) -> None:
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
-    pair = twins("llama")
-    rows = [{key: value[0] for key, value in pair.batch(pair.random).items()} for _ in range(6)]
-    losses = []
-    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
-        arguments = transformers.TrainingArguments(
-            str(tmp_path / "run"),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
-        losses.append(trainer.train().training_loss)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 def cache_name(model: nn.Module) -> str:
     """What this version of transformers calls the argument and the field of a result."""
     parameters = inspect.signature(type(model).forward).parameters

@@ -390,7 +390,13 @@ def test_a_parameter_whose_model_is_gone_is_shown(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [lambda grad: grad.numpy(), lambda grad: grad.tolist(), np.asarray, lambda grad: grad.detach().cpu().numpy()],
+    [
+        lambda grad: grad.numpy(),
+        lambda grad: grad.tolist(),
+        np.asarray,
+        lambda grad: grad.detach().cpu().numpy(),
+        lambda grad: grad.sum(),
+    ],
 )
 def test_a_gradient_at_rest_that_is_read_names_the_remedy(workshop: Workshop, read: Callable[[Tensor], Any]) -> None:
     model = workshop.pair().model

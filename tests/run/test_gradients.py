@@ -365,14 +365,6 @@ def test_gradients_are_added_to_others_inside_gathered(workshop: Workshop, tier:
     torch.testing.assert_close(total, pair.plain.head.weight.grad)
 
 
-@pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_reading_a_gradient_at_rest_says_what_to_do(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
-    backward(pair, batches(1))
-    with pytest.raises(RuntimeError, match=r"head\.weight.*gathered\(param, grads=True\)"):
-        pair.model.head.weight.grad.sum()
-
-
 def test_retain_graph_and_two_backwards_add_up(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     for model, optimizer in pair.both:

@@ -598,31 +598,3 @@ def test_a_state_of_other_parameters_in_place_of_the_optimizers_own_is_refused(w
     pair.optimizer.state = {nn.Parameter(torch.ones(3)): {"step": 1}}
     with pytest.raises(ValueError, match="an entry for .*, which is no parameter of the model"):
         pair.optimizer.step()
-
-
-def test_a_change_of_an_entry_of_the_state_is_refused_with_the_remedy(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
-    pair.train(batches(2))
-    weight = pair.model.head.weight
-    for change in (
-        lambda: pair.optimizer.state[weight].__setitem__("exp_avg", torch.zeros(4, 16)),
-        lambda: pair.optimizer.state[weight].update(exp_avg=torch.zeros(4, 16)),
-        lambda: pair.optimizer.state[weight].pop("exp_avg"),
-    ):
-        with pytest.raises(RuntimeError, match=r"is a copy .* write the whole entry"):
-            change()
-    for model, optimizer in pair.both:
-        entry = optimizer.state[model.head.weight]
-        optimizer.state[model.head.weight] = {**entry, "exp_avg": torch.zeros(4, 16)}
-    pair.train(batches(2))
-
-
-def test_a_state_dict_has_plain_dicts(workshop: Workshop, tmp_path: Path) -> None:
-    pair = workshop.pair(tier="disk")
-    pair.train(batches(2))
-    state = pair.optimizer.state_dict()
-    assert {type(entry) for entry in state["state"].values()} == {dict}
-    torch.save(state, tmp_path / "state.pt")
-    pair.optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert type(copy.deepcopy(pair.optimizer.state[pair.model.head.weight])) is dict
-    pair.train(batches(2))

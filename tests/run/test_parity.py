@@ -246,15 +246,6 @@ def test_a_closure_given_to_step_is_run(workshop: Workshop, tier: str) -> None:
     pair.check()
 
 
-def test_step_hooks_run_once_a_step(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
-    calls: list[str] = []
-    pair.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    pair.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(pair.model, pair.optimizer, batches(2))
-    assert calls == ["before", "after"] * 2
-
-
 def test_prepare_returns_the_same_two_objects(workshop: Workshop) -> None:
     model = Stack()
     optimizer = adamw(model)

@@ -50,6 +50,9 @@ def in_inference_mode(pair: Pair) -> None:
 WRITES: dict[str, Callable[[Pair], Any]] = {
     "augmented": lambda pair: operator.imul(entry(pair)["exp_avg"], 0),
     "count": lambda pair: operator.isub(entry(pair)["step"], 1),
+    "an array": lambda pair: entry(pair).__setitem__("exp_avg", torch.zeros(4, 16)),
+    "update": lambda pair: entry(pair).update(exp_avg=torch.zeros(4, 16)),
+    "pop": lambda pair: entry(pair).pop("exp_avg"),
     "rows": lambda pair: entry(pair)["exp_avg"].__setitem__(0, 0),
     "in place": lambda pair: entry(pair)["exp_avg"].zero_(),
     "out": lambda pair: torch.mul(entry(pair)["exp_avg"], 2, out=entry(pair)["exp_avg"]),
@@ -129,7 +132,9 @@ def test_a_state_dict_is_made_of_plain_tensors(workshop: Workshop, tier: str, tm
     torch.save(entry(pair), tmp_path / "entry.pt")
     loaded = torch.load(tmp_path / "entry.pt", weights_only=False)
     assert {type(value) for value in loaded.values()} == {Tensor}
-    pair.optimizer.load_state_dict(pair.optimizer.state_dict())
+    torch.save(state, tmp_path / "state.pt")
+    pair.optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert type(copy.deepcopy(entry(pair))) is dict
     pair.train(batches(2))
 
 

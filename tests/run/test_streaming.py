@@ -260,13 +260,6 @@ def test_an_order_that_changes_every_step_is_followed(workshop: Workshop) -> Non
     workshop.pair(lambda: Stack(depth=6), tier="squeezed").train(batches(12), loss_of=loss_of, clip=0.5)
 
 
-def test_the_last_update_is_not_lost_when_training_ends(workshop: Workshop) -> None:
-    pair = workshop.pair(tier="squeezed")
-    for model, optimizer in pair.both:
-        step(model, optimizer)
-    pair.check()
-
-
 def test_an_update_that_no_forward_fetches_is_not_lost(workshop: Workshop) -> None:
     pair = workshop.pair(tier="squeezed")
     for model, optimizer in pair.both:
