@@ -136,12 +136,8 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
     """What the rule keeps in the format that the user asked for."""
     if rule is None:
         return Kept()
-    return Kept(
-        rule.arrays,
-        frozenset(rule.codes) if config.state_format == "compact" else frozenset(),
-        rule.whole,
-        rule.row_values,
-    )
+    compact = rule.codes if config.state_format == "compact" else ()
+    return Kept(rule.arrays, frozenset(compact), rule.whole, rule.row_values)
 
 
 def assemble(

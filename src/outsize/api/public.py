@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from outsize.api.assemble import assemble, first_prepared, kept_by, prepared_of
 from outsize.api.methods import methods_of
-from outsize.api.placed import Kept, PlacedModel
+from outsize.api.placed import PlacedModel
 from outsize.api.placing import place_model
 from outsize.api.ranks import know_place, take_accelerator
 from outsize.api.stages import part_of_a_rank, shape_of, width_of
 from outsize.config import Config, Fields, make_config, shows_fields
 from outsize.move.store import OWN_BYTES
 from outsize.optim.choice import rule_for
+from outsize.optim.native import AdamRule
 from outsize.planning.machine import Machine
 from outsize.planning.parallel import Parallel, sent_for_a_token, sent_in_a_step
 from outsize.planning.tables import Plan, PlannedUnit, planned
@@ -25,8 +26,6 @@ from outsize.run.wrappers import known_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of Python 3.11; nothing needs it while a program runs
-
-ADAMW_ARRAYS = ("exp_avg", "exp_avg_sq")
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -134,9 +133,8 @@ def plan(
     if mesh is not None and ranks > 1:
         raise ValueError(f"plan takes ranks={ranks} or mesh={mesh}, not both")
     parallel, width = Parallel(ranks) if mesh is None else shape_of(mesh), width_of(model)
-    kept = Kept(ADAMW_ARRAYS, frozenset(ADAMW_ARRAYS if made.state_format == "compact" else ()))
-    if optimizer is not None:
-        kept = kept_by(rule_for(optimizer, made.state_format), made)
+    adamw = AdamRule(amsgrad=False, decoupled=True)
+    kept = kept_by(adamw if optimizer is None else rule_for(optimizer, made.state_format), made)
     if parallel.stages * parallel.tensor > 1:
         if example is not None:
             raise ValueError(
