@@ -105,19 +105,15 @@ def run(args: argparse.Namespace) -> int:
         _refuse(args, "largest", "seq_len", "trace")
         return _largest(args)
     cluster = _of_cluster(args)
-    args.ranks = args.ranks or 1
     config = models.llama(args.shape) if args.shape else models.configuration(args.model)
     model = models.on_meta(config)
-    args.dtype = args.dtype or ("fp32" if cluster is None else "bf16")
-    if args.disk_space is not None and not args.disk:
-        args.disk = ["."]  # a plan for `disk_space` looks at no folder
     optimizer = torch.optim.AdamW(model.parameters())
     example = None
     if args.seq_len is not None or args.trace is not None:
         tokens = torch.zeros(args.batch, args.seq_len or 128, dtype=torch.long)
         example = {"input_ids": tokens, "labels": tokens}
     machine = None if cluster is None else cluster.machine(_ranks(args))
-    fields = {"ranks": args.ranks, "mesh": args.mesh, "example": example, "machine": machine, **config_fields(args)}
+    fields = {**_fields(args, "fp32" if cluster is None else "bf16"), "example": example, "machine": machine}
     plan = _planned(args, cluster, lambda: outsize.plan(model, optimizer, **fields))
     if args.trace is not None and plan.prediction is not None:
         plan.prediction.trace.write(args.trace)
@@ -130,6 +126,14 @@ def run(args: argparse.Namespace) -> int:
         numel = sum(param.numel() for param in model.parameters())
         print(f"\n{zero_table(numel, args.ranks, args.dtype, args.state_format)}")
     return 0
+
+
+def _fields(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Of `outsize.plan`. `dtype`: where none is given."""
+    args.ranks, args.dtype = args.ranks or 1, args.dtype or dtype
+    if args.disk_space is not None and not args.disk:
+        args.disk = ["."]  # a plan for `disk_space` looks at no folder
+    return {"ranks": args.ranks, "mesh": args.mesh, **config_fields(args)}
 
 
 def _there(args: argparse.Namespace, cluster: Cluster | None, plan: outsize.Plan) -> dict[str, int]:
@@ -182,11 +186,7 @@ def _largest(args: argparse.Namespace) -> int:
     found = []
     for name, each in _each_of_several(args):
         cluster = _of_cluster(each)
-        if each.disk_space is not None and not each.disk:
-            each.disk = ["."]
-        each.dtype = each.dtype or "bf16"
-        fields = {"ranks": each.ranks or 1, "mesh": each.mesh, **config_fields(each)}
-        found.append((name, _planned(each, cluster, partial(largest, args.largest, **fields))))
+        found.append((name, _planned(each, cluster, partial(largest, args.largest, **_fields(each, "bf16")))))
     if args.cluster:
         print("planned from the figures of clusters, which were not measured; a budget is that of one rank")
     print("\n".join(table(args.largest, found)))
