@@ -6,7 +6,8 @@ import re
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -91,9 +92,6 @@ class Counter:
     def path(self) -> str:
         """The module that runs."""
         return next((each for each in reversed(self._path) if each), "")
-
-    def hooks(self) -> Any:
-        return _Hooks(self.model, self)
 
     def watch(
         self, twins: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], others: Sequence[Any]
@@ -358,41 +356,31 @@ def _looks(module: nn.Module) -> object:
     return tuple(parts)
 
 
-@final
-class _Hooks:
+@contextmanager
+def hooked(counter: Counter) -> Iterator[None]:
     """Hooks of each module's call, for as long as the block lasts; then the modules are as they were."""
-
-    def __init__(self, model: nn.Module, counter: Counter) -> None:
-        self._model, self._counter = model, counter
-        self._handles: list[Any] = []
-        kept = [each for module in model.modules() for each in (vars(module), *vars(module).values())]
-        self._before = [(each, each.copy()) for each in kept if type(each) in (dict, list, OrderedDict)]
-        held = [each for each in tree_leaves([plain for _, plain in self._before]) if type(each) is torch.Tensor]
-        self._values = [(each, each.clone()) for each in held] if counter.times else []
-
-    def __enter__(self) -> None:
-        listed = {
-            id(child)
-            for each in self._model.modules()
-            if isinstance(each, (nn.ModuleList, nn.Sequential))
-            for child in each.children()
-        }
-        for module in self._model.modules() if listed else ():
+    model, handles = counter.model, []
+    kept = [each for module in model.modules() for each in (vars(module), *vars(module).values())]
+    containers = [(each, each.copy()) for each in kept if type(each) in (dict, list, OrderedDict)]
+    held = [each for each in tree_leaves([plain for _, plain in containers]) if type(each) is torch.Tensor]
+    values = [(each, each.clone()) for each in held] if counter.times else []
+    lists = (each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential)))
+    listed = {id(child) for each in lists for child in each.children()}
+    try:
+        for module in model.modules():
             if id(module) in listed and any(True for _ in module.children()) and any(True for _ in module.parameters()):
-                module.forward = partial(self._counter.call, module, module.forward)
-        for name, module in self._model.named_modules():
-            before = partial(self._counter.enter, name)
-            after = partial(self._counter.leave, id(module) in listed)
-            self._handles.append(module.register_forward_pre_hook(before))
-            self._handles.append(module.register_forward_hook(after))
-
-    def __exit__(self, *_: object) -> None:
-        self._counter.let_go()
-        for handle in self._handles:
+                module.forward = partial(counter.call, module, module.forward)
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(counter.enter, name)))
+            handles.append(module.register_forward_hook(partial(counter.leave, id(module) in listed)))
+        yield
+    finally:
+        counter.let_go()
+        for handle in handles:
             handle.remove()
-        for each, before in self._before:  # tensors without memory must not stay in a cache of the model
+        for each, before in containers:  # tensors without memory must not stay in a cache of the model
             each.clear()
             (each.extend if isinstance(each, list) else each.update)(before)
         with torch.no_grad():
-            for value, earlier in self._values:  # that a pass may have written
+            for value, earlier in values:  # that a pass may have written
                 value.copy_(earlier)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outsize.api.counter import Counter, Event
+from outsize.api.counter import Counter, Event, hooked
 from outsize.planning.machine import CPU, Machine
 from outsize.run.operations import EachOperation
 from outsize.run.wrappers import known_parameters
@@ -74,7 +74,7 @@ def _run_step(
     """Forward and backward with these values in place of the model's own."""
     model = counter.model
     drawn = random.getstate()
-    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False), counter.hooks():
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False), hooked(counter):
         counter.watch(twins, buffers, tree_leaves(batch))
         try:
             with watching:
