@@ -85,11 +85,8 @@ class Chunk:
         self.in_buffer = shard.updates_in_buffer
         if self.in_buffer and shard.device.type == "cpu":
             self.lying["params"] = shard.param_bytes(start, end)
-        elif (
-            not self.in_buffer
-            and shard.params is not None
-            and (view := shard.params.view(self.first, nbytes)) is not None
-        ):
+        view = None if self.in_buffer or shard.params is None else shard.params.view(self.first, nbytes)
+        if view is not None:
             self.lying["params"] = view
         self.stages_params = not self.in_buffer and "params" not in self.lying
 
