@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outsize.checkpoint.regions import AnyRegion, Region, narrow, natural, region_from
+from outsize.checkpoint.regions import AnyRegion, Region, natural, region_from
 from outsize.checkpoint.values import DTYPE_NAMES, decode, encode, inline
 from outsize.move.generations import crc32c
 from outsize.move.grad_ops import GradOps
@@ -103,10 +103,6 @@ class ParameterRecord:
     def changed(self, change: Callable[[str, AnyRegion], AnyRegion]) -> ParameterRecord:
         """The same with each array changed."""
         return replace(self, arrays={key: change(key, region) for key, region in self.arrays.items()})
-
-    def of_part(self, dim: int, first: int, count: int) -> ParameterRecord:
-        """The same of these entries of a dimension alone."""
-        return self.changed(lambda _, region: narrow(region, dim, first, count))
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"weight": None, "master": None, "state": {}, "scalars": self.scalars}

@@ -20,7 +20,7 @@ from outsize.checkpoint.manifest import GRADS, MANIFEST_NAME, Manifest, Paramete
 from outsize.checkpoint.opened import Opened
 from outsize.checkpoint.peers import Cut, Peers, name_of_rank
 from outsize.checkpoint.rank_state import MODEL_FILE
-from outsize.checkpoint.regions import Region
+from outsize.checkpoint.regions import Region, narrow
 from outsize.checkpoint.rng import check_rng, is_known
 from outsize.checkpoint.values import decode, from_inline
 from outsize.optim.worker import NO_OPTIONS
@@ -72,7 +72,7 @@ def find_checkpoint(path: Path) -> Path:
 
 @final
 class Checkpoint:
-    """A checkpoint opened for reading, its values decoded. Close it after use.
+    """A checkpoint opened for reading, its values decoded. Close its `data` after use.
 
     Raises `FileNotFoundError` where there is none, `ValueError` that names the file for a damaged one.
     """
@@ -157,9 +157,6 @@ class Checkpoint:
         self._scalar_regions.append(self._region(value))
         return self.data.readable(self._scalar_regions[-1])
 
-    def close(self) -> None:
-        self.data.close()
-
     def opened(self, live: Live, cuts: Mapping[str, Cut], passed_over: Differences) -> Opened:
         """Its content for a live model; of the parameters in `cuts` the part along a dimension that this rank has."""
         manifest, readable = self.manifest, self.data.readable
@@ -168,7 +165,7 @@ class Checkpoint:
             weights={name: self.data.exact(record) for name, record in records.items()},
             buffers={name: readable(region) for name, region in self.buffers.items()},
             passed_over=passed_over,
-            close=self.close,
+            close=self.data.close,
             resting={
                 name: {"weight": readable(record.weight), "master": readable(record.master)}
                 for name, record in records.items()
@@ -201,7 +198,7 @@ class Checkpoint:
 def _part_of(record: ParameterRecord, cut: Cut | None) -> ParameterRecord:
     if cut is None or not cut.fits(record.shape):
         return record
-    return record.of_part(cut.dim, cut.first, cut.count)
+    return record.changed(lambda _, region: narrow(region, cut.dim, cut.first, cut.count))
 
 
 def open_checkpoint(path: Path, live: Live, label: str, strict: bool, peers: Peers, cuts: Mapping[str, Cut]) -> Opened:
@@ -216,7 +213,7 @@ def open_checkpoint(path: Path, live: Live, label: str, strict: bool, peers: Pee
                 passed_over = check_match(checkpoint.manifest, live, label, strict)
                 checkpoint.verify(weights=live.buffers is not None, state=live.optimizer is not None)
             except BaseException:
-                checkpoint.close()
+                checkpoint.data.close()
                 raise
             return checkpoint.opened(live, cuts, passed_over)
         except FileNotFoundError:

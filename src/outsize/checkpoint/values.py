@@ -33,12 +33,8 @@ TensorToJson = Callable[[str, torch.Tensor], Any]
 TensorFromJson = Callable[[Any], Any]
 
 
-def encode(value: Any, path: str, tensor: TensorToJson) -> Any:
+def encode(value: Any, path: str, tensor: TensorToJson, depth: int = 0) -> Any:
     """`value` as JSON. Raises `TypeError` that names the path of whatever cannot be stored exactly."""
-    return _encode(value, path, tensor, 0)
-
-
-def _encode(value: Any, path: str, tensor: TensorToJson, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep, or holds itself; it cannot be saved")
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
@@ -48,9 +44,9 @@ def _encode(value: Any, path: str, tensor: TensorToJson, depth: int) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if type(value) is list:
-        return [_encode(each, f"{path}[{at}]", tensor, depth + 1) for at, each in enumerate(value)]
+        return [encode(each, f"{path}[{at}]", tensor, depth + 1) for at, each in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [_encode(each, f"{path}[{at}]", tensor, depth + 1) for at, each in enumerate(value)]}
+        return {"$tuple": [encode(each, f"{path}[{at}]", tensor, depth + 1) for at, each in enumerate(value)]}
     if type(value) in (dict, OrderedDict, Counter):
         return _encode_dict(value, path, tensor, depth)
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
@@ -70,8 +66,8 @@ def _encode_dict(value: dict[Any, Any], path: str, tensor: TensorToJson, depth: 
         if type(key) not in (str, int, bool):
             raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be str or int")
         if type(key) is int:
-            _encode(key, f"a key of {path}", tensor, depth)
-    pairs = [(key, _encode(each, f"{path}[{key!r}]", tensor, depth + 1)) for key, each in value.items()]
+            encode(key, f"a key of {path}", tensor, depth)
+    pairs = [(key, encode(each, f"{path}[{key!r}]", tensor, depth + 1)) for key, each in value.items()]
     if type(value) is Counter:
         return {"$counter": [list(pair) for pair in pairs]}
     if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
@@ -109,7 +105,7 @@ def inline(path: str, tensor: torch.Tensor) -> Any:
     """A small tensor in the manifest itself."""
     if tensor.numel() > INLINE_NUMEL or tensor.is_complex():
         raise TypeError(f"{path} is a tensor of {tensor.numel()} elements of {tensor.dtype}; only small ones are saved")
-    values = [_encode(each, path, inline, 0) for each in tensor.reshape(-1).tolist()]
+    values = [encode(each, path, inline) for each in tensor.reshape(-1).tolist()]
     return {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "values": values}
 
 
