@@ -7,8 +7,9 @@ import fcntl
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -147,6 +148,16 @@ def host_copy(value: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
     return found.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
+@contextmanager
+def descriptor(path: Path, flags: int = 0) -> Iterator[int]:
+    """Of a file or folder, open for reading in the block."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def read_manifest(path: Path, most: int | None = None, folder: int | None = None) -> bytes:
     """The bytes of a manifest, or the first ones. Raises `ValueError` unless it is a regular file of a sane size.
 
@@ -180,15 +191,12 @@ def file_record(path: Path) -> FileRecord:
     """The record of a finished file, which is read once more (out of the page cache if it was written just now)."""
     sums: list[int] = []
     slab = HostBuffer(CHUNK_BYTES)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with descriptor(path) as fd:
         nbytes = os.fstat(fd).st_size
         for start in range(0, nbytes, CHUNK_BYTES):
             content = slab.bytes[: min(CHUNK_BYTES, nbytes - start)]
             _read(fd, start, content, path)
             sums.append(crc32c(content))
-    finally:
-        os.close(fd)
     return FileRecord(nbytes, tuple(sums))
 
 
@@ -363,9 +371,7 @@ class DataReader:
 def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
     """The manifest and the files behind it, whose lengths are checked. Raises `ValueError` that names what is wrong."""
     file = folder / MANIFEST_NAME
-    with naming(folder, "opening"):
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with naming(folder, "opening"), descriptor(folder, os.O_DIRECTORY) as held:
         content = read_manifest(file, folder=held)
         try:
             manifest = Manifest.from_text(content.decode())
@@ -374,5 +380,3 @@ def open_manifest(folder: Path) -> tuple[Manifest, DataReader]:
         except ValueError as error:
             raise ValueError(f"{file} {error}") from error
         return manifest, DataReader(folder, manifest, held)
-    finally:
-        os.close(held)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from outsize.checkpoint.files import naming, read_manifest
+from outsize.checkpoint.files import descriptor, naming, read_manifest
 from outsize.checkpoint.manifest import FORMAT, MANIFEST_NAME
 
 HEAD_BYTES = 4096
@@ -138,16 +138,14 @@ def write_text(path: Path, text: str) -> None:
 
 def sync(path: Path) -> None:
     """Bring a file, or a folder's list of names as far as its file system can, to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with naming(path, "syncing"):
-            os.fsync(fd)
-    except OSError as error:
-        # Some file systems (shared folders of virtual machines, older network ones) sync no folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise
-    finally:
-        os.close(fd)
+    with descriptor(path) as fd:
+        try:
+            with naming(path, "syncing"):
+                os.fsync(fd)
+        except OSError as error:
+            # Some file systems (shared folders of virtual machines, older network ones) sync no folders.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
@@ -256,25 +254,18 @@ def remove_leftovers(parent: Path) -> None:
         found = _LEFTOVER.fullmatch(entry.name)
         if found is None or entry.is_symlink() or is_stranded(entry):  # that is the only one: see Note [One instant]
             continue
-        with suppress(OSError):
-            fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
-            finally:
-                os.close(fd)
+        with suppress(OSError), descriptor(entry, os.O_DIRECTORY) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def is_being_written(folder: Path) -> bool:
     """Whether a save that goes on has locked it."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError), descriptor(folder, os.O_DIRECTORY) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        finally:
-            os.close(fd)
     return False
 
 
