@@ -285,6 +285,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Where gradients are rounding noise alone (of the bias of keys), which Adam would amplify."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def prepared(model: nn.Module) -> Prepared:
     """What `outsize.prepare` made of the model."""
     return require(model)

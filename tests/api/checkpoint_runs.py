@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 
 import outsize
 from outsize import load, save
+from outsize.checkpoint.manifest import sealed
 from tests.conftest import random_state
 
 KINDS = ("device", "host", "disk")
@@ -135,3 +138,17 @@ def peak_of(call: Any) -> int:
     status = Path("/proc/self/status").read_text()
     peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
     return peak - before
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return set(found) == set(expected) and all(
+        found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> Any:
+    """Change the manifest of a checkpoint, under a checksum of its own."""
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    (path / "manifest.json").write_text(sealed(json.dumps(content)))
+    return content

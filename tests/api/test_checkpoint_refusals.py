@@ -19,8 +19,7 @@ import outsize
 from outsize import load, save
 from outsize.api.exporting import export
 from outsize.checkpoint import files, folder, manifest
-from outsize.checkpoint.manifest import sealed
-from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, assert_same
+from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, assert_same, edit
 
 
 @pytest.fixture
@@ -37,12 +36,6 @@ def refused(run: Run, path: Path, error: type[Exception], match: str) -> None:
         run.load(path)
     assert_same(before, run.result())
     run.train(1)
-
-
-def edit(path: Path, change: Any) -> None:
-    content = json.loads((path / "manifest.json").read_text())
-    change(content)
-    (path / "manifest.json").write_text(sealed(json.dumps(content)))
 
 
 def test_a_folder_without_manifest_is_not_loaded(saved: tuple[Run, Path]) -> None:

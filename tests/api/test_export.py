@@ -26,7 +26,7 @@ from outsize.checkpoint.folder import locked
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
-from tests.api.checkpoint_runs import peak_of
+from tests.api.checkpoint_runs import peak_of, same
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -241,12 +241,6 @@ def test_short_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "pwrite", lambda fd, content, at: real(fd, content[:81920], at))
     export(tmp_path / "weights", model)
     assert same(opened(tmp_path / "weights"), expected)
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return set(found) == set(expected) and all(
-        found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
 
 
 class Killed(BaseException):

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from outsize.checkpoint.files import DataReader, file_record, open_manifest
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
+from tests.api.checkpoint_runs import edit, same
 
 TIERS = ("device", "host", "disk")
 
@@ -73,16 +74,6 @@ class Run:
 
     def save(self, path: Path, **options: Any) -> None:
         outsize.save(path, self.model, self.optimizer, path.name, **options).wait()
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    content = json.loads((path / "manifest.json").read_text())
-    change(content)
-    (path / "manifest.json").write_text(sealed(json.dumps(content)))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,10 +16,11 @@ from torch import nn
 
 import outsize
 from outsize.checkpoint.files import DataReader, file_record
-from outsize.checkpoint.manifest import Manifest, sealed
+from outsize.checkpoint.manifest import Manifest
 from outsize.checkpoint.regions import Piece, Region
 from outsize.move.rows import Reading, arrive
 from outsize.move.transfer import Transfer
+from tests.api.checkpoint_runs import edit
 from tests.conftest import Pair, Workshop, prepared
 
 ROWS = 700
@@ -41,13 +41,6 @@ def train(pair: Pair, steps: int) -> None:
             torch.tanh(model(ids)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def edit(path: Path, change: Callable[[Any], object]) -> Any:
-    content = json.loads((path / "manifest.json").read_text())
-    change(content)
-    (path / "manifest.json").write_text(sealed(json.dumps(content)))
-    return content
 
 
 def test_numpy_reads_the_records_of_a_checkpoint(workshop: Workshop, tmp_path: Path) -> None:

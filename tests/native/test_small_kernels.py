@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outsize import _native
+from tests.native.conftest import f32, split
 
 SIZES = [1, 22, 64, 1023, pytest.param(1 << 18, marks=pytest.mark.slow)]
 CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
@@ -17,17 +18,6 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 
 # The fixture sets the same instruction set for every example.
 many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def f32(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64).float()
-
-
-def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    bits = master.view(torch.int32).long() & 0xFFFFFFFF
-    high = ((bits + 0x8000) >> 16) & 0xFFFF
-    low = (bits - (high << 16) + 0x8000) % (1 << 16) - 0x8000
-    return high.to(torch.int32).to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
 @pytest.mark.parametrize("dtype", CODES)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outsize import _native
+from tests.native.conftest import f32, split
 
 SIZES = [1, 22, 64, 1023, 4097, pytest.param(1 << 16, marks=pytest.mark.slow)]
 CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
@@ -33,10 +34,6 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return odd.float()
 
 
-def f32(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64).float()
-
-
 def exact_sqrt(value: Tensor) -> Tensor:
     """torch's own float32 square root may come from MKL, which is not always correctly rounded."""
     return value.double().sqrt().float()
@@ -44,13 +41,6 @@ def exact_sqrt(value: Tensor) -> Tensor:
 
 def join(bf16: Tensor, remainder: Tensor) -> Tensor:
     return ((bf16.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
-
-
-def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    bits = master.view(torch.int32).long() & 0xFFFFFFFF
-    high = ((bits + 0x8000) >> 16) & 0xFFFF
-    low = (bits - (high << 16) + 0x8000) % (1 << 16) - 0x8000
-    return high.to(torch.int32).to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
 # ---------------------------------------------------------------------------------------------------- the optimizers

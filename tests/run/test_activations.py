@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import selective
-from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, squared_error, train, weights
+from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, sgd, squared_error, train, weights
 
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
@@ -28,11 +28,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TO_DISK = {"activations": "offload", "activations_tier": "disk"}
 ROWS, LENGTH, WIDTH = 6, 5, 16
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The bias of keys has no gradient but rounding, which Adam would amplify."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 class Layers(nn.Module):

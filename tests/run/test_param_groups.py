@@ -13,15 +13,11 @@ import outsize
 from outsize.api.shards import Shards
 from outsize.move.shard import UnitShard
 from outsize.run.unit import Unit
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, sgd, squared_error, train, weights
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.head.parameters(), lr=1e-2)  # type: ignore[union-attr]
-
-
-def with_momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def body(model: nn.Module) -> dict[str, Any]:
@@ -136,7 +132,7 @@ def test_units_unfrozen_in_mid_run_train_as_in_torch_where_they_rest_in_memory(w
         return model
 
     fields: Any = dict.fromkeys(("params", "grads", "states"), "auto") | {"host_memory": "3MiB", "disk": workshop.disk}
-    pair = workshop.pair(build, with_momentum, device="cpu", update=update, **fields)
+    pair = workshop.pair(build, sgd, device="cpu", update=update, **fields)
     data = [(torch.randn(4, 256), torch.randn(4, 256)) for _ in range(4)]
     pair.train(data)
     for model, _ in pair.both:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run import positions
-from tests.conftest import TIERS, Pair, Product, Workshop, assert_same_gradients
+from tests.conftest import TIERS, Pair, Product, Workshop, assert_same_gradients, sgd
 
 WIDTH, HIDDEN, POSITIONS = 16, 64, 2048
 """One MLP of these takes 2.2 MiB at least."""
@@ -57,10 +57,6 @@ def data(rows: int = 1, count: int = POSITIONS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(rows)
     values = torch.randn(rows, count, WIDTH + 4, generator=generator, device="cpu").to(torch.get_default_device())
     return values[..., :WIDTH], values[..., WIDTH:]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def small(workshop: Workshop, tier: str = "host", build: Any = Model, **fields: Any) -> Pair:

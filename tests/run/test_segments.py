@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.planning.choice import segment_length
-from tests.conftest import TIERS, Workshop, assert_same_gradients
+from tests.conftest import TIERS, Workshop, assert_same_gradients, sgd
 
 DEPTH, WIDTH, ROWS = 24, 16, 1024
 
@@ -76,10 +76,6 @@ def of_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[int, int]:
         loss.backward()
     model.zero_grad()
     return after, alive.most
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

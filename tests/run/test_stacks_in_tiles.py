@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import Pair, Product, Workshop, assert_same_gradients, gradients, prepared, weights
+from tests.conftest import Pair, Product, Workshop, assert_same_gradients, gradients, prepared, sgd, weights
 
 EXPERTS, WIDTH, HIDDEN, ROWS = 24, 32, 256, 6
 SMALL = 640 << 10
@@ -122,10 +122,6 @@ class Mixture(nn.Module):
         for layer in self.layers:
             x = x + (checkpoint(layer, x, use_reentrant=False) if self.again else layer(x))
         return self.head(x)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def inputs(count: int) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import TIERS, Workshop
+from tests.conftest import TIERS, Workshop, sgd
 
 
 class Mlp(nn.Module):
@@ -44,10 +44,6 @@ def data(rows: int = 2, positions: int = 125) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(rows)
     values = torch.randn(rows, positions, 20, generator=generator, device="cpu").to(torch.get_default_device())
     return values[..., :16], values[..., 16:]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("tier", TIERS)
