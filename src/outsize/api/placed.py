@@ -14,6 +14,9 @@ from outsize.planning.placement import KINDS, Budgets, UnitBytes, UnitTiers, Use
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 
+FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memory", "disk": "disk_space"}
+"""That bound a tier, or the "memory" that device and host share on a CPU."""
+
 
 @dataclass(frozen=True)
 class Kept:

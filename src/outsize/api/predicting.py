@@ -13,7 +13,7 @@ from torch import nn
 
 from outsize.api.budgets import available_memory
 from outsize.api.counting import Timing, count_step
-from outsize.api.placed import PlacedModel
+from outsize.api.placed import FIELDS, PlacedModel
 from outsize.api.placing import element_bytes, place_model
 from outsize.api.probing import recall
 from outsize.api.simulating import Simulation
@@ -23,7 +23,6 @@ from outsize.planning.machine import Machine
 from outsize.planning.time import Prediction
 
 GIB = 1 << 30
-FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memory", "disk": "disk_space"}
 
 
 def predict(

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from outsize.api.placed import PlacedModel
+from outsize.api.placed import FIELDS, PlacedModel
 from outsize.api.resources import Resources
 from outsize.config import Config
 from outsize.move.buffer import Buffer
@@ -69,22 +69,21 @@ class Shards:
         layout, lanes, ledger = slice_of(whole, rank, ranks), resources.lanes, resources.ledger
         by_rows = layout.index in self._plan.tables
         layouts = self._layouts(layout, [segment for segment in layout.segments if segment.trainable])
-        name = f"unit-{layout.index:05d}"
-        nbytes = layout.param_bytes if tiers.params == "disk" else 0
         in_place = tiers.params == "disk" and whole.slots[0].name in self._plan.in_files
-        nbytes = 0 if in_place else nbytes
+        nbytes = layout.param_bytes if tiers.params == "disk" and not in_place else 0
         nbytes += _bytes_of(layouts) if tiers.states == "disk" else 0
         record = self._record(layout, layouts, tiers.params == "disk", tiers.states == "disk")
-        file = UnitFile(resources, name, nbytes, config.verify, record=record)
-        gathered = tiers.params == "device" and (ranks == 1 or config.stage < 3)  # then the buffer is the store
-        gathered = gathered and not by_rows
-        params = None if gathered or in_place else file.open("params", tiers.params, layout.param_bytes)
-        params = self._in_files(layout) if in_place else params
+        file = UnitFile(resources, _name_of(layout), nbytes, config.verify, record=record)
+        params: Store | None = None  # where the gathered buffer is the store
+        if in_place:
+            params = self._in_files(layout)
+        elif by_rows or tiers.params != "device" or (ranks > 1 and config.stage == 3):
+            params = file.open("params", tiers.params, layout.param_bytes)
         grads, rows = [], self._plan.tile_rows.get(layout.index, 0)
         wide, copies = array_layout(layout, STATE_BYTES).nbytes, 2 if config.delayed_update else 1
         if tiers.grads != "device":
-            on_disk = tiers.grads == "disk"
-            scratch = UnitFile(resources, f"{name}-grads", on_disk * copies * wide, config.verify, lasting=False)
+            name, on_disk = _name_of(layout, "-grads"), tiers.grads == "disk"
+            scratch = UnitFile(resources, name, on_disk * copies * wide, config.verify, lasting=False)
             stores = [scratch.open_on_disk("grads", wide) if on_disk else None for _ in range(copies)]
             grads = [GradShard(layout, store, ledger, resources.outbox, rows > 0) for store in stores]
         buffer, device = Buffer(whole.param_bytes, ledger, lanes), config.compute_device
@@ -120,7 +119,7 @@ class Shards:
                 f"the weights of unit {name!r} are read in place from the folder that the model was loaded from, and "
                 f"must be written for this: pass disk= to outsize.prepare, where {format_bytes(nbytes)} for it will lie"
             )
-        file = UnitFile(self._resources, f"unit-{shard.layout.index:05d}-params", nbytes, self._config.verify)
+        file = UnitFile(self._resources, _name_of(shard.layout, "-params"), nbytes, self._config.verify)
         store = file.open_on_disk("params", nbytes)
         store.preallocate(0, nbytes)
         _copy(shard.params, store)
@@ -202,10 +201,7 @@ class Shards:
         shard.known.clear()  # or the arrays of before would stay in memory
         try:
             on_disk = needed if shard.tiers.states == "disk" else 0
-            name, record = (
-                f"unit-{shard.layout.index:05d}-states",
-                self._record(shard.layout, layouts, False, on_disk > 0),
-            )
+            name, record = _name_of(shard.layout, "-states"), self._record(shard.layout, layouts, False, on_disk > 0)
             file = UnitFile(self._resources, name, on_disk, self._config.verify, record=record)
             shard.arrays = self._arrays(shard, layouts, file)
             if shard.rows is not None:
@@ -259,13 +255,9 @@ class Shards:
     def _budget(self, tier: str) -> tuple[str, tuple[str, ...], int]:
         """(the field, the tiers that share it, its bytes)."""
         budgets = self._plan.budgets
-        if tier == "disk":
-            return "disk_space", ("disk",), budgets.disk or 0
-        if budgets.device is None:
-            return "host_memory", ("device", "host"), budgets.host
-        if tier == "device":
-            return "device_memory", ("device",), budgets.device
-        return "host_memory", ("host",), budgets.host
+        shared = tier != "disk" and budgets.device is None
+        name = "memory" if shared else tier
+        return FIELDS[name], ("device", "host") if shared else (tier,), budgets.by_tier.get(name, 0)
 
 
 @final
@@ -305,6 +297,10 @@ class UnitFile:
         store = DiskStore(self._file, self._position, nbytes, self._resources.ledger, kind, record)
         self._position += own
         return store
+
+
+def _name_of(layout: UnitLayout, kind: str = "") -> str:
+    return f"unit-{layout.index:05d}{kind}"
 
 
 def _bytes_of(layouts: Layouts) -> int:
