@@ -34,7 +34,7 @@ def modules_of(
     framed = {model: False}
     layers: dict[nn.Module, str] = {}
     within: set[nn.Module] = set()  # layers of several units
-    for _, module, parent_unit, in_list in _walk(model, home):
+    for module, parent_unit, in_list in _walk(model, home):
         inside = {home[id(param)] for param in known(module.parameters())}
         own = {home[id(param)] for param in known(module.parameters(recurse=False))}
         if inside and module is not model and module not in within and parent_unit not in inside:
@@ -72,20 +72,19 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def _walk(model: nn.Module, home: dict[int, int]) -> Any:
-    """Each module once: (name, module, the only unit of its parent or -1, whether its parent is a list)."""
+    """Each module once: (module, the only unit of its parent or -1, whether its parent is a list)."""
     seen: set[int] = set()
-    stack: list[tuple[str, nn.Module, int, bool]] = [("", model, -1, False)]
+    stack: list[tuple[nn.Module, int, bool]] = [(model, -1, False)]
     while stack:
-        name, module, parent_unit, in_list = stack.pop()
+        module, parent_unit, in_list = stack.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        yield name, module, parent_unit, in_list
+        yield module, parent_unit, in_list
         inside = {home[id(param)] for param in known(module.parameters())}
         own = next(iter(inside)) if len(inside) == 1 and module is not model else -1
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-        children = [(f"{name}.{child}", each, own, is_list) for child, each in module.named_children()]
-        stack.extend(reversed(children))
+        stack.extend(reversed([(each, own, is_list) for each in module.children()]))
 
 
 def _mode(module: nn.Module, units: Sequence[Unit], config: Config, auto: str) -> str:
