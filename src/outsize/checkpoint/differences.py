@@ -157,9 +157,7 @@ def described(found: Differences) -> str:
 def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, strict: bool) -> None:
     stored = manifest.optimizer
     if stored is None:
-        raise ValueError(
-            f"the checkpoint {label} was saved without an optimizer; load its weights with outsize.load(path, model)"
-        )
+        raise without_optimizer(label)
     problems = []
     if stored.kind != live.kind:
         problems.append(f"its optimizer is {stored.kind}, this one is {live.kind}")
@@ -176,6 +174,17 @@ def _check_optimizer(manifest: Manifest, live: OptimizerRecord, label: str, stri
         absent = {key for key, value in scalars.items() if value is None} - set(record.state)
         if record.scalars is not None and set(record.state) | absent & set(stored.arrays) != set(stored.arrays):
             problems.append(f"the optimizer arrays of {name!r} are incomplete")
+    refuse_optimizer(label, problems)
+
+
+def without_optimizer(label: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint {label} was saved without an optimizer; load its weights with outsize.load(path, model)"
+    )
+
+
+def refuse_optimizer(label: str, problems: Sequence[str]) -> None:
+    """Raise `ValueError` where there are any."""
     if problems:
         raise ValueError(
             f"the checkpoint {label} does not fit the optimizer: {'; '.join(problems[:LISTED])}. Build the optimizer "

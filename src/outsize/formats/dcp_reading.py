@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from outsize.checkpoint.differences import (
-    LISTED,
     Differences,
     Live,
     check_same_model,
@@ -24,7 +23,9 @@ from outsize.checkpoint.differences import (
     dims,
     listed,
     names_in,
+    refuse_optimizer,
     with_aliases,
+    without_optimizer,
 )
 from outsize.checkpoint.opened import Opened
 from outsize.formats.dcp_folder import DcpFolder
@@ -157,22 +158,14 @@ def _find_optimizer(
     keys = sorted({*folder.tensors, *folder.values} - {*weights})
     head = _state_head(keys, called)
     if head is None:
-        raise ValueError(
-            f"the checkpoint {label} was saved without an optimizer; load its weights with outsize.load(path, model)"
-        )
+        raise without_optimizer(label)
     root = _root_of(head, _STATE)
     assert root is not None
     states, problems = _find_states(folder, live, called, keys, head, strict)
     if not problems:
         problems = _read_scalars(folder, states, live.optimizer.arrays)
     hyper, more = _read_groups(folder, live, called, keys, root + _GROUPS, head.removeprefix(root + _STATE))
-    problems += more
-    if problems:
-        raise ValueError(
-            f"the checkpoint {label} does not fit the optimizer: {'; '.join(problems[:LISTED])}. Build the "
-            f"optimizer as it was when the checkpoint was saved, or load the weights alone with outsize.load(path, "
-            f"model). Nothing was changed"
-        )
+    refuse_optimizer(label, [*problems, *more])
     return states, hyper
 
 
