@@ -8,9 +8,11 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+
+from outsize.config import Activations, Tier
 
 SUMMARY = "train a language model beyond memory"
 DESCRIPTION = (
@@ -18,8 +20,6 @@ DESCRIPTION = (
     "120 M parameters on the source of the Python standard library, with 256 MiB for model states."
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TIERS = ("auto", "device", "host", "disk")
-ACTIVATIONS = ("auto", "keep", "recompute", "offload", "selective")
 RUNS = "runs"
 FIXED = ("text", "model", "batch", "seq_len", "seed")
 """The options that a run keeps from its first step to its last: what it learns, and from what."""
@@ -94,8 +94,8 @@ def add_memory_arguments(
     add("--disk-space", help="budget on disk")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage, with several ranks")
     for kind in ("params", "grads", "states"):
-        add(f"--{kind}", choices=TIERS, default=tier, help="tier")
-    add("--activations", default=activations, choices=ACTIVATIONS, help="of layers, until the backward")
+        add(f"--{kind}", choices=get_args(Tier), default=tier, help="tier")
+    add("--activations", default=activations, choices=get_args(Activations), help="of layers, until the backward")
     add("--micro-batches", type=at_least(1), default=1, help="parts of the batch, computed layer by layer")
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the computation")
     add("--state-format", choices=("exact", "compact"), default="exact", help="fp32 moments, or 8-bit moments")
