@@ -58,15 +58,8 @@ def adam_formula(tensors: Opened, *, decoupled: bool, step: int, **options: Any)
 
 def sgd_formula(tensors: Opened, *, momentum: float, first: bool, **options: Any) -> None:
     buffers = [None if first or momentum == 0 else tensors.states[_BUFFER]]
-    sgd(
-        [tensors.param],
-        [tensors.grad],
-        buffers,
-        momentum=momentum,
-        foreach=False,
-        fused=_fuses(tensors.param),
-        **options,
-    )
+    options |= {"momentum": momentum, "foreach": False, "fused": _fuses(tensors.param)}
+    sgd([tensors.param], [tensors.grad], buffers, **options)
     if buffers[0] is not None and first:
         tensors.states[_BUFFER].copy_(buffers[0])
 
@@ -78,12 +71,8 @@ def adagrad_formula(tensors: Opened, *, step: int, **options: Any) -> None:
 
 def _fuses(param: torch.Tensor) -> bool:
     """Whether torch has a fused step for these values where they lie."""
-    kind = param.device.type
-    return (
-        kind != "cpu"
-        and kind in _get_fused_kernels_supported_devices()
-        and param.dtype in (torch.float32, torch.float64)
-    )
+    kind, supported = param.device.type, _get_fused_kernels_supported_devices()
+    return kind != "cpu" and kind in supported and param.dtype in (torch.float32, torch.float64)
 
 
 def _count(step: int, fused_beside: torch.Tensor | None = None) -> torch.Tensor:
