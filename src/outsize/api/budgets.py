@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -44,18 +45,14 @@ def find_budgets(config: Config, dry: bool = False) -> Budgets:
     if config.compute_device.type == "cpu":
         host = min(int(host), int(device)) if device is not None else host
         device = None
-    disk = None
-    if dry and config.disk_space is not None:
-        assert isinstance(config.disk_space, int)
-        disk = config.disk_space
-    elif config.directories:
+    asked = cast("int | None", config.disk_space)
+    disk = asked if dry else None
+    if config.directories and disk is None:
         for directory in config.directories:
             for saved_into in dead_saves(directory):  # half a checkpoint holds the space of the run's files
                 remove_leftovers(saved_into)
         disk = int(free_bytes(config.directories) * DISK_MARGIN) // here
-        if config.disk_space is not None:
-            assert isinstance(config.disk_space, int)
-            disk = min(disk, config.disk_space)
+        disk = disk if asked is None else min(disk, asked)
     offloads = config.activations == "offload" and config.activations_tier != "host" and bool(config.directories)
     return Budgets(int(host), None if device is None else int(device), disk, offloads=offloads)
 
