@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, its_turn
-from outsize.api.ranks import in_all_copies
 from outsize.api.saving import (
     buffers_of,
     cuts_of,
@@ -118,7 +117,7 @@ def _export(target: Path, model: nn.Module, dtype: torch.dtype | None, max_shard
                 continue
 
     first = peers.number < peers.size  # the first copy of the model is exported
-    in_all_copies(ranks, lambda: together(peers, write) if first else [], "export")
+    together(Peers(ranks and ranks.copies, "export"), lambda: together(peers, write) if first else [])
 
 
 def _export_dcp(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -219,13 +220,6 @@ def description(
     return found | {"the optimizer": type(optimizer).__name__}
 
 
-def in_all_copies(ranks: Ranks | None, action: Callable[[], T], verb: str) -> list[T]:
-    """`action`, which fails on all ranks of a copy of the model or on none; where it fails in one copy, all raise.
-
-    Returns what it gives in each copy."""
-    return together(Peers(ranks and ranks.copies, verb), action)
-
-
 def in_all_stages(ranks: Ranks | None, action: Callable[[], T]) -> T:
     """What `action` of `prepare` gives, which fails on all ranks of a stage or on none; where it fails in one stage of
     a pipeline, all raise."""
@@ -246,7 +240,8 @@ def everywhere(ranks: Ranks | None, action: Callable[[], T], verb: str) -> T:
     """`action`, which speaks to no other rank, on every rank of the job; where one fails, all raise."""
     done: list[T] = []
     try:
-        in_all_copies(ranks, lambda: together(Peers(ranks, verb), lambda: done.append(action())), verb)
+        in_this_copy = partial(together, Peers(ranks, verb), lambda: done.append(action()))
+        together(Peers(ranks and ranks.copies, verb), in_this_copy)
     except BaseException:
         for each in done:
             getattr(each, "close", lambda: None)()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from outsize.api.assemble import Prepared, its_turn, require
-from outsize.api.ranks import everywhere, in_all_copies, in_each_stage
+from outsize.api.ranks import everywhere, in_each_stage
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
@@ -118,7 +118,7 @@ def _save(
     state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
     reduction = prepared.engine.reduction
     if reduction is not None:
-        in_all_copies(ranks, partial(_check_same_name, peers, target), "save")
+        together(Peers(copies, "save"), partial(_check_same_name, peers, target))
         every = peers.exchange(sums if copies is None else copies.collect(sums, "save")[0])
         first = {name for name in sums if peers.number == next(at for at, each in enumerate(every) if name in each)}
         before = {name: each for sums in reversed(every) for name, each in sums.items()}
@@ -177,7 +177,7 @@ def _write(
                 unfinished.give_up()
             raise
 
-    pending = any(in_all_copies(ranks, begin_together, "save"))
+    pending = any(together(Peers(copies, "save"), begin_together))
     files = [file for shard in snapshot.shards for file in shard.generations()] if saves else []
     # Older checkpoints go only when the files that the new one shares with the run were read, and found as written.
     unread = [generation.hold() for each in begun for generation in each.linked if outdated and prepared.config.verify]
