@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import outsize
 from outsize.checkpoint import writer
 from tests.conftest import Workshop, weights
+from tests.run.test_embedding import adagrad, rowwise, sgd, sparse_adam
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -23,22 +24,6 @@ ROWS, WIDTH = 600, 32
 ROW_BYTES = 4 * WIDTH
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(model.parameters(), lr=0.1)
-
-
-def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SparseAdam(model.parameters(), lr=0.01)
-
-
-def rowwise(model: nn.Module) -> torch.optim.Optimizer:
-    return outsize.optim.RowwiseAdagrad(model.parameters(), lr=0.1)
 
 
 class Moved(TorchDispatchMode):

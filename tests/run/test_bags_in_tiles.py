@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.conftest import Workshop, assert_same_gradients
+from tests.run.test_embedding import adagrad
 from tests.run.test_weights_in_tiles import in_tiles, pair_of
 
 ROWS, WIDTH = 8800, 64
@@ -43,10 +44,6 @@ def batches(count: int, last: bool = False) -> list[Batch]:
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch).float().square().mean()
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
