@@ -137,9 +137,6 @@ def _export_dcp(
     check_replaceable(target)
     take_state(prepared)
     settle(prepared)
-    further: dict[str, list[str]] = {}
-    for alias, name in tied_names(model).items():
-        further.setdefault(name, []).append(alias)
     tensors: dict[Place, Readable] = {}
     values: dict[Place, object] = {}
     shards = [unit.shard for unit in prepared.engine.parameters.units]
@@ -153,8 +150,8 @@ def _export_dcp(
         tensors, values = optimizer_content(shards, groups)
     for shard in shards:
         for slot in shard.layout.slots:
-            weight = parameter_at_rest(shard, slot.name, dtype or DTYPES[slot.dtype])
-            tensors |= {(name,): weight for name in (slot.name, *further.get(slot.name, ()))}
+            tensors[slot.name,] = parameter_at_rest(shard, slot.name, dtype or DTYPES[slot.dtype])
+    tensors |= {(alias,): tensors[name,] for alias, name in tied_names(model).items()}
     tensors |= {(name,): buffer for name, buffer in _buffers(model, dtype).items()}
     folder = NewFolder(target)
     try:
@@ -219,19 +216,17 @@ def _buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]
     }
 
 
-def _chosen_names(model: nn.Module) -> dict[str, torch.Tensor]:
+def _chosen_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Each parameter under one name: of a tied one the first, unless transformers derives that one from another."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     derived = [re.compile(pattern) for pattern in tied]
-    names: dict[int, list[str]] = {}
-    params: dict[int, torch.Tensor] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-        params[id(param)] = param
+        names.setdefault(param, []).append(name)
     found = {}
-    for key, candidates in names.items():
+    for param, candidates in names.items():
         own = (name for name in candidates if not any(pattern.search(name) for pattern in derived))
-        found[next(own, candidates[0])] = params[key]
+        found[next(own, candidates[0])] = param
     return found
 
 
