@@ -46,8 +46,6 @@ class Kept:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """Everything that `prepare` and `plan` decide before a byte moves."""
-
     infos: dict[str, ParamInfo]
     parameters: dict[str, nn.Parameter]
     layouts: tuple[UnitLayout, ...]

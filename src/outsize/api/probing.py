@@ -147,11 +147,11 @@ def _disk_key(folder: Path) -> str:
 def _remembered(key: str) -> Mapping[str, Any] | None:
     """None where nothing usable is there."""
     try:
-        known = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
+        known: Mapping[str, Any] = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
         _with(typical_machine(CPU, 1), known)
+        return known
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # the last: there is no home
         return None
-    return known if isinstance(known, dict) else None
 
 
 def _remember(key: str, figures: Mapping[str, Any]) -> None:

@@ -82,18 +82,16 @@ def _stage(module: nn.Module, path: Sequence[str], number: int, stages: int) -> 
     """What is before the layers goes to the first stage, what is behind them to the last."""
     first, last = number == 0, number == stages - 1
     children: dict[str, Any] = dict(module._modules)
-    if not path:
+    places = enumerate(children.items())
+    if path:
+        here = list(children).index(path[0])
         kept = {
-            name: each for at, (name, each) in enumerate(children.items()) if at * stages // len(children) == number
+            name: _stage(child, path[1:], number, stages) if at == here else child
+            for at, (name, child) in places
+            if at == here or (first if at < here else last)
         }
-        return _with(module, kept, module._parameters if first else {})
-    names = list(children)
-    here = names.index(path[0])
-    kept = {
-        name: _stage(child, path[1:], number, stages) if at == here else child
-        for at, (name, child) in enumerate(children.items())
-        if at == here or (first if at < here else last)
-    }
+    else:
+        kept = {name: each for at, (name, each) in places if at * stages // len(children) == number}
     return _with(module, kept, module._parameters if first else {})
 
 
