@@ -199,13 +199,9 @@ def _of_all_stages(found: dict[str, Readable], prepared: Prepared, stages: Ranks
     for stage, weights in enumerate(said):
         for name, (shape, dtype, run) in weights.items():
             if name not in whole:
-                like = found[name] if stage == stages.rank else Readable(shape, dtype, _nowhere, run)
-                whole[name] = of_one_stage(like, stage == stages.rank, join)
+                own = found[name] if stage == stages.rank else None
+                whole[name] = of_one_stage(shape, dtype, run, own, join)
     return whole
-
-
-def _nowhere(start: int, end: int) -> torch.Tensor:
-    raise AssertionError("another stage has it")
 
 
 def _buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Readable]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -68,15 +67,14 @@ def tensor_parallel_parameter(own: Readable, shape: tuple[int, ...], cut: Cut, j
     return Readable(shape, own.dtype, read, run=max(prod(shape), 1))
 
 
-def of_one_stage(like: Readable, own: bool, join: Join) -> Readable:
-    """An array that one stage of a pipeline has: each rank reads the same ranges, and gets all elements. `own`: this
-    stage, as `like`, which elsewhere says nothing but shape and dtype."""
+def of_one_stage(shape: tuple[int, ...], dtype: torch.dtype, run: int, own: Readable | None, join: Join) -> Readable:
+    """An array that one stage of a pipeline has, as its `own`: each rank reads the same ranges, and gets all of it."""
 
     def read(start: int, end: int) -> torch.Tensor:
-        values = like.read(start, end).clone() if own else torch.zeros(end - start, dtype=like.dtype, device="cpu")
-        return join(values.view(-1).view(torch.uint8)).view(like.dtype)
+        values = torch.zeros(end - start, dtype=dtype, device="cpu") if own is None else own.read(start, end).clone()
+        return join(values.view(-1).view(torch.uint8)).view(dtype)
 
-    return replace(like, read=read)
+    return Readable(shape, dtype, read, run)
 
 
 def state_at_rest(shard: UnitShard, array: StateArray, slot: Slot) -> Readable:
