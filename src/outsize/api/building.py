@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -57,7 +56,9 @@ class init:
         self.config = make_config(config, fields)
         budgets = find_budgets(self.config)
         for directory in self.config.directories:
-            _check_writable(directory)
+            if not os.access(nearest(directory), os.W_OK | os.X_OK):
+                message = "cannot write to the disk directory; name one that is writable"
+                raise DiskDirectoryError(errno.EACCES, message, str(directory))
         disk = PageFile(self.config.directories, budgets.disk) if budgets.disk is not None else None
         self._pager = Pager(budgets.host, disk)
         self._used = False
@@ -129,9 +130,3 @@ def _naming(pager: Pager) -> Any:
         pager.name(param, f"{type(self).__name__}.{name}")
 
     return register_parameter
-
-
-def _check_writable(directory: Path) -> None:
-    if not os.access(nearest(directory), os.W_OK | os.X_OK):
-        message = "cannot write to the disk directory; name one that is writable"
-        raise DiskDirectoryError(errno.EACCES, message, str(directory))

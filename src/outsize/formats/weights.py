@@ -243,7 +243,10 @@ def _merge(fresh: Path, target: Path) -> None:
         [move for move in coming if move[0].name in _READ_FIRST],
     ]
     try:
-        _carry_out(phases, target)
+        for moves in phases:
+            for source, place in moves:
+                os.rename(source, place)
+            sync(target)
     except BaseException:
         _take_back(phases, target)
         aside.rmdir()
@@ -257,13 +260,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _carry_out(phases: Sequence[Moves], folder: Path) -> None:
-    for moves in phases:
-        for source, place in moves:
-            os.rename(source, place)
-        sync(folder)
 
 
 def _take_back(phases: Sequence[Moves], folder: Path) -> None:
