@@ -117,10 +117,17 @@ def first_prepared(params: Iterable[torch.Tensor]) -> Prepared | None:
     return next((found for found in map(prepared_of, known(params)) if found is not None), None)
 
 
-def require(model: nn.Module) -> Prepared:
-    """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
+def check_types(model: object, optimizer: object = None) -> None:
+    """Raise `TypeError` for what is no model, and for an optimizer that is none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def require(model: nn.Module) -> Prepared:
+    """The prepared model behind `model` or one of its sub-modules. Raises `ValueError` if it is not prepared."""
+    check_types(model)
     prepared = first_prepared(model.parameters())
     if prepared is None:
         raise ValueError("the model is not prepared; call outsize.prepare(model, optimizer) first")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from outsize.api.assemble import assemble, first_prepared, kept_by, prepared_of
+from outsize.api.assemble import assemble, check_types, first_prepared, kept_by, prepared_of
 from outsize.api.methods import methods_of
 from outsize.api.placed import PlacedModel
 from outsize.api.placing import place_model
@@ -64,7 +64,7 @@ def prepare(
     know_place()
     made = make_config(config, fields)
     made = replace(made, device=made.compute_device)
-    _check_arguments(model, optimizer)
+    _check_types(model, optimizer)
     for name, param in known_parameters(model):
         if prepared_of(param) is not None:
             raise ValueError(
@@ -76,13 +76,10 @@ def prepare(
     return model, optimizer
 
 
-def _check_arguments(model: object, optimizer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+def _check_types(model: object, optimizer: object) -> None:
     if isinstance(optimizer, (list, tuple)):
         raise TypeError("a model has one optimizer; give it several parameter groups in place of several optimizers")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    check_types(model, optimizer)
 
 
 @shows_fields
@@ -118,7 +115,7 @@ def plan(
     """
     mesh = fields.pop("mesh", None if config is None else config.mesh)
     made = replace(make_config(config, fields), mesh=None)
-    _check_arguments(model, optimizer)
+    _check_types(model, optimizer)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks is {ranks!r}; it must be an integer of at least 1")
     if machine is not None and not isinstance(machine, Machine):

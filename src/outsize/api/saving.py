@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.api.assemble import Prepared, its_turn, require
+from outsize.api.assemble import Prepared, check_types, its_turn, require
 from outsize.api.ranks import everywhere, in_each_stage
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
@@ -347,6 +347,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
 
 def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:
     """The prepared model, at rest enough to be saved or loaded. Raises `ValueError`, `TypeError` or `RuntimeError`."""
+    check_types(model, optimizer)
     prepared = require(model)
     prepared.resources.conveyor.check_process()
     if model is not prepared.model:
@@ -354,8 +355,6 @@ def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) 
             f"outsize.{verb} takes the model that was given to outsize.prepare ({type(prepared.model).__name__}), not "
             f"a part of it or a wrapper around it ({type(model).__name__})"
         )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     wrapped = getattr(optimizer, "optimizer", None)  # as Accelerate wraps it
     if optimizer is not None and prepared.optimizer not in (optimizer, wrapped):
         raise ValueError(
