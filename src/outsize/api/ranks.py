@@ -55,7 +55,7 @@ def take_accelerator(device: torch.device) -> None:
 
 def join() -> None:
     """Join the job that a launcher has started this process for, unless that is done or there is none."""
-    if not dist.is_available() or dist.is_initialized():
+    if dist.is_initialized():
         return
     know_place()
     environment = os.environ
@@ -85,7 +85,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
     join()
     mesh: Any = config.mesh
     split: list[Any] = [param for param in params if is_distributed(param)]
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         if mesh is not None:
             raise ValueError("mesh needs the ranks of torch.distributed; start the job with torchrun, or leave it out")
         return None
