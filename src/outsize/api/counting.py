@@ -43,7 +43,7 @@ class Counted:
 
 
 def count_step(
-    model: nn.Module, example: Any, machine: Machine, dtype: torch.dtype | None = None, timing: Timing | None = None
+    model: nn.Module, example: Any, machine: Machine, dtype: torch.dtype | None, timing: Timing | None
 ) -> Counted:
     """Count a step of training with an example batch, computing in `dtype`. See Note [Timed layers] for `timing`.
 

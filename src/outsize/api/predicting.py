@@ -32,7 +32,7 @@ def predict(
     placed: PlacedModel,
     config: Config,
     ranks: int,
-    machine: Machine | None = None,
+    machine: Machine | None,
 ) -> Prediction:
     """A step with this example, and what one more GiB of each tier would save of it.
 

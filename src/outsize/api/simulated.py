@@ -78,7 +78,7 @@ class World:
         self._waits = False
         self._stolen = 0.0
 
-    def advance(self, seconds: float, name: str = "") -> None:
+    def advance(self, seconds: float, name: str) -> None:
         """The loop computes for so long where nothing disturbs it."""
         began, end = self.now, self.now + seconds
         while self.belt.has_work and self.belt_now < end:

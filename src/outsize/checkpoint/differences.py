@@ -47,7 +47,7 @@ def together(stages: Sequence[Live]) -> Live:
     )
 
 
-def check_match(manifest: Manifest, live: Live, label: str, strict: bool = True) -> Differences:
+def check_match(manifest: Manifest, live: Live, label: str, strict: bool) -> Differences:
     """Raise `ValueError` that lists what is missing, unexpected and different in the checkpoint `label`.
 
     With `strict` False, what is missing and unexpected is returned, and the rest must fit.

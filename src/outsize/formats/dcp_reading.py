@@ -48,7 +48,7 @@ class _State:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
-def open_dcp(path: Path, live: Live, label: str, strict: bool = True) -> Opened:
+def open_dcp(path: Path, live: Live, label: str, strict: bool) -> Opened:
     """Open a folder for the live model, and its optimizer if `live` has one; every check is made here.
 
     Args:

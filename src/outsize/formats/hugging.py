@@ -62,7 +62,7 @@ def is_safetensors(folder: Path) -> bool:
     return (folder / SINGLE_NAME).is_file() or (folder / INDEX_NAME).is_file()
 
 
-def open_safetensors(folder: Path, live: Live, optional: Collection[str] = (), strict: bool = True) -> Opened:
+def open_safetensors(folder: Path, live: Live, optional: Collection[str], strict: bool) -> Opened:
     """Open a safetensors folder for the live model; every check is made here. Floating-point weights may be cast.
 
     Args:
