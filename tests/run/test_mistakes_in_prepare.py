@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,6 +38,42 @@ def test_the_least_budget_that_is_named_is_accepted_where_updates_are_delayed(tm
     with pytest.raises(outsize.BudgetError) as caught:
         outsize.plan(model, host_memory="64KiB", **fields)
     outsize.plan(model, host_memory=caught.value.needed, **fields)
+
+
+HELD_IN_MEMORY = (
+    {"params": "host", "host_memory": "64KiB"},
+    {"grads": "device", "states": "disk", "host_memory": "300KiB"},
+    {"states": "host", "delayed_update": 1, "host_memory": "1MiB"},
+    {"params": "disk", "grads": "host", "states": "device", "host_memory": "64KiB", "disk_space": "4KiB"},
+    {"params": "host", "states": "device", "device": "meta", "device_memory": "100KiB", "host_memory": "4KiB"},
+    {"params": "host", "grads": "host", "disk": None, "compute_dtype": torch.bfloat16, "host_memory": "200KiB"},
+)
+
+
+@pytest.mark.parametrize("wanted", HELD_IN_MEMORY, ids=lambda wanted: "-".join(map(str, wanted)))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_budget_that_an_error_names_is_accepted_at_once(
+    tmp_path: Path, wanted: dict[str, Any], ranks: int
+) -> None:
+    model = nn.Sequential(nn.Linear(96, 96), nn.LSTM(96, 160, 3), nn.Linear(160, 4000))
+    fields: dict[str, Any] = {"disk": tmp_path, "device": "cpu", "tiles": False, **wanted}
+    named: list[str] = []
+    while (error := refusal(model, ranks=ranks, **fields)) is not None:
+        assert error.field not in named
+        said = re.search(rf"raise {error.field} to at least ([0-9.]+ [KMG]iB)", str(error))
+        assert said is not None
+        assert outsize.Config(host_memory=said[1]).host_memory == error.needed > error.available
+        named.append(error.field)
+        fields[error.field] = error.needed
+    assert named
+
+
+def refusal(model: nn.Module, **fields: Any) -> outsize.BudgetError | None:
+    try:
+        outsize.plan(model, **fields)
+    except outsize.BudgetError as error:
+        return error
+    return None
 
 
 def test_a_budget_error_has_the_numbers_of_its_message_and_survives_a_pickle() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_wha
 from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.move.store import DTYPES, MASTER_BYTES, OWN_BYTES, STATE_BYTES, TRAINED_DTYPES
+from outsize.planning.errors import BudgetError
 from outsize.planning.layout import (
     ALIGN_ELEMENTS,
     PAGE_ELEMENTS,
@@ -28,7 +31,16 @@ from outsize.planning.layout import (
     tile_rows,
     with_whole_rows,
 )
-from outsize.planning.placement import UnitBytes, UsedTogether, least_staging, place, with_free_staging
+from outsize.planning.placement import (
+    Budgets,
+    UnitBytes,
+    UsedTogether,
+    format_at_least,
+    least_staging,
+    place,
+    with_free_staging,
+)
+from outsize.planning.sizes import parse_bytes
 from outsize.run.buffers import collecting_sizes
 from outsize.run.embedding import tables_of
 from outsize.run.local import is_distributed, is_repeated, largest_part, local
@@ -50,6 +62,10 @@ ROWS_AT_WORK = PAGE_ELEMENTS
 """Of a parameter that is used in tiles: how many a unit of the usual size would hold; how many of the gradient are in
 memory at once, the one that autograd has made, the same in fp32, and one on its way. Several ranks collect one more.
 Of a table: what the plan counts for the rows at work, which are the batch's."""
+
+TIERS = {"host_memory": "host", "device_memory": "device", "disk_space": "disk"}
+MOST_TRIES = 100
+"""The tier of each budget. How often it is placed to find a budget that is accepted; a few times are usual."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -102,77 +118,105 @@ def place_model(
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     tables = tables_of(model)
     refuse_tables(tables, infos, config, ranks, shared)
-    # Alike, whatever part is here.
-    unit_bytes = budgets.unit_bytes
-    updated = any(each.trainable for each in largest.values())
-    if not updated and sum(each.nbytes for each in largest.values()) > budgets.computing[1]:
-        unit_bytes = max(unit_bytes // SMALLER_WITHOUT_UPDATES, 1)
-    align = PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS
-    cuts = cut_units(tree, largest, unit_bytes, _chosen_units(model, config), tables, size, align)
-    cuts, beside = part_adapters(cuts, largest)
-    layouts = list(lay_out(cuts, infos, size, align))
-    by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
-    layouts = [with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts]
-    in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
-    held: dict[str, int] = {}
-    if ranks is None and config.disk_space is None:  # ranks place alike, and what is asked for is a limit of all
-        held = held_on_disk(parameters, config.directories)
-    graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
-    sizes: list[UnitBytes] = []
-    for layout, has_grads in zip(layouts, graded, strict=True):
-        if layout.index in by_rows:
-            sizes.append(_bytes_of_table(layout, kept, tables_split[1]))
-        else:
-            swapped = sum(min(held.get(slot.name, 0), infos[slot.name].nbytes) for slot in layout.slots)
-            nbytes = _bytes_of(layout, kept, config, size, shared and has_grads)
-            sizes.append(replace(nbytes, in_place=layout.slots[0].name in in_files, swapped=swapped))
-    wanted: dict[str, str] = {"params": config.params, "grads": config.grads, "states": config.states}
-    if size > 1 and config.stage < 3:
-        wanted["params"] = "device"
-    together = _used_together(model, names, layouts)
-    if kept.row_values:
-        budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows, tables_split[1]))
-    rows: dict[int, int] = {}
-    elsewhere = budgets.disk is not None or budgets.device is not None
-    apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
-    if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
-        in_tiles = _bear_tiles(model)
-        for index, layout in enumerate(layouts):
-            slot, wide = layout.slots[0], STATE_BYTES.get(layout.slots[0].dtype, 0)
-            if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
-                count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
-                tile = count * size * (slot.numel // slot.shape[0])
-                working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
-                if working < sizes[index].working:
-                    rows[index], layouts[index] = count, with_whole_rows(layout, size)
-                    nbytes = _bytes_of(layouts[index], kept, config, size, shared and graded[index], working)
-                    sizes[index] = replace(nbytes, in_place=sizes[index].in_place, swapped=sizes[index].swapped)
-    tiers = place(sizes, budgets, wanted, together)
-    if budgets.disk is not None:
-        swapped = sum(each.swapped for each, tier in zip(sizes, tiers, strict=True) if tier.params == "disk")
-        budgets = replace(budgets, disk=budgets.disk + swapped)
-    budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
-    rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
-    rows.update((index, layouts[index].slots[0].shape[0]) for index in by_rows)
-    tiers = tuple(replace(each, grads="device") if at in by_rows else each for at, each in enumerate(tiers))
-    return PlacedModel(
-        infos,
-        parameters,
-        tuple(layouts),
-        tuple(sizes),
-        tiers,
-        budgets,
-        kept,
-        split=(rank, size),
-        together=together,
-        tile_rows=rows,
-        in_files=in_files,
-        beside=beside,
-        tables=frozenset(by_rows),
-        dense_tables=_dense_tables(model, names, infos, kept),
-        tables_split=tables_split,
-        inside=inner,
-    )
+
+    def placed(budgets: Budgets) -> PlacedModel:
+        # Alike, whatever part is here.
+        unit_bytes = budgets.unit_bytes
+        updated = any(each.trainable for each in largest.values())
+        if not updated and sum(each.nbytes for each in largest.values()) > budgets.computing[1]:
+            unit_bytes = max(unit_bytes // SMALLER_WITHOUT_UPDATES, 1)
+        align = PAGE_ELEMENTS if kept.whole else ALIGN_ELEMENTS
+        cuts = cut_units(tree, largest, unit_bytes, _chosen_units(model, config), tables, size, align)
+        cuts, beside = part_adapters(cuts, largest)
+        layouts = list(lay_out(cuts, infos, size, align))
+        by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
+        layouts = [with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts]
+        in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
+        held: dict[str, int] = {}
+        if ranks is None and config.disk_space is None:  # ranks place alike, and what is asked for is a limit of all
+            held = held_on_disk(parameters, config.directories)
+        graded = [any(parameters[slot.name].requires_grad for slot in layout.slots) for layout in layouts]
+        sizes: list[UnitBytes] = []
+        for layout, has_grads in zip(layouts, graded, strict=True):
+            if layout.index in by_rows:
+                sizes.append(_bytes_of_table(layout, kept, tables_split[1]))
+            else:
+                swapped = sum(min(held.get(slot.name, 0), infos[slot.name].nbytes) for slot in layout.slots)
+                nbytes = _bytes_of(layout, kept, config, size, shared and has_grads)
+                sizes.append(replace(nbytes, in_place=layout.slots[0].name in in_files, swapped=swapped))
+        wanted: dict[str, str] = {"params": config.params, "grads": config.grads, "states": config.states}
+        if size > 1 and config.stage < 3:
+            wanted["params"] = "device"
+        together = _used_together(model, names, layouts)
+        if kept.row_values:
+            budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows, tables_split[1]))
+        rows: dict[int, int] = {}
+        elsewhere = budgets.disk is not None or budgets.device is not None
+        apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
+        if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
+            in_tiles = _bear_tiles(model)
+            for index, layout in enumerate(layouts):
+                slot, wide = layout.slots[0], STATE_BYTES.get(layout.slots[0].dtype, 0)
+                if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
+                    count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
+                    tile = count * size * (slot.numel // slot.shape[0])
+                    working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
+                    if working < sizes[index].working:
+                        rows[index], layouts[index] = count, with_whole_rows(layout, size)
+                        nbytes = _bytes_of(layouts[index], kept, config, size, shared and graded[index], working)
+                        sizes[index] = replace(nbytes, in_place=sizes[index].in_place, swapped=sizes[index].swapped)
+        tiers = place(sizes, budgets, wanted, together)
+        if budgets.disk is not None:
+            swapped = sum(each.swapped for each, tier in zip(sizes, tiers, strict=True) if tier.params == "disk")
+            budgets = replace(budgets, disk=budgets.disk + swapped)
+        budgets = with_free_staging(sizes, budgets, wanted, tiers, together)
+        rows = {index: count for index, count in rows.items() if tiers[index].params != "device"}  # all of it fits
+        rows.update((index, layouts[index].slots[0].shape[0]) for index in by_rows)
+        tiers = tuple(replace(each, grads="device") if at in by_rows else each for at, each in enumerate(tiers))
+        return PlacedModel(
+            infos,
+            parameters,
+            tuple(layouts),
+            tuple(sizes),
+            tiers,
+            budgets,
+            kept,
+            split=(rank, size),
+            together=together,
+            tile_rows=rows,
+            in_files=in_files,
+            beside=beside,
+            tables=frozenset(by_rows),
+            dense_tables=_dense_tables(model, names, infos, kept),
+            tables_split=tables_split,
+            inside=inner,
+        )
+
+    try:
+        return placed(budgets)
+    except BudgetError as error:
+        raise _with_least(error, budgets, placed) from None
+
+
+def _with_least(error: BudgetError, budgets: Budgets, placed: Callable[[Budgets], PlacedModel]) -> BudgetError:
+    """The same error with a budget that is accepted, once others that are too small are raised too. A larger budget may
+    mean more staging and larger units, so this places again with what each error says is missing."""
+    given, found = getattr(budgets, TIERS[error.field]), error
+    for _ in range(MOST_TRIES):
+        tier = TIERS[found.field]
+        text = format_at_least(getattr(budgets, tier) + found.needed - found.available)
+        raised: dict[str, Any] = {tier: parse_bytes(text, found.field)}
+        budgets = replace(budgets, **raised)
+        try:
+            placed(budgets)
+        except BudgetError as again:
+            found = again
+            continue
+        least = getattr(budgets, TIERS[error.field])
+        remedy = f"raise {error.field} to at least {format_at_least(least)}"
+        message = re.sub(rf"raise {error.field}( to at least [0-9.]+ [KMGT]iB)?", remedy, str(error), count=1)
+        return BudgetError(message, error.field, least, given)
+    return error
 
 
 def _in_files(

@@ -9,8 +9,8 @@ class BudgetError(ValueError):
     """A budget is too small. The message names the unit and the remedy; the attributes have the numbers.
 
     field: the budget: `"host_memory"`, `"device_memory"` or `"disk_space"`.
-    needed: bytes that must fit at once.
-    available: bytes that the budget has for them.
+    needed: bytes that the budget must have; from `plan` and `prepare`, those that they accept.
+    available: bytes that it has.
 
     >>> try:
     ...     outsize.plan(model, host_memory="32KiB", device="cpu")
