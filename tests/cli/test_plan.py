@@ -64,6 +64,12 @@ def test_what_is_no_mesh_is_refused(mesh: str, capsys: pytest.CaptureFixture[str
     assert "write the size of each dimension" in plan(capsys, "--shape", "70b", "--mesh", mesh, code=2)
 
 
+def test_an_unknown_dimension_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be taken for a data-parallel one."""
+    said = plan(capsys, "--shape", "70b", "--mesh", "ppp=2,dp=2", code=2)
+    assert "'ppp' is no dimension of a mesh; they are pp (stages), dp and copies (data), and tp (tensors)" in said
+
+
 def test_table_of_stages_says_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, "--parameters", "1e9", "--dtype", "fp32", "--state-format", "compact")
     assert "parameters, gradients and AdamW states" in said

@@ -16,6 +16,7 @@ import torch
 
 import outsize
 from outsize.api.budgets import DEVICE_MARGIN, DISK_MARGIN, HOST_MARGIN, available_memory
+from outsize.api.ranks import OTHER_NAMES, STAGE_NAMES, TENSOR_NAMES
 from outsize.cli import models
 from outsize.cli.largest import FAMILIES, largest, table
 from outsize.cli.options import add_memory_arguments, at_least, config_fields
@@ -24,6 +25,7 @@ from outsize.planning.sizes import format_bytes
 from outsize.planning.tables import zero_table
 
 T = TypeVar("T")
+DATA_NAMES = ("dp", "data", "copies", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp")
 SUMMARY = "say what would go where, without allocating anything"
 DESCRIPTION = (
     "Build a model on the meta device and print the plan: tiers, budgets, bytes moved a step. 70 B in seconds: "
@@ -91,6 +93,11 @@ def _mesh(text: str) -> dict[str, int]:
     sizes = dict(part.strip().partition("=")[::2] for part in parts)
     if len(sizes) < len(parts) or not all(name and size.isdigit() and int(size) for name, size in sizes.items()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write the size of each dimension: pp=4,dp=8,tp=2")
+    unknown = [name for name in sizes if name not in (*STAGE_NAMES, *DATA_NAMES, *TENSOR_NAMES, *OTHER_NAMES)]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is no dimension of a mesh; they are pp (stages), dp and copies (data), and tp (tensors)"
+        )
     return {name: int(size) for name, size in sizes.items()}
 
 
