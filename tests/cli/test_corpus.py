@@ -58,7 +58,7 @@ def test_windows_cover_the_file_or_are_spread_over_it(tmp_path: Path) -> None:
     assert [int(every[i]["input_ids"][0]) for i in range(len(every))] == list(range(0, 1000, 10))
     assert [int(four[i]["labels"][0]) for i in range(len(four))] == [0, 250, 500, 750]
     assert len(Windows(file, 10, most=500)) == 100
-    with pytest.raises(ValueError, match="holds 1009 tokens but --seq-len is 2000"):
+    with pytest.raises(ValueError, match="2000; give more --text, or a --seq-len of at most 1009"):
         Windows(file, 2000)
 
 

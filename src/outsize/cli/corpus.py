@@ -163,7 +163,10 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, path: Path, length: int, most: int | None = None) -> None:
         count = path.stat().st_size // TOKEN_BYTES
         if count < length:
-            raise ValueError(f"{path.name} holds {count} tokens but --seq-len is {length}; give more text")
+            raise ValueError(
+                f"{path.name} holds {count} tokens but --seq-len is {length}; give more --text, or a --seq-len of at "
+                f"most {count}"
+            )
         self.tokens = torch.from_file(str(path), shared=False, size=count, dtype=torch.int32)
         self.length, self.windows = length, count // length
         self.count = min(most or self.windows, self.windows)
