@@ -189,6 +189,28 @@ def test_interruption_saves_and_says_how_to_go_on(
         assert history(run) == whole.losses
 
 
+@pytest.mark.parametrize("during", ["evaluate", "_save_checkpoint"])
+def test_an_interruption_of_a_save_or_of_a_look_at_held_out_text_runs_no_further_step(
+    during: str, words: list[str], whole: Whole, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, before = tmp_path / "run", getattr(Trainer, during)
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return before(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, during, interrupted)
+        assert main([*words, "--save-every", "2"]) == 130
+    said = capsys.readouterr().out
+    assert f"interrupted after step 2; the newest checkpoint is {run / 'checkpoint-2'}; go on with:" in said
+    saved = [entry["step"] for entry in json.loads((run / "history.json").read_text()) if "saved" in entry]
+    assert saved == [2]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert history(run) == whole.losses
+
+
 def closes_its_terminal(words: list[str]) -> int:
     """After the second step."""
     ours, theirs = os.openpty()
@@ -244,7 +266,9 @@ def test_a_termination_after_the_last_step_is_told_by_its_number(
 ) -> None:
     monkeypatch.setattr(Trainer, "save_model", lambda *_, **inside: inside or signal.raise_signal(signal.SIGTERM))
     assert main(words) == 143
-    assert "outsize train --resume" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "checkpoint-6 has the weights of the last step, and from_pretrained opens it" in said
+    assert "--resume" not in said, "nothing is left to do"
 
 
 def test_second_interruption_ends_the_run_at_once(

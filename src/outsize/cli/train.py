@@ -214,6 +214,8 @@ class _Run:
         newest = last_checkpoint(self.folder)
         if newest is None:
             return "there is no checkpoint to go on from"
+        if int(newest.rpartition("-")[2]) >= self.wanted.steps:
+            return f"{newest} has the weights of the last step, and from_pretrained opens it"
         return f"the newest checkpoint is {newest}; go on with:\n  outsize train --resume {self.folder}"
 
     def _finish(self) -> int:

@@ -35,7 +35,8 @@ def process_memory(field: str = "VmRSS") -> int:
 class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Shows the Trainer's log of each step. Stops after `seconds`, at Ctrl-C and SIGTERM, and when the terminal closes.
 
-    A stop comes after the step at hand, on all ranks, with a checkpoint. A second Ctrl-C or SIGTERM ends it at once.
+    A stop comes after the step, evaluation or save at hand, on all ranks, with a checkpoint. A second Ctrl-C or SIGTERM
+    ends it at once.
     """
 
     def __init__(self, trainer: Any, base_memory: int, tokens: int, seconds: float | None) -> None:
@@ -70,7 +71,7 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         if second:
             raise KeyboardInterrupt
-        print("\nfinishing this step, then saving (once more: stop at once)", file=sys.stderr, flush=True)
+        print("\nfinishing what is at hand, then saving (once more: stop at once)", file=sys.stderr, flush=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step:
@@ -78,13 +79,20 @@ class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.log_history.append({"step": state.global_step, "saved": True})
+        control.should_training_stop |= self._shall_stop()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._shall_stop():
+            control.should_training_stop = control.should_save = True
+
+    on_evaluate = on_step_end
+
+    def _shall_stop(self) -> bool:
+        """Whether one of all ranks has been asked to."""
         accelerator = self._trainer.accelerator
         if self.signal is not None or (self._until is not None and time.monotonic() > self._until):
             accelerator.set_trigger()
-        if accelerator.check_trigger():  # on all ranks, where one has asked
-            control.should_training_stop = control.should_save = True
+        return bool(accelerator.check_trigger())
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         record = state.log_history[-1]
