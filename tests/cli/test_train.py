@@ -391,8 +391,13 @@ def test_two_ranks_train_and_resume_what_one_trains(words: list[str], whole: Who
     again = [*words, "--run", str(two), "--save-every", "3"]
     resumed = ["train", "--resume", str(two / "checkpoint-3")]
     wrong = [*words, "--run", str(tmp_path / "three"), "--batch", "3"]
-    (first, *others), same = run_on_ranks(2, on_two_ranks, two, again, resumed, wrong)
-    assert [first, *others] == same and first[0] == 0 and others == [first, (2, first[1])]
+    (tmp_path / "taken").mkdir()
+    other = locked(tmp_path / "taken")
+    taken = [*words, "--run", str(tmp_path / "taken")]
+    without = [*words, "--run", str(tmp_path / "four"), "--text", str(tmp_path / "none")]
+    (first, *others), same = run_on_ranks(2, on_two_ranks, two, again, resumed, wrong, taken, without)
+    os.close(other)
+    assert [first, *others] == same and first[0] == 0 and others == [first, *[(2, first[1])] * 3]
     assert first[1] == pytest.approx(whole.losses, rel=1e-4)
     assert (two / "model" / "model.safetensors").exists() and (two / "report.png").exists()
 

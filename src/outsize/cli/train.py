@@ -8,14 +8,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 import outsize
 from outsize.checkpoint.folder import locked
@@ -41,8 +42,22 @@ def run(args: argparse.Namespace) -> int:
             return 0
     arguments = _training_arguments(wanted, folder, checkpoint)
     PartialState().wait_for_everyone()
-    with _held(folder) if arguments.process_index == 0 else nullcontext():
+    with ExitStack() as held:
+        _by_first(lambda: held.enter_context(_held(folder)))
         return _Run(wanted, folder, checkpoint, arguments).train()
+
+
+def _by_first(work: Callable[[], object]) -> None:
+    """The first rank does the work. What refuses it is told by all."""
+    told: list[Exception | None] = [None]
+    if PartialState().is_main_process:
+        try:
+            work()
+        except (ValueError, TypeError, OSError) as error:
+            told = [error]
+    (refused,) = broadcast_object_list(told)
+    if refused is not None:
+        raise refused
 
 
 def _training_arguments(wanted: argparse.Namespace, folder: Path, checkpoint: str | None) -> Any:
@@ -134,9 +149,7 @@ class _Run:
         models.check_language_model(config, wanted.seq_len)
         self.base_memory = watch.process_memory()
         given = wanted.model if models.holds(wanted.model, "tokenizer.json") else None
-        with arguments.main_process_first(local=False):
-            if self.first:
-                self._prepare_folder(config, arguments.world_size, given)
+        _by_first(lambda: self._prepare_folder(config, arguments.world_size, given))
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "corpus"))
         fields = self.fields()
         data = corpus.Windows(folder / "corpus" / corpus.TRAIN, wanted.seq_len)
