@@ -7,6 +7,7 @@ import types
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -675,5 +676,22 @@ def test_a_forward_that_was_replaced_on_the_instance_trains_like_torch(
 def test_a_forward_called_directly_says_to_call_the_module(workshop: Workshop) -> None:
     pair = workshop.pair()
     assert torch.equal(pair.model.forward(batches(1)[0][0]), pair.plain(batches(1)[0][0]))
-    with pytest.raises(RuntimeError, match=r"call the module itself, not its `forward`"):
+    with pytest.raises(RuntimeError, match=r"call the module itself, .* loss inside `with outsize.gathered\(model\):`"):
         pair.model.head.forward(batches(1)[0][0])
+
+
+def test_what_a_library_computes_past_calls_trains_like_torch_inside_gathered(workshop: Workshop) -> None:
+    """As gpytorch and pyro do. The backward comes after the block."""
+    pair = workshop.pair()
+    for x, y in batches(3):
+        losses = []
+        for model, optimizer in pair.both:
+            with outsize.gathered(model) if model is pair.model else nullcontext():
+                prior = sum(param.square().sum() for param in model.parameters())
+                loss = (model.head.forward(model.blocks[0].forward(x)) - y).square().mean() + 1e-3 * prior
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    pair.check()

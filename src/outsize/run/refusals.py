@@ -17,8 +17,9 @@ def read_at_rest(name: str, tier: str, operation: str) -> NoReturn:
         )
     raise RuntimeError(
         f"{found}needs its values; outside a forward of the model read it inside `with outsize.gathered(param):`. "
-        f"For a forward, call the module itself, not its `forward`. (Checkpoints: outsize.save; weights: "
-        f"outsize.export; device, dtype and shape are fixed by prepare)"
+        f"For a forward, call the module itself, not its `forward`; where a library does not, compute the loss inside "
+        f"`with outsize.gathered(model):`. (Checkpoints: outsize.save; weights: outsize.export; device, dtype and "
+        f"shape are fixed by prepare)"
     )
 
 
