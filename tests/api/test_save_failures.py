@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,25 @@ def test_two_runs_may_save_to_the_same_names(tmp_path: Path) -> None:
     for each in (plain, one):
         each.train()
     assert_same(plain.values(), one.values())
+
+
+def test_a_path_of_more_folders_than_python_recurses_is_saved_to(tmp_path: Path, size: str) -> None:
+    run, deep = run_of(tmp_path), tmp_path.joinpath(*["a"] * sys.getrecursionlimit())
+    run.train(1)
+    try:
+        if size == "small":
+            run.save(deep / "checkpoint")
+            run.load(deep / "checkpoint")
+        else:
+            outsize.export(deep / "weights", run.model)
+    finally:
+        for child in deep.iterdir() if deep.exists() else ():
+            shutil.rmtree(child)
+        for folder in (deep, *deep.parents):
+            if folder == tmp_path:
+                break
+            if folder.exists():
+                folder.rmdir()
 
 
 def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) -> None:

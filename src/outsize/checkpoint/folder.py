@@ -43,7 +43,7 @@ class NewFolder:
         if path is not None:
             self.path = path
             return
-        _make_parents(target.parent)
+        make_parents(target.parent)
         self.path, self._lock = make_locked(target.parent, f".{target.name}.new")
 
     def publish(self) -> Path | None:
@@ -77,10 +77,11 @@ class NewFolder:
             self._lock = -1
 
 
-def _make_parents(folder: Path) -> None:
+def make_parents(folder: Path) -> None:
     """Create a folder with its parents, and bring their names to the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):  # pathlib's own way recurses once a folder
+        each.mkdir(exist_ok=True)
     for each in missing:
         with suppress(OSError):  # a parent that cannot be opened is not ours
             sync(each.parent)

@@ -20,7 +20,7 @@ import torch
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import DataWriter
-from outsize.checkpoint.folder import make_locked, sync, write_text
+from outsize.checkpoint.folder import make_locked, make_parents, sync, write_text
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.threads import submitted
 from outsize.planning.layout import round_up
@@ -202,7 +202,7 @@ def merged_folder(target: Path) -> Iterator[Path]:
     if is_checkpoint(target):
         raise FileExistsError(errno.EEXIST, "the folder holds a checkpoint; export into another one", str(target))
     exists = target.exists()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(target.parent)
     # Inside an existing folder, since that may be a file system of its own.
     fresh, lock = make_locked(target if exists else target.parent, f".{target.name}.export")
     try:
