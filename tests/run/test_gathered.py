@@ -419,6 +419,23 @@ def test_the_call_of_a_copy_of_the_attributes_is_refused(workshop: Workshop, tie
     pair.train(batches(2))
 
 
+def test_a_deep_copy_and_the_state_of_a_copy_are_its_own(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(tier=tier)
+    own = nn.Parameter(torch.ones_like(pair.plain.blocks[0].up.weight))
+    copied = clone(pair.model)
+    up = copied.blocks[0].up
+    up._parameters = {**up._parameters, "weight": own}
+    with outsize.gathered(pair.model):
+        state, plain = copied.state_dict(), copy.deepcopy(copied)
+        assert {type(param) for param in plain.parameters()} == {nn.Parameter}
+        for name, expected in pair.plain.state_dict().items():
+            expected = own if name == "blocks.0.up.weight" else expected
+            assert torch.equal(state[name], expected) and torch.equal(plain.state_dict()[name], expected)
+        ((x, _),) = batches(1)
+        assert not torch.equal(plain(x), pair.model(x))
+    pair.train(batches(2))
+
+
 class Wrapper(nn.Module):
     """Passes attributes on, as PEFT's models do."""
 

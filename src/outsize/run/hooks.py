@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cache, partial, wraps
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -32,9 +33,11 @@ from outsize.run.wrappers import known
 # Note [A copy with our attributes]
 # `_call_impl` and `forward` belong to one module. Who copies attributes (`copy.copy`, the clones of meta-learning
 # libraries) copies them too, and a call of that copy would compute the original. `nn.Module.__call__` does not pass
-# `self` to an attribute of the instance: so the frame that calls tells whose call it is.
+# `self` to an attribute of the instance: so the frame that calls tells whose call it is. So it does for `copy.deepcopy`
+# and `state_dict`, which act for the copy.
 
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
+_DEEPCOPY, _STATE_DICT = copy.deepcopy.__code__, nn.Module.state_dict.__code__
 _NOTHING = object()
 Attributes = dict[str, Any]
 Call = Callable[..., Any]
@@ -114,6 +117,7 @@ def _put(module: nn.Module, attributes: Attributes) -> None:
 
 def _copied(before: Attributes, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy is a plain module: its parameters copy themselves, where they are gathered."""
+    module = _asked(module, _DEEPCOPY, "x")
     ours = {name: module.__dict__.get(name, _NOTHING) for name in before}
     _put(module, before)
     plain = "__deepcopy__" not in module.__dict__ and not hasattr(type(module), "__deepcopy__")
@@ -179,6 +183,16 @@ def _refuse_copies(module: nn.Module) -> None:
         refusals.call_of_a_copy(type(module).__name__)
 
 
+def _asked(module: nn.Module, code: CodeType, name: str) -> nn.Module:
+    """The module for which the function with this code has called ours: a copy with the module's attributes, or the
+    module. `name`: what the function calls it. See Note [A copy with our attributes]."""
+    caller = sys._getframe(2)
+    found = caller.f_locals.get(name) if caller.f_code is code else None
+    if isinstance(found, type(module)) and found.__dict__.get("_apply") is module.__dict__.get("_apply"):
+        return found
+    return module  # what passes attributes on has passed ours on
+
+
 def _checked_load(module: nn.Module) -> Callable[..., None]:
     """`load_state_dict(assign=True)` would put other parameters in place of the prepared ones."""
     load: Callable[..., None] = module._load_from_state_dict
@@ -202,8 +216,9 @@ def _listed(engine: Engine, module: nn.Module) -> Callable[..., None]:
     @wraps(save)
     def listed(*args: Any, **kwargs: Any) -> None:
         before, engine.listing = engine.listing, True
+        asked = _asked(module, _STATE_DICT, "self")
         try:
-            save(*args, **kwargs)
+            (save if asked is module else partial(type(asked)._save_to_state_dict, asked))(*args, **kwargs)
         finally:
             engine.listing = before
 
