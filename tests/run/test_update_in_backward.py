@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -123,6 +124,34 @@ def test_a_broken_promise_is_an_error(workshop: Workshop, tier: str, how: str) -
 
     with pytest.raises(RuntimeError, match=r"update='backward'"):
         go_on()
+
+
+@pytest.mark.parametrize("how", ["clear", "pop", "set", "replace"])
+def test_a_state_that_the_backward_has_used_stays_until_step(workshop: Workshop, how: str) -> None:
+    pair = workshop.pair(update="backward")
+    data = batches(4)
+    pair.train(data[:2])
+    squared_error(pair.model, data[2]).backward()
+    state, first = pair.optimizer.state, next(pair.model.parameters())
+    with pytest.raises(RuntimeError, match=r"the optimizer's state of 'blocks\..* between backward\(\) and step\(\)"):
+        if how == "clear":
+            state.clear()
+        elif how == "pop":
+            state.pop(first)
+        elif how == "set":
+            state[first] = {**state[first]}
+        else:
+            pair.optimizer.state = defaultdict(dict)
+            pair.optimizer.step()
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    squared_error(pair.plain, data[2]).backward()
+    pair.plain_optimizer.step()
+    pair.plain_optimizer.zero_grad()
+    pair.check()
+    for _, optimizer in pair.both:
+        optimizer.state.clear()
+    pair.train(data[3:])
 
 
 def test_saving_between_backward_and_step_is_refused(workshop: Workshop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -32,6 +32,7 @@ from outsize.run.wrappers import is_wrapper
 
 MASTER_KEY = "fp32_master"
 """In a state dict. See Note [Masters in a state dict]."""
+STATE_OF = "the optimizer's state of "
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,21 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
     in another mapping or in a state dict are checked and stored in the same way."""
 
     def __init__(
-        self, parameters: Parameters, streamer: Streamer, owner: Owner, optimizer: torch.optim.Optimizer, rule: Rule
+        self,
+        parameters: Parameters,
+        streamer: Streamer,
+        owner: Owner,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        expect_stepped: Callable[[Iterable[torch.Tensor], str], None],
     ) -> None:
+        """`expect_stepped`: raises for parameters that a backward has updated and whose step is still to come."""
         self._parameters = parameters
         self._streamer = streamer
         self._owner = owner
         self._optimizer: Any = optimizer
         self._rule = rule
+        self._expect_stepped = expect_stepped
         self._for_a_state_dict = False  # entries are plain and in host memory
         self.keep()
 
@@ -114,6 +123,7 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         given = self._checked(param, state, self._options_of(param))
+        self._expect_stepped([param], STATE_OF)
         with self._owner.turn("optimizer.state"):
             self._store(given.unit, [given])
 
@@ -139,6 +149,13 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
         if not isinstance(given, Mapping):
             raise TypeError(f"optimizer.state must be a mapping of parameters to their state, not {given!r:.80}")
         checked = [self._checked(param, state, self._options_of(param)) for param, state in given.items()]
+        try:
+            self._expect_stepped(
+                [param for unit in self._parameters.units for param in unit.parameters.values()], STATE_OF
+            )
+        except RuntimeError:
+            self._optimizer.state = self
+            raise
         with self._streamer.live.changing("taking over optimizer.state"):
             self._store_all(checked)
         self._optimizer.state = self

@@ -66,7 +66,7 @@ class Stepper:
         warmup: int | None,
     ) -> None:
         self.steps = self.skipped_steps = 0
-        self.state = OptimizerState(parameters, streamer, owner, optimizer, updater.rule)
+        self.state = OptimizerState(parameters, streamer, owner, optimizer, updater.rule, self.expect_stepped)
         self._parameters = parameters
         self._gradients = gradients
         self._streamer = streamer
@@ -115,14 +115,14 @@ class Stepper:
         """Whether a backward has applied the unit's gradients and `step` was not called yet."""
         return unit in self._applied
 
-    def expect_stepped(self, params: Iterable[torch.Tensor]) -> None:
-        """Raise before weights are written to where torch would update what was written."""
+    def expect_stepped(self, params: Iterable[torch.Tensor], what: str = "") -> None:
+        """Raise before weights, or `what` of them, are written to where torch would update what was written."""
         for param in params:
             unit, slot = self._parameters.unit_of(param)
             if slot.name in self._applied.get(unit, {}):
                 raise RuntimeError(
-                    f"{slot.name!r} cannot be written to between backward() and step(): with update='backward' it was "
-                    f"updated already; call step() first, or use update='fetch' (the default)"
+                    f"{what}{slot.name!r} cannot be written to between backward() and step(): with update='backward' "
+                    f"it was updated already; call step() first, or use update='fetch' (the default)"
                 )
 
     def mark(self, factor: float) -> None:
