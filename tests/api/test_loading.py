@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -267,6 +268,27 @@ def test_buffers_that_a_forward_shapes_are_there_before_a_load(tmp_path: Path) -
         outsize.load(tmp_path / "ckpt", fresh.model, fresh.optimizer)
     fresh.model.seen = torch.zeros(3)
     outsize.load(tmp_path / "ckpt", fresh.model, fresh.optimizer)
+    assert torch.equal(fresh.model.seen, torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_buffers_that_a_forward_shapes_are_there_before_a_load_of_what_others_wrote(tmp_path: Path, kind: str) -> None:
+    plain = Net()
+    plain.seen = torch.ones(3)
+    if kind == "dcp":
+        dcp.save({"model": plain.state_dict()}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    else:
+        (tmp_path / "folder").mkdir()
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(plain.state_dict(), tmp_path / "folder" / "model.safetensors")
+    fresh = Run(tmp_path, net=Net())
+    with pytest.raises(
+        ValueError, match=r"1 buffers .*: seen is 3 there and 1 here\. .*Some buffers .*: run one before"
+    ):
+        outsize.load(tmp_path / "folder", fresh.model)
+    fresh.model.seen = torch.zeros(3)
+    outsize.load(tmp_path / "folder", fresh.model)
     assert torch.equal(fresh.model.seen, torch.ones(3))
 
 

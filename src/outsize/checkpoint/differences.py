@@ -124,13 +124,16 @@ def differences_of_others(
     A tied parameter is loaded from one name. Under the others, where the folder has them, it must fit too.
     """
     buffers, found = live.buffers or {}, {*names_in(live, stored), *optional}
-    wanted = {**live.parameters, **buffers}
-    shapes = {each: wanted[name] for each, name in with_aliases(wanted, live.aliases).items()}
+
+    def called(wanted: Shapes) -> Shapes:
+        return {each: wanted[name] for each, name in with_aliases(wanted, live.aliases).items()}
+
     return {
         "missing parameters": [name for name in live.parameters if name not in found],
         "missing buffers": [name for name in buffers if name not in found],
         "unexpected weights": unexpected,
-        **unlike("weight", stored, shapes, convertible),
+        **unlike("weight", stored, called(live.parameters), convertible),
+        **unlike("buffer", stored, called(buffers), convertible),
     }
 
 
