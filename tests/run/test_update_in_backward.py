@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections import defaultdict
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, assert_same_weights, batches, squared_error, train, weights
+from outsize.run.resting_place import RestingPlace
+from tests.conftest import (
+    AT_REST_TIERS,
+    Stack,
+    Workshop,
+    assert_same_weights,
+    batches,
+    prepared,
+    squared_error,
+    train,
+    weights,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -289,6 +302,42 @@ def test_after_a_gradient_that_is_not_finite_a_checkpoint_can_be_loaded(workshop
     handle.remove()
     outsize.load(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
     pair.train(batches(3))
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_batch_whose_backward_raises_is_skipped_or_a_checkpoint_can_be_loaded(
+    workshop: Workshop, tier: str, updated: bool
+) -> None:
+    """Where no unit was updated, a loop that skips the batch goes on as torch does."""
+    pair = workshop.pair(tier=tier, update="backward")
+    data, saved = batches(4), workshop.disk.parent / "ckpt"
+    pair.train(data[:2])
+    outsize.save(saved, pair.model, pair.optimizer)
+    weight = pair.model.blocks[0].up.weight if updated else pair.model.head.weight
+    hook = weight.register_hook(Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        squared_error(pair.model, data[2]).backward()
+    hook.remove()
+    pair.optimizer.zero_grad()
+    if updated and tier != "device":
+        with pytest.raises(RuntimeError, match=r"a second backward .* If a backward has raised, load the last check"):
+            squared_error(pair.model, data[2]).backward()
+        pair.optimizer.zero_grad()
+        outsize.load(saved, pair.model, pair.optimizer)
+    pair.train(data[2:])
+
+
+def test_a_unit_whose_gradients_find_no_room_is_not_in_use(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = workshop.pair(update="backward")
+    data = batches(4)
+    pair.train(data[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(RestingPlace, "dispatch", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            squared_error(pair.model, data[2]).backward()
+    assert prepared(pair.model).engine.streamer.room.last is None
+    pair.optimizer.zero_grad()
+    pair.train(data[3:])
 
 
 @pytest.mark.parametrize("kind", ["SGD", "RMSprop"])

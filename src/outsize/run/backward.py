@@ -74,9 +74,11 @@ class Backward:
     def _complete(self, unit: Unit, complete: bool) -> None:
         """The unit's gradients are `complete`, or as many as an interrupted backward has left."""
         gradients = self._gradients[unit.index]
-        at_rest = gradients.end_of_backward(complete)
-        if self._stepper is not None:
-            self._streamer.finished(unit)
+        try:
+            at_rest = gradients.end_of_backward(complete)
+        finally:
+            if self._stepper is not None:
+                self._streamer.finished(unit)
         if at_rest:
             if complete and self._stepper is not None and self._stepper.update_now(unit):
                 gradients.given_to_update()

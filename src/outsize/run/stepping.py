@@ -86,7 +86,7 @@ class Stepper:
                 raise RuntimeError(
                     f"a second backward reached {unit.name!r} before optimizer.step(): with update='backward' the "
                     f"first one was applied already; call step() after each, or use update='fetch' (the default) to "
-                    f"accumulate gradients or to throw some away"
+                    f"accumulate gradients or to throw some away. If a backward has raised, load the last checkpoint"
                 )
             if not self._applied:
                 self.state.take()
