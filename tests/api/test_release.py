@@ -49,6 +49,19 @@ def test_a_released_model_is_changed_and_prepared_again(workshop: Workshop, tier
     pair.train(batches(3, out=6))
 
 
+def test_a_release_of_weights_larger_than_the_budget_warns_of_no_training_that_goes_on(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4000), nn.Linear(4000, 4))
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, host_memory="600KiB", device="cpu")
+    outsize.release(model)
+    assert not caplog.records
+    assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
+
+
 def test_the_same_optimizer_is_prepared_again(workshop: Workshop) -> None:
     pair = workshop.pair()
     schedules = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (pair.plain_optimizer, pair.optimizer)]

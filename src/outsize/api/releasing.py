@@ -56,8 +56,9 @@ def release(model: nn.Module) -> None:
             engine.reduction.complete()
         settle(prepared)
         _check_memory(prepared)
-        states = _states(prepared)
-        values = _values(prepared)
+        with engine.streamer.room.excess.untold():
+            states = _states(prepared)
+            values = _values(prepared)
         hooks.remove(model)
         if prepared.attached is not None:
             prepared.attached.detach(states)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 from outsize.move.memory import Ledger
@@ -46,6 +48,16 @@ class OverBudget:
         self.most_needed = needed
         if not self.logged:
             self.log()
+
+    @contextmanager
+    def untold(self) -> Iterator[None]:
+        """Nothing is logged in the block: it takes what it needs, and no training goes on in it."""
+        before = self.most_needed, self._what
+        self.most_needed, self._what = sys.maxsize, None
+        try:
+            yield
+        finally:
+            self.most_needed, self._what = before
 
     def log(self) -> None:
         """Log the most that was needed, and the budget that would hold it, unless that was logged before."""
