@@ -53,7 +53,8 @@ def test_a_release_of_weights_larger_than_the_budget_warns_of_no_training_that_g
     workshop: Workshop, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 4000), nn.Linear(4000, 4))
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Linear(64, 4000), nn.Linear(4000, 4))
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = adamw(model)
     workshop.prepare(model, optimizer, host_memory="600KiB", device="cpu")
