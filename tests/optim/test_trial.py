@@ -202,6 +202,18 @@ class ByName(Plain):
                     param.sub_(param.grad, alpha=group["lr"])
 
 
+class InItsState(Plain):
+    """Counts in its state, under no parameter, as SPAM of pytorch_optimizer does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.state["total_step"] = 0  # type: ignore[index]
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        self.state["total_step"] += 1  # type: ignore[index]
+        return grad / self.state["total_step"]  # type: ignore[index]
+
+
 def named(params: Any) -> torch.optim.Optimizer:
     return ByName([(f"{at}.weight", param) for at, param in enumerate(params)])
 
@@ -225,6 +237,10 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "OnItsClass": (OnItsClass, "counts in its class, and runs once a parameter"),
     "OnItsBase": (OnItsBase, "counts in its class"),
     "Eager": (Eager, "raised KeyError.'v'.; what a parameter keeps must be made in its first step"),
+    "InItsState": (
+        InItsState,
+        "TypeError.*; its state has 'total_step', which is of no parameter: count in its groups",
+    ),
     "ByName": (named, "raised KeyError.'param_names'.; a step is given one parameter, without its name"),
     "EagerInPart": (EagerInPart, r"has \['seed'\] and not \['v'\]; what a parameter keeps"),
     "Caching": (two_that_share, "depends on the others, or on the other groups"),

@@ -95,6 +95,8 @@ class StreamedRule(Rule):
                 reason += "; a step is given one parameter, without its name"
             elif isinstance(error, KeyError) and any(optimizer.state.values()):
                 reason += f"; {_IN_FIRST_STEP}"
+            if of_none := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+                reason += f"; its state has {of_none[0]!r}, which is of no parameter: count in its groups"
             raise ValueError(
                 f"{self._name} can run neither on pieces of parameters nor on whole parameters one at a time "
                 f"({reason}), so it cannot run on streamed state; use an optimizer such as AdamW, SGD, Adagrad, Muon "
