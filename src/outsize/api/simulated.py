@@ -69,6 +69,8 @@ class World:
         self.lanes = {COMPUTE: Lane(), IN: Lane(), OUT: Lane(), UPDATES: Lane(), COLLECTIVES: Lane()}
         self.lanes |= {READS: self.drive.reads, WRITES: self.drive.writes}
         self.live = 0
+        self.keeps = False  # whether the allocator keeps what operations have freed, and gives gradients other memory
+        self._most_live = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
         self.laid_down: deque[tuple[float, int]] = deque()  # gradients for the disk: when, and bytes
         self.capacity = 0  # of gathered units and, on the CPU, of these
@@ -156,7 +158,9 @@ class World:
 
     def note(self, most: int | None = None) -> None:
         """Remember the most bytes of each tier; operations have made `most`."""
-        now: dict[str, int] = {"device": self.live if most is None else most, "host": 0, "disk": 0}
+        live = self.live if most is None else most
+        self._most_live = max(self._most_live, live)
+        now: dict[str, int] = {"device": self._most_live if self.keeps else live, "host": 0, "disk": 0}
         for account, nbytes in self.ledger.now.items():
             now[account.partition("/")[0]] += nbytes
         now["host"] += max(self._passing() - self.ledger.now.get("host/grads in flight", 0), 0)

@@ -32,8 +32,9 @@ from outsize.run.unit import Residency, Unit
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
-SLACK, SLACK_BYTES, HEAP_BYTES = 0.04, 2 << 20, 8 << 20
-"""Of the memory of a step on a CPU: scratch memory of kernels; holes of the heap, where large blocks lie there too."""
+SLACK, SLACK_BYTES, HOLES = 0.04, 3 << 20, 0.25
+"""On a CPU. Of the memory of a step: scratch memory of kernels. Of the gradients that leave to where they rest: what an
+allocator that keeps freed memory loses between them."""
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Simulation:
         capacity = capacity_of(placed, as_units, 0)
         spare = spare_of(as_units, placed, capacity) if "auto" in layers.values() else 0
         world.capacity = capacity - spare
+        world.keeps = world.on_cpu and not placed.returns_freed_memory
         budgets = placed.budgets
         places = cast(Any, self._places)
         self._rest()
@@ -156,8 +158,9 @@ class Simulation:
         """With what nobody counts: on the CPU, what kernels and the allocator take."""
         peak = dict(self._world.peak)
         if self._world.on_cpu:
-            holes = 0 if self._placed.returns_freed_memory else HEAP_BYTES
-            peak["device"] += SLACK_BYTES + holes + round(SLACK * (peak["device"] + peak["host"]))
+            leave = sum(unit.size.moved_grads for unit in self._units if unit.tiers.grads != "device")
+            peak["device"] += SLACK_BYTES + round(SLACK * (peak["device"] + peak["host"]))
+            peak["device"] += round(HOLES * leave) if self._world.keeps else 0
         return peak
 
     def _happen(self, event: Event) -> None:
