@@ -116,6 +116,42 @@ def test_a_step_that_is_refused_is_not_counted(workshop: Workshop) -> None:
     pair.train(batches(2))
 
 
+class WhereUsed(InGroups):
+    """Counts a group's steps where one of its parameters has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + any(param.grad is not None for param in group["params"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["step"])
+
+
+@pytest.mark.parametrize("kind", [InGroups, WhereUsed])
+def test_a_delayed_step_counts_for_the_gradients_that_it_applies(workshop: Workshop, tier: str, kind: Any) -> None:
+    pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(kind), tier, delayed_update=1)
+    held: list[Tensor | None] = []
+    for step, batch in enumerate(batches(6)):
+        for model, optimizer in pair.both:
+            squared_error(model, batch).backward()
+            for param in optimizer.param_groups[1]["params"] if step == 3 else ():
+                param.grad = None
+        params = list(pair.plain.parameters())
+        fresh = [param.grad for param in params]
+        for param, grad in zip(params, held if step else fresh, strict=False):
+            param.grad = grad
+        if step != 1:  # the step that begins the delay has nothing to apply
+            pair.plain_optimizer.step()
+        held = fresh if step else []
+        pair.plain_optimizer.zero_grad()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        mine, theirs = ([group["step"] for group in each.param_groups] for _, each in pair.both)
+        assert mine == theirs
+    pair.check()
+
+
 def test_counts_in_groups_come_back_from_a_checkpoint(workshop: Workshop, tier: str, tmp_path: Path) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), in_two_groups(InGroups), tier)
     pair.train(batches(2))

@@ -42,7 +42,7 @@ from outsize.run.unit_gradients import UnitGradients
 # Note [Delayed update]
 # ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2): after `warmup` exact steps one
 # step's gradients are held back; from then on each step applies the gradients of the step before it, with the
-# hyper-parameters of now. A step that has no gradients before it to apply changes nothing.
+# hyper-parameters of now. A step that has no gradients before it to apply changes nothing, and counts nowhere.
 
 # Note [The update in the backward]
 # Where the user promises that nothing happens to gradients between `backward` and `step` (update="backward"), the
@@ -171,8 +171,11 @@ class Stepper:
 
     def _look_ahead(self, pendings: dict[Unit, Pending]) -> Callable[[], None] | None:
         """What the step makes of its groups. See Note [What a step changes of its groups] in optim/worker.py."""
-        marked = (*pendings.items(), *self._applied.items())
+        held = [(unit, unit.held) for unit in pendings]
+        marked = held if self._delays else [*pendings.items(), *self._applied.items()]
         stepped = {id(unit.parameters[name]) for unit, names in marked for name in names}
+        if not stepped:  # its gradients are held back. See Note [Delayed update]
+            return None
         having = [any(id(param) in stepped for param in group["params"]) for group in self._optimizer.param_groups]
         return self._updater.rule.look_ahead(self._optimizer, list(map(hyper_of, self._optimizer.param_groups)), having)
 
