@@ -3,8 +3,8 @@
     python -m benchmarks.planning --disk DIR [row ...]
 
 Each row is a model, in fp32 or bf16, without clipping. It is trained once on each placement: all in memory, host, disk,
-a mixture. Those without a disk have processes of their own, as a run on disk changes the allocator. The second half of
-the steps counts. `outsize.probe` measures before each model, as a drive that others use too changes all the time.
+a mixture, in a process of its own, as what ran before has its marks on the allocator. The second half of the steps
+counts. `outsize.probe` measures before each model, as a drive that others use too changes all the time.
 All rows take 3 to 6 minutes on 2 cores.
 Figures are predicted / measured. Peak: resident memory beyond what the process had before the model was made.
 """
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,7 @@ import outsize
 from benchmarks.common import PeakRss, Row, rss_bytes, run_child, run_rows
 from benchmarks.models import llama
 
-PLACEMENTS = (("memory",), ("host",), ("disk", "mixed"))
-"""Those of one process together."""
+PLACEMENTS = "memory", "host", "disk", "mixed"
 STEPS = 6
 PROBED_MEGABYTES = 256  # about as many as a step moves
 MOST_ERROR, MOST_MEDIAN, MOST_ABOVE = 0.25, 0.10, 0.10
@@ -128,41 +126,37 @@ def _trim() -> int:
     return rss_bytes()
 
 
-def measure(name: str, placements: Sequence[str], directory: str) -> dict[str, Any]:
-    """One training on each of these placements, in this process; then the plans, which leave memory there."""
+def measure(name: str, placement: str, directory: str) -> dict[str, Any]:
+    """One training in this process; then the plan, which leaves memory there."""
     make, dtype = MODELS[name]
-    found: dict[str, Any] = {}
-    for placement in ("warm-up", *placements):
+    for steps in (2, STEPS):  # the first warms up
         with tempfile.TemporaryDirectory(dir=directory) as own:
             torch.manual_seed(0)
             base = _trim()
             model, example = make()
-            options = fields(model, placements[0] if placement == "warm-up" else placement, own, dtype)
             with PeakRss() as memory:
-                trained = _train(model, example, options, 2 if placement == "warm-up" else STEPS)
-            found[placement] = {**trained, "peak": memory.peak - base}
+                trained = _train(model, example, fields(model, placement, own, dtype), steps)
             del model
-    del found["warm-up"]
-    for placement, each in found.items():
-        with tempfile.TemporaryDirectory(dir=directory) as own:
-            model, example = make()
-            options = fields(model, placement, own, dtype)
-            plan = outsize.plan(model, torch.optim.AdamW(model.parameters()), example=example, **options)
-            assert plan.prediction is not None
-            each["predicted"] = plan.step_seconds
-            each["peak_predicted"] = sum(plan.prediction.peak_bytes[tier] for tier in ("device", "host"))
-            each |= {"busy": dict(plan.prediction.busy), "waits": plan.prediction.wait_seconds}
-            del model, plan
-    return found
+    with tempfile.TemporaryDirectory(dir=directory) as own:
+        model, example = make()
+        options = fields(model, placement, own, dtype)
+        plan = outsize.plan(model, torch.optim.AdamW(model.parameters()), example=example, **options)
+        assert plan.prediction is not None
+        return {
+            **trained,
+            "peak": memory.peak - base,
+            "predicted": plan.step_seconds,
+            "peak_predicted": sum(plan.prediction.peak_bytes[tier] for tier in ("device", "host")),
+            "busy": dict(plan.prediction.busy),
+            "waits": plan.prediction.wait_seconds,
+        }
 
 
 def _rows(name: str, directory: str) -> list[Row]:
     outsize.probe(disk=directory, device="cpu", again=True, megabytes=PROBED_MEGABYTES)
     rows = []
-    children = [f"{name} {' '.join(placements)}" for placements in PLACEMENTS]
-    measured = [run_child("benchmarks.planning", "--child", child, directory) for child in children]
-    for placement, each in itertools.chain.from_iterable(found.items() for found in measured):
-        found: dict[str, Any] = each  # type: ignore[assignment]
+    for placement in PLACEMENTS:
+        found: dict[str, Any] = run_child("benchmarks.planning", "--child", f"{name} {placement}", directory)
         ratio, above = found["predicted"] / found["measured"], found["peak_predicted"] / found["peak"] - 1
         ERRORS.append(abs(ratio - 1))
         PEAKS.append(above)
@@ -205,11 +199,7 @@ def _summary(_: str) -> list[Row]:
 
 def main() -> int:
     rows = {name: partial(_rows, name) for name in MODELS} | {"summary": _summary}
-    children = {
-        f"{name} {' '.join(placements)}": partial(measure, name, placements)
-        for name in MODELS
-        for placements in PLACEMENTS
-    }
+    children = {f"{name} {placement}": partial(measure, name, placement) for name in MODELS for placement in PLACEMENTS}
     return run_rows(__doc__, rows, children)
 
 

@@ -131,13 +131,13 @@ MOST_PASSED = 128 << 20
 
 def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing: Timing) -> str:
     """Time the step; why that could not be."""
-    needed, seconds = counter.nbytes(dtype) + _passing_bytes(counter), counter.seconds * (PASSES[0] + 1)
+    needed, seconds = counter.nbytes(dtype), counter.seconds * (PASSES[0] + 1)
     if needed > timing.room:
         return f"the layers take {needed >> 20} MiB to time, and {max(timing.room, 0) >> 20} MiB are free"
     if seconds > MOST_SECONDS:
         return f"the layers take about {seconds:.0f} s to time"
     try:
-        _time_step(counter, batch, dtype, timing.device)
+        _time_step(counter, batch, dtype, timing.device, timing.room - needed)
     except (RuntimeError, ValueError) as error:  # also where memory is short after all
         return f"the layers could not be timed ({error})"
     finally:
@@ -146,8 +146,8 @@ def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing
     return ""
 
 
-def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Put the seconds of a real step in place of those that were counted."""
+def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: torch.device, left: int) -> None:
+    """Put the seconds of a real step in place of those that were counted. `left`: bytes that may pass the caches."""
     model, needed = counter.model, counter.needed
     cores = [] if device.type == CPU else [device]
     laps: list[list[float]] = []
@@ -155,7 +155,8 @@ def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: 
         weights = {name: _filled(param, dtype, device, name in needed) for name, param in known_parameters(model)}
         buffers = {name: _copied(buffer, dtype, device) for name, buffer in model.named_buffers()}
         batch = tree_map(partial(_copied, dtype=None, device=device), batch)
-        passed = torch.zeros(_passing_bytes(counter), dtype=torch.uint8, device=device)
+        states = 8 * sum(param.numel() for param in model.parameters())
+        passed = torch.zeros(min(states, left, MOST_PASSED), dtype=torch.uint8, device=device)
         began = time.perf_counter()
         while len(laps) <= PASSES[0] or (len(laps) <= PASSES[1] and time.perf_counter() - began < ENOUGH_SECONDS):
             timer = Counter(model, counter.machine, device, passed)
@@ -168,10 +169,6 @@ def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: 
                 return
             laps.append(_laps(timer.events))
     _retime(counter.events, laps[1:])
-
-
-def _passing_bytes(counter: Counter) -> int:
-    return min(8 * sum(param.numel() for param in counter.model.parameters()), MOST_PASSED)
 
 
 def _anchors(events: Sequence[Event]) -> list[tuple[str, nn.Module | None, str]]:
