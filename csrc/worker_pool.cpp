@@ -13,6 +13,7 @@
 // that is.
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <deque>
@@ -149,7 +150,7 @@ const int forget_after_fork = ::pthread_atfork(nullptr, nullptr, [] {
 
 // The calling thread's, or null.
 const Team* team() {
-    if (forked.load() || ::gettid() != ::getpid()) return nullptr;
+    if (forked.load() || ::syscall(SYS_gettid) != ::getpid()) return nullptr;
     static const Team found;
     return found.serves() ? &found : nullptr;
 }
