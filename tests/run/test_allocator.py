@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from tests.conftest import Workshop, adamw, prepared
 from tests.scripts import run_script
 
 MATRIX = 1024 * 1024
@@ -85,6 +88,22 @@ def test_gradients_of_a_step_lie_where_those_of_the_step_before_did(
     assert status == 0, errors
     _, faults = map(int, said.strip("[] \n").split(","))
     assert least <= faults <= most  # bytes that came from the system in a step
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_where_little_has_gradients_freed_memory_is_kept_beside_room_for_the_weights_again(
+    workshop: Workshop, trained: int
+) -> None:
+    """Operations leave holes too."""
+    for budget, kept in (("7MiB", False), ("12MiB", True)):
+        with torch.device("cpu"):
+            model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))  # 4 MiB
+        model[trained:].requires_grad_(False)
+        optimizer = adamw(model[:trained]) if trained else None
+        workshop.prepare(model, optimizer, host_memory=budget, device="cpu", params="disk")
+        placed = prepared(model).placed
+        assert placed.stay_gathered
+        assert (placed.kept_bytes > 0, placed.returns_freed_memory) == (kept, not kept)
 
 
 def test_weights_that_prepare_has_moved_leave_no_memory(tmp_path: Path) -> None:

@@ -103,14 +103,14 @@ class PlacedModel:
     @property
     def kept_bytes(self) -> int:
         """Of freed memory that the allocator of the host may keep for the next step, where a CPU computes: what is
-        left, if it holds all gradients of a step. 0: less is left, or activations must go to disk. See Note [Freed
-        memory] in move/memory.py."""
+        left, if it holds as much again as the weights, or as the gradients of a step where they are more. 0: less is
+        left, or activations must go to disk. See Note [Freed memory] in move/memory.py."""
         if self.budgets.device is not None or self.budgets.offloads:
             return 0
         if self.stays:
             return self.budgets.host
         left = self.left_bytes
-        return left if left >= sum(unit.most("grads") for unit in self.unit_bytes) else 0
+        return left if left >= sum(max(unit.gathered, unit.most("grads")) for unit in self.unit_bytes) else 0
 
     @property
     def returns_freed_memory(self) -> bool:
