@@ -204,6 +204,15 @@ def test_a_path_of_more_folders_than_python_recurses_is_saved_to(tmp_path: Path,
                 folder.rmdir()
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    (tmp_path / "runs").write_text("notes")
+    for write in (run.save, lambda path: outsize.export(path, run.model)):
+        with pytest.raises(FileExistsError) as caught:
+            write(tmp_path / "runs" / "ckpt")
+        assert caught.value.filename == str(tmp_path / "runs")
+
+
 def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.train()

@@ -80,8 +80,8 @@ class NewFolder:
 def make_parents(folder: Path) -> None:
     """Create a folder with its parents, and bring their names to the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):  # pathlib's own way recurses once a folder
-        each.mkdir(exist_ok=True)
+    for each in (*reversed(missing), folder):  # pathlib's own way recurses once a folder
+        each.mkdir(exist_ok=True)  # a file of its name is told by that name
     for each in missing:
         with suppress(OSError):  # a parent that cannot be opened is not ours
             sync(each.parent)
