@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch.nn import functional as F
 
 import outsize
 from benchmarks.common import PeakRss, rss_bytes
+from outsize.api.counter import Counter
 from outsize.api.simulated import PARAMETER_SECONDS
-from outsize.planning.machine import Machine
+from outsize.planning.machine import Machine, typical_machine
 from tests.conftest import KINDS, Workshop, squared_error, train
 
 FAST = 1e18
@@ -284,6 +286,18 @@ def test_a_plan_of_this_machine_times_a_step_and_leaves_no_trace() -> None:
     with torch.device("meta"):
         assert outsize.plan(Slow(), example=example, host_memory="1GiB", device="cpu").step_seconds >= min(TOOK)
     assert len(TOOK) > count  # a model without memory is timed, too
+
+
+def test_what_passes_the_caches_of_an_accelerator_is_over_before_a_layer_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: done.append("waited"))
+    passed = Mock(add_=lambda _: done.append("passed"))
+    counter = Counter(stack(), typical_machine("cuda", 1), torch.device("meta"), passed)
+    counter.watch({}, {}, ())
+    counter.stand_in([((2,), torch.float32)])
+    assert done == ["passed", "waited"] * 2
 
 
 def test_a_step_that_cannot_be_timed_goes_by_rates_and_the_plan_says_why(tmp_path: Path) -> None:

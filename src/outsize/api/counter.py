@@ -104,7 +104,13 @@ class Counter:
         self._flush_caches()
         self._held = [each for each in (*twins.values(), *buffers.values(), *others) if isinstance(each, torch.Tensor)]
         self._alive = {each.untyped_storage()._cdata: 0 for each in self._held}
-        self._lap = time.perf_counter()
+        self._lap = self._now()
+
+    def _now(self) -> float:
+        """When the device has done what it was given."""
+        if self._device is not None and self._device.type != CPU:
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
 
     def _flush_caches(self) -> None:
         if self._passed is not None:
@@ -171,9 +177,7 @@ class Counter:
     def flush(self) -> None:
         """What was done since the last event."""
         if self._device is not None:
-            if self._device.type != CPU:
-                torch.accelerator.synchronize(self._device)
-            self._seconds = time.perf_counter() - self._lap
+            self._seconds = self._now() - self._lap
         if self._seconds or self._most > self._live:
             most = max(self._most, self._live)
             self.events.append(Event("work", seconds=self._seconds, live=self._live, most=most))
@@ -247,10 +251,9 @@ class Counter:
             self._flush_caches()
         self._stood_in = self._forward
         self._stands_in = True
-        device = self._device or CPU
-        made = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        made = tuple(torch.zeros(shape, dtype=dtype, device=self._device or CPU) for shape, dtype in shapes)
         self._stands_in = False
-        self._lap = time.perf_counter()
+        self._lap = self._now()
         return made
 
     def expanded(self) -> tuple[Event, ...]:
