@@ -241,7 +241,7 @@ def own_cores() -> int:
 
 def copy(target: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
     """Copy 1-D values, cast if need be, on this thread alone: see Note [Threads of torch]. In CPU memory what needs no
-    cast may take more `threads`, of our own pool: an accelerator brings bytes faster than one thread moves them."""
+    cast may take more `threads`, those of kernels: an accelerator brings bytes faster than one thread moves them."""
     on_cpu = target.is_cpu and source.is_cpu
     if on_cpu and target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous():
         assert target.numel() == source.numel()
