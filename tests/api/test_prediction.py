@@ -313,6 +313,13 @@ def test_a_step_that_cannot_be_timed_goes_by_rates_and_the_plan_says_why(tmp_pat
         assert re.search(f"by rates: .*{reason}", str(plan))
 
 
+def test_a_step_that_has_no_room_beside_it_is_timed(tmp_path: Path) -> None:
+    """What would pass the caches takes 48 MiB more."""
+    fields: dict[str, Any] = {"host_memory": "40MiB", "disk": tmp_path, "device": "cpu"}
+    plan = outsize.plan(stack(width=1024), example=torch.zeros(4, 1024), **fields)
+    assert "by rates" not in str(plan)
+
+
 def test_a_model_that_rests_on_disk_is_timed(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"disk": tmp_path, "device": "cpu"}
     with outsize.init(host_memory="512KiB", **fields):

@@ -107,9 +107,9 @@ def _run_step(
 # kernels that are good or bad. So where the plan is for this machine, the step runs on memory too, after it was
 # counted, for about a second. Layers that stand for others run alone, as in the count: the memory is that of one layer
 # of each kind. Weights are random numbers, in memory of their own. In a run, an update and many layers have passed the
-# caches before a layer comes: other memory does so here, as much as the states take. The seconds between two events of
-# the count become those of the operations that were counted there. Where the memory or the time is too much, or a layer
-# fails on random weights, rates say it all, and the plan says why.
+# caches before a layer comes: other memory does so here, as much as the states take and the room holds. The seconds
+# between two events of the count become those of the operations that were counted there. Where the memory or the time
+# is too much, or a layer fails on random weights, rates say it all, and the plan says why.
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ ENOUGH_SECONDS, PASSES = 1.0, (3, 12)
 """Of all passes together; the least and the most of them. The first does not count."""
 FILLED_AT_ONCE = 1 << 16
 MOST_PASSED = 128 << 20
-"""Bytes that pass the caches: more than most have."""
+"""Bytes that pass the caches at most: more than most of them have."""
 
 
 def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing: Timing) -> str:
@@ -136,8 +136,9 @@ def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing
         return f"the layers take {needed >> 20} MiB to time, and {max(timing.room, 0) >> 20} MiB are free"
     if seconds > MOST_SECONDS:
         return f"the layers take about {seconds:.0f} s to time"
+    states = 8 * sum(param.numel() for param in counter.model.parameters())
     try:
-        _time_step(counter, batch, dtype, timing.device, timing.room - needed)
+        _time_step(counter, batch, dtype, timing.device, min(states, MOST_PASSED, timing.room - needed))
     except (RuntimeError, ValueError) as error:  # also where memory is short after all
         return f"the layers could not be timed ({error})"
     finally:
@@ -146,8 +147,10 @@ def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing
     return ""
 
 
-def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: torch.device, left: int) -> None:
-    """Put the seconds of a real step in place of those that were counted. `left`: bytes that may pass the caches."""
+def _time_step(
+    counter: Counter, batch: Any, dtype: torch.dtype | None, device: torch.device, passing_bytes: int
+) -> None:
+    """Put the seconds of a real step in place of those that were counted."""
     model, needed = counter.model, counter.needed
     cores = [] if device.type == CPU else [device]
     laps: list[list[float]] = []
@@ -155,8 +158,7 @@ def _time_step(counter: Counter, batch: Any, dtype: torch.dtype | None, device: 
         weights = {name: _filled(param, dtype, device, name in needed) for name, param in known_parameters(model)}
         buffers = {name: _copied(buffer, dtype, device) for name, buffer in model.named_buffers()}
         batch = tree_map(partial(_copied, dtype=None, device=device), batch)
-        states = 8 * sum(param.numel() for param in model.parameters())
-        passed = torch.zeros(min(states, left, MOST_PASSED), dtype=torch.uint8, device=device)
+        passed = torch.zeros(passing_bytes, dtype=torch.uint8, device=device)
         began = time.perf_counter()
         while len(laps) <= PASSES[0] or (len(laps) <= PASSES[1] and time.perf_counter() - began < ENOUGH_SECONDS):
             timer = Counter(model, counter.machine, device, passed)
