@@ -128,6 +128,25 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(workshop
     assert not os.listdir(workshop.disk)
 
 
+@pytest.mark.parametrize("asked", [None, "1GiB"], ids=["no disk_space", "more than is free"])
+def test_where_the_drive_is_too_small_the_error_says_how_much_must_be_free(
+    workshop: Workshop, asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger `disk_space` would not help."""
+    model = Stack()
+    monkeypatch.setattr("outsize.api.budgets.free_bytes", lambda _: 100 << 10)
+    match = r"95.0 KiB may be used there; free some until [0-9.]+ [KM]iB may be used there$"
+    refused(model, adamw(model), match, **workshop.fields("disk", disk_space=asked))
+
+
+def test_a_number_for_all_that_must_lie_in_memory_is_not_that_of_a_unit(device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(64)))
+    fields: dict[str, Any] = {"host_memory": "64KiB", "device": device, "disk": ".", "states": "host"}
+    with pytest.raises(outsize.BudgetError) as caught:
+        outsize.plan(model, adamw(model), **fields)
+    assert "units=" not in str(caught.value)
+
+
 def test_a_full_disk_in_prepare_leaves_the_model_usable(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -195,12 +195,15 @@ def place_model(
     try:
         return placed(budgets)
     except BudgetError as error:
-        raise _with_least(error, budgets, placed) from None
+        raise _with_least(error, budgets, placed, config) from None
 
 
-def _with_least(error: BudgetError, budgets: Budgets, placed: Callable[[Budgets], PlacedModel]) -> BudgetError:
+def _with_least(
+    error: BudgetError, budgets: Budgets, placed: Callable[[Budgets], PlacedModel], config: Config
+) -> BudgetError:
     """The same error with a budget that is accepted, once others that are too small are raised too. A larger budget may
     mean more staging and larger units, so this places again with what each error says is missing."""
+    full = config.disk_space is None or budgets.disk != config.disk_space  # the drive, whatever may be used of it
     given, found = getattr(budgets, TIERS[error.field]), error
     for _ in range(MOST_TRIES):
         tier = TIERS[found.field]
@@ -215,6 +218,10 @@ def _with_least(error: BudgetError, budgets: Budgets, placed: Callable[[Budgets]
         least = getattr(budgets, TIERS[error.field])
         remedy = f"raise {error.field} to at least {format_at_least(least)}"
         message = re.sub(rf"raise {error.field}( to at least [0-9.]+ [KMGT]iB)?", remedy, str(error), count=1)
+        if error.field == "disk_space" and full:
+            message = message.replace(f"some, or {remedy}", f"some until {format_at_least(least)} may be used there")
+        if "units=" not in str(found):  # what is missing in the end is no unit's
+            message = message.replace(" or cut the module smaller with units=", ", for all that must lie there")
         return BudgetError(message, error.field, least, given)
     return error
 

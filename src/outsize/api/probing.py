@@ -132,8 +132,10 @@ def _machine_key(device: torch.device) -> str:
     name = device.type
     if device.type != CPU and torch.accelerator.is_available():
         name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
+    processor: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
     threads = f"{own_cores()} {torch.get_num_threads()}"
     words = f"{platform.node()} {processor or platform.machine()} {name} {torch.__version__} {threads}"
     return f"machine-2-{hashlib.sha256(words.encode()).hexdigest()[:16]}"

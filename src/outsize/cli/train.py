@@ -53,7 +53,7 @@ def _by_first(work: Callable[[], object]) -> None:
     if PartialState().is_main_process:
         try:
             work()
-        except (ValueError, TypeError, OSError) as error:
+        except Exception as error:
             told = [error]
     (refused,) = broadcast_object_list(told)
     if refused is not None:

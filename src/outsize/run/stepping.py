@@ -42,7 +42,7 @@ from outsize.run.unit_gradients import UnitGradients
 # Note [Delayed update]
 # ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2): after `warmup` exact steps one
 # step's gradients are held back; from then on each step applies the gradients of the step before it, with the
-# hyper-parameters of now. A step that has no gradients before it to apply changes nothing, and counts nowhere.
+# hyper-parameters of now. A step that has no gradients before it to apply changes nothing, no group's count either.
 
 # Note [The update in the backward]
 # Where the user promises that nothing happens to gradients between `backward` and `step` (update="backward"), the
