@@ -33,8 +33,8 @@ from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
 from outsize.planning.machine import CPU, Curve, Machine, typical_machine
 
-BLOCK_BYTES = 8 << 20
-THREADS = 4  # requests in flight: one alone does not fill a fast drive
+BLOCK_BYTES = 4 << 20
+THREADS = 2  # requests in flight, as where a small staging arena has one being updated and one being written
 LONE_READS, LONE_BYTES, LEAST_SECONDS = 64, 1 << 20, 10e-6
 MEGABYTES = 512
 COPIED_BYTES = 128 << 20
@@ -143,7 +143,7 @@ def _machine_key(device: torch.device) -> str:
 
 def _disk_key(folder: Path) -> str:
     words = f"{platform.node()} {os.stat(folder).st_dev} {os.statvfs(folder).f_blocks}"
-    return f"disk-2-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    return f"disk-3-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
 def _remembered(key: str) -> Mapping[str, Any] | None:

@@ -36,6 +36,8 @@ UNIT_SECONDS = 150e-6
 """Of Python, for a unit that comes or whose gradients are laid to rest."""
 PARAMETER_SECONDS = 30e-6
 """Of Python, for a parameter that is updated."""
+CHUNK_SECONDS = 150e-6
+"""Of Python, for a chunk that comes from the drive or goes there."""
 TURN_SECONDS = 5e-3
 """After which Python lets another thread go on: gradients may wait so long for the conveyor's."""
 
@@ -101,14 +103,15 @@ class World:
                 self.note()
 
     def work(self, alone: float, half: float, whole: float, name: str) -> None:
-        """The conveyor computes: seconds on one core, and then those of an update on half of the cores, or on all."""
-        cores = self.machine.cores
-        began, threads = self.belt_now, max(cores // 2, 1)
+        """The conveyor computes: seconds on one core, and then those of an update on half of the cores, or on all. Where
+        the loop computes meanwhile, each of these cores has a thread of an operation too, and the operation is over when
+        its last thread is."""
+        began = self.belt_now
         if self._waits or not self.on_cpu:
             self.belt_now += alone + whole
         else:
-            self.belt_now += (alone * (cores + 1) + half * (cores + threads)) / cores
-            self._stolen += (alone + half * threads) / cores
+            self.belt_now += 2 * (alone + half)
+            self._stolen += alone + half
         self.lanes[UPDATES].busy += whole
         self.span(UPDATES, name, began, self.belt_now)
 
@@ -293,7 +296,7 @@ class SimulatedUnit:
 
         def finish() -> Sequence[Transfer]:
             alone, half, whole = self._seconds(updates, fetch, 1 / chunks)
-            alone += world.summing(reads + writes)
+            alone += world.summing(reads + writes) + (CHUNK_SECONDS if reads or writes else 0.0)
             if alone or half:
                 world.work(alone, half, whole, name)
             ends = []
@@ -374,7 +377,7 @@ class SimulatedUnit:
         self.left = world.now
 
         def finish() -> Sequence[Transfer]:
-            world.work(world.summing(nbytes), 0.0, 0.0, self.name)
+            world.work(world.summing(nbytes) + CHUNK_SECONDS, 0.0, 0.0, self.name)
             self._written = world.move(WRITES, world.belt_now, nbytes, f"{self.name} gradients")
             return [_At(world, self._written)]
 
