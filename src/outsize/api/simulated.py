@@ -103,9 +103,9 @@ class World:
                 self.note()
 
     def work(self, alone: float, half: float, whole: float, name: str) -> None:
-        """The conveyor computes: seconds on one core, and then those of an update on half of the cores, or on all. Where
-        the loop computes meanwhile, each of these cores has a thread of an operation too, and the operation is over when
-        its last thread is."""
+        """The conveyor computes: seconds on one core, and then those of an update on half of the cores, or on all.
+        Where the loop computes meanwhile, each of these cores has a thread of an operation too, and the operation is
+        over when its last thread is."""
         began = self.belt_now
         if self._waits or not self.on_cpu:
             self.belt_now += alone + whole
