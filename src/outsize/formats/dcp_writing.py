@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.files import naming
 from outsize.formats.pieces import state_at_rest
+from outsize.move.memory import freed_memory_returned
 from outsize.move.shard import UnitShard
 
 _WARNINGS = (
@@ -45,7 +46,8 @@ OPTIMIZER = "optimizer"
 # Note [Written tensors]
 # torch's writer keeps every tensor of a file until the file is complete, and needs none of them again. So the planner
 # takes back the memory of the tensor before, which is written when the next is asked for: the writer has one thread
-# and reads nothing ahead.
+# and reads nothing ahead. It goes back to the system at once: what the writer keeps lies between tensors in the heap,
+# and cuts it into pieces that hold no other.
 
 
 def write_dcp(folder: Path, tensors: Mapping[Place, Readable], values: Mapping[Place, object] | None = None) -> None:
@@ -62,7 +64,7 @@ def write_dcp(folder: Path, tensors: Mapping[Place, Readable], values: Mapping[P
     arrays = {key: value for key, value in found.items() if isinstance(value, Readable)}
     contents = found | {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in arrays.items()}
     planner = _Planner(arrays, places)
-    with naming(folder, "writing a checkpoint"), _alone():
+    with naming(folder, "writing a checkpoint"), _alone(), freed_memory_returned():
         save(contents, storage_writer=_Writer(folder), planner=planner, no_dist=True)
 
 

@@ -175,7 +175,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Inside the block as after `return_freed_memory`, to time what a run takes that does so."""
+    """Inside the block as after `return_freed_memory`."""
     _set_thresholds(*RETURNING)
     try:
         yield
