@@ -186,9 +186,7 @@ class Stepper:
             unscale(pendings, factor, self._gradients)
         if self._delays:
             pendings = self._hold_back(pendings)
-        for unit, pending in pendings.items():
-            if not pending:
-                continue
+        for unit, pending in [each for each in pendings.items() if each[1]]:
             self._note(unit, pending)
             if unit.shard.rows is not None:
                 self._update_rows(unit, pending)
@@ -243,9 +241,8 @@ class Stepper:
             missing = [name for name in rule.needs(hyper) if name not in rule.arrays]
             if missing:
                 raise RuntimeError(
-                    f"the optimizer needs {missing[0]!r} for each element since an option of a parameter group was "
-                    f"changed after outsize.prepare; set the option (a momentum, amsgrad) before prepare. Nothing was "
-                    f"updated"
+                    f"the optimizer needs {missing[0]!r} for each element since an option of a group was changed "
+                    f"after outsize.prepare; set the option (a momentum, amsgrad) before prepare. Nothing was updated"
                 )
 
     @property
@@ -283,8 +280,7 @@ class Stepper:
         for index, group in enumerate(self._optimizer.param_groups):
             hyper = hyper_of(group)
             for param in group["params"]:
-                grad = grad_of(param)
-                if grad is not None:
+                if (grad := grad_of(param)) is not None:
                     if not self._parameters.owns(param):
                         raise ValueError(
                             f"optimizer.param_groups[{index}] has a parameter of shape {tuple(param.shape)} that is "
