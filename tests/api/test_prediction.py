@@ -173,6 +173,42 @@ def test_products_of_experts_count_as_the_rows_that_they_multiply(dtype: torch.d
     assert plan.step_seconds == pytest.approx(seconds, rel=1e-5)
 
 
+@pytest.mark.parametrize("inputs", [32, 128])
+def test_what_a_recurrent_layer_keeps_for_its_backward_counts_in_the_peak(inputs: int) -> None:
+    model = nn.LSTM(inputs, 64)
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def saved(length: int) -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = model(torch.randn(length, 16, inputs))  # alive, so that each address is of one storage
+        del out
+        return sum(kept.values())
+
+    def peak(length: int) -> int:
+        plan = predicted(model, example=(torch.zeros(length, 16, inputs),), host_memory="1GiB")
+        return sum(plan.peak_bytes[tier] for tier in ("device", "host"))
+
+    more = saved(1024) - saved(128)
+    assert more > 8 << 20
+    assert more <= peak(1024) - peak(128) <= 2 * more  # its kernels take some more
+
+
+def test_the_plain_tensors_of_a_convolution_are_there_twice_while_it_runs() -> None:
+    convolution, linear = nn.Conv2d(512, 512, 3, bias=False), nn.Linear(512, 9 * 512, bias=False)
+    plans = [
+        predicted(convolution, example=(torch.zeros(1, 512, 8, 8),), host_memory="1GiB"),
+        predicted(linear, example=(torch.zeros(1, 512),), host_memory="1GiB"),
+    ]
+    twice, once = (sum(plan.peak_bytes[tier] for tier in ("device", "host")) for plan in plans)
+    assert twice - once >= convolution.weight.nbytes
+    assert twice - once <= 1.2 * convolution.weight.nbytes
+
+
 def test_a_step_is_counted_where_torch_looks_for_anomalies() -> None:
     with torch.autograd.set_detect_anomaly(True):
         assert predicted(stack(1)).step_seconds == predicted(stack(1)).step_seconds > 0

@@ -143,7 +143,8 @@ class Counter:
                 nbytes = self._alive[storage._cdata] = 0 if self._stands_in else storage.nbytes()
                 self._count(nbytes)
                 weakref.finalize(storage, self._freed, storage._cdata)
-        self._most = max(self._most, self._live)
+        scratch = operation.scratch if machine.device == CPU and not self._stands_in else 0
+        self._most = max(self._most, self._live + scratch)
         return out
 
     def _freed(self, storage: int) -> None:

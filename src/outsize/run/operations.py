@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 _ATTENTION = "_scaled_dot_product"
 _GROUPED = torch.ops.aten._grouped_mm
+_RECURRENT = torch.ops.aten.mkldnn_rnn_layer
 
 
 class Operation(NamedTuple):
@@ -24,6 +25,8 @@ class Operation(NamedTuple):
     made: tuple[torch.Tensor, ...]
     read: frozenset[int]
     """The storages of its inputs."""
+    scratch: int
+    """The bytes that its kernel on a CPU takes while it runs, beside these."""
 
 
 class EachOperation(TorchDispatchMode):
@@ -37,8 +40,8 @@ class EachOperation(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # fake tensors are asked all the time
             return func(*args, **kwargs)
-        grouped = getattr(func, "_overloadpacket", None) is _GROUPED and isinstance(args[0], FakeTensor)
-        run = _grouped if grouped else func
+        fake = bool(args) and isinstance(args[0], FakeTensor)
+        run = _WITHOUT_MEMORY.get(getattr(func, "_overloadpacket", None), func) if fake else func
         return self._around(lambda: run(*args, **kwargs), lambda out: describe(func, args, kwargs, out))
 
 
@@ -61,6 +64,8 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Operation | None:
     if packet is _GROUPED:
         a, b = args[:2]
         flops = 2 * (b.numel() * a.shape[-2] if a.dim() > b.dim() else a.numel() * b.shape[-1])
+    elif packet is _RECURRENT:
+        flops = 2 * args[0].shape[:-1].numel() * (args[1].numel() + args[2].numel())
     elif packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
     if name in _OF_NO_WORK:
@@ -70,7 +75,20 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Operation | None:
     elif name.startswith("_embedding_bag") and "backward" not in name:
         tensors = [inputs[0][:1].expand(inputs[1].numel(), -1), *outputs]
     nbytes = sum(each.numel() * each.element_size() for each in tensors if each.layout is torch.strided)
-    return Operation(str(dtype).removeprefix("torch."), flops, nbytes, made, there)
+    scratch = _bytes_laid_out_anew(name, inputs, outputs)
+    return Operation(str(dtype).removeprefix("torch."), flops, nbytes, made, there, scratch)
+
+
+def _bytes_laid_out_anew(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """oneDNN computes convolutions and recurrent layers in layouts of its own, with copies of the plain tensors."""
+    if name == "convolution":
+        return sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+    if name == "convolution_backward":  # of the inputs and of the weights, one after the other; sums in fp32
+        return sum(each.numel() * 4 for each in inputs)
+    if name.startswith("mkldnn_rnn_layer"):
+        of_shape = [each for each in (*inputs, *outputs) if each.dtype is not torch.uint8]  # but for the workspace
+        return sum(each.numel() * each.element_size() for each in of_shape)
+    return 0
 
 
 def _grouped(
@@ -85,6 +103,16 @@ def _grouped(
     return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
 
 
+def _recurrent(x: torch.Tensor, w: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    """The results of oneDNN's recurrent layer; of its workspace torch's own knows no size. Per element of the sequence
+    it has about 9 values of the hidden size and 6.5 of the larger size."""
+    out, hidden, cell, workspace = _RECURRENT(x, w, *others)
+    width = w.shape[0] // 4
+    values = round(9 * width + 6.5 * max(width, x.shape[-1]))
+    return out, hidden, cell, workspace.new_empty(x.shape[:-1].numel() * values * x.element_size())
+
+
+_WITHOUT_MEMORY: dict[Any, Callable[..., Any]] = {_GROUPED: _grouped, _RECURRENT: _recurrent}
 _FLASH = "_scaled_dot_product_flash_attention"
 _OF_NO_WORK = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
 _LOOK_UPS = frozenset(("embedding", "index", "gather", "index_select"))
