@@ -8,6 +8,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -538,6 +539,22 @@ def test_weights_in_tiles_are_updated_as_a_whole_and_read_once_more(
     found = outsize.memory(model)
     assert found.bytes_written - before.bytes_written == plan.written_bytes > 0
     assert found.bytes_read - before.bytes_read <= plan.read_bytes
+
+
+def test_tiles_beside_a_small_layer_stay_within_the_least_budget_in_the_plan_and_in_a_run(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = partial(nn.Linear, bias=False)
+    model = nn.Sequential(linear(64, 1024), nn.RMSNorm(1024), linear(1024, 1024))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fields: dict[str, Any] = {**dict.fromkeys(KINDS, "disk"), "disk": workshop.disk, "device": "cpu"}
+    with pytest.raises(outsize.BudgetError) as refused:
+        outsize.plan(model, optimizer, host_memory="64KiB", **fields)
+    fields["host_memory"] = refused.value.needed
+    outsize.plan(model, optimizer, **fields, example=(torch.randn(4, 64),))
+    outsize.prepare(model, optimizer, **fields)
+    train(model, optimizer, [(torch.randn(4, 64), torch.randn(4, 1024))] * 2)
+    assert "above the budget" not in caplog.text
 
 
 @pytest.mark.parametrize("fields", [{}, {"activations": "offload"}], ids=str)

@@ -132,9 +132,8 @@ class Counter:
                 if name and name != self._used:
                     self._used = name
                     self.emit(Event("use", name=name))
-        machine = self.machine
         if operation.nbytes and not self._stands_in:
-            self._seconds += machine.seconds_of(*operation[:3])
+            self._seconds += self.machine.seconds_of(*operation[:3])
         for tensor in operation.made:
             if tensor.layout is not torch.strided:  # its parts were made before
                 continue
@@ -143,7 +142,7 @@ class Counter:
                 nbytes = self._alive[storage._cdata] = 0 if self._stands_in else storage.nbytes()
                 self._count(nbytes)
                 weakref.finalize(storage, self._freed, storage._cdata)
-        scratch = operation.scratch if machine.device == CPU and not self._stands_in else 0
+        scratch = 0 if self._stands_in or self.machine.device != CPU else operation.scratch
         self._most = max(self._most, self._live + scratch)
         return out
 

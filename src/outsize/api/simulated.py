@@ -233,6 +233,17 @@ class SimulatedUnit:
         return min(numel, max(self.numel, 1))
 
     @property
+    def tile_bytes(self) -> int:
+        """Of two tiles, one of which is on its way."""
+        return min(2 * self.tile_numel * self.ranks * self.itemsize, self.nbytes)
+
+    @property
+    def tile_numel(self) -> int:
+        """The elements of a tile that this rank has."""
+        rows, tile = int(self.shard.layout.slots[0].shape[0]), int(self.shard.tile_rows)
+        return -(-self.numel // rows) * min(tile * self.ranks, rows)
+
+    @property
     def fetch_bytes(self) -> int:
         return 0 if self.shard.tile_rows and self.pending else self.nbytes
 
@@ -342,6 +353,12 @@ class SimulatedUnit:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    @property
+    def grads_at_once(self) -> int:
+        """Bytes of gradients that leave at once: of a weight in tiles those of one."""
+        of_unit = self.tile_numel * GRAD_BYTES if self.shard.tile_rows else self.size.moved_grads
+        return min(of_unit, self.size.leaving)
+
     def step_seconds(self) -> float:
         """Of `step()`, which looks at the gradients of a unit on the device and updates it."""
         machine, grads = self._world.machine, self.size.moved_grads
@@ -353,7 +370,7 @@ class SimulatedUnit:
     def lay_down(self, last: int) -> None:
         """The gradients of the unit come to where they rest, or to where they are written from."""
         world, grads = self._world, self.size.moved_grads
-        at_once = min(grads, self.size.leaving)  # of a weight in tiles those of a tile or two
+        at_once = self.grads_at_once
         if self.split:
             world.move(COLLECTIVES, world.now, self.nbytes, f"{self.name} gradients")
         if self.tiers.grads != "device":  # else they stay where autograd made them
@@ -391,7 +408,7 @@ class SimulatedPlace:
 
     def __init__(self, world: World, unit: SimulatedUnit) -> None:
         self._world, self._unit = world, unit
-        self.passing_bytes = min(unit.size.moved_grads, unit.size.leaving) if unit.tiers.grads == "disk" else 0
+        self.passing_bytes = unit.grads_at_once if unit.tiers.grads == "disk" else 0
         self.held = False
 
     def drop_if_written(self) -> None:

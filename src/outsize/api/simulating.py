@@ -215,7 +215,7 @@ class Simulation:
             self._world.advance(UNIT_SECONDS, f"{unit.name} opens")
         self._name = unit.name
         if unit.shard.tile_rows:
-            self._streamer.use_tiles(cast(Unit, unit), unit.size.tiles)
+            self._streamer.use_tiles(cast(Unit, unit), unit.tile_bytes)
             lane = READS if unit.tiers.params == "disk" else IN
             world, nbytes = self._world, unit.size.params
             summed = world.summing(nbytes) if lane == READS else 0.0
