@@ -12,10 +12,12 @@ from outsize.planning.errors import BudgetError
 from outsize.planning.placement import (
     MIN_DEPTH,
     Budgets,
+    RunAgain,
     UnitBytes,
     check_largest_unit,
     format_at_least,
     least_staging,
+    most_at_once,
     place,
     slab_bytes,
     with_gradients_to_disk,
@@ -151,6 +153,15 @@ def test_units_that_one_forward_uses_at_once_are_refused_by_the_module_and_the_b
     with pytest.raises(ValueError, match=r"module 'lstm' needs 12.0 MiB .*raise host_memory to at least 13.8 MiB"):
         place(units(8), Budgets(host=12 * MIB, disk=1 << 40), ON_DISK, together)
     assert place(units(8), Budgets(host=parse_bytes("13.8MiB", ""), disk=1 << 40), ON_DISK, together)
+
+
+def test_a_layer_that_runs_again_takes_all_of_its_weights_and_the_largest_gradients_of_one_unit() -> None:
+    of_layer = [*units(3), replace(units(1)[0], grads=6 * MIB), replace(units(1)[0], grads=20 * MIB, tiles=MIB)]
+    assert most_at_once(of_layer, {"layer": RunAgain(range(4))}) == (22 * MIB, "layer", (0, 1, 2, 3))
+    assert most_at_once(of_layer, {"layer": RunAgain((0, 4))}) == (10 * MIB, "layer.0", ())
+    assert most_at_once(of_layer, {"layer": RunAgain((0, 1, 2, 4))})[0] == 16 * MIB
+    with pytest.raises(ValueError, match=r"layer 'layer' needs 22.0 MiB .* runs again .* or pass activations='auto'"):
+        place(of_layer, Budgets(host=20 * MIB, disk=1 << 40), ON_DISK, {"layer": RunAgain(range(4))})
 
 
 @given(st.integers(8, 100), st.integers(1, 8))

@@ -89,17 +89,17 @@ class Alone(nn.Module):
         return torch.tanh(x @ self.gate) * (x @ self.up) @ self.down
 
 
-def least_budget(model: nn.Module, disk: Path) -> str:
+def least_budget(model: nn.Module, disk: Path, **fields: Any) -> str:
     """What the refusal of a budget says to raise it to."""
     with pytest.raises(ValueError, match="raise host_memory") as refused:
-        outsize.plan(model, adamw(model), host_memory="64KiB", disk=disk, device="cpu", **ON_DISK)
+        outsize.plan(model, adamw(model), host_memory="64KiB", disk=disk, device="cpu", **ON_DISK, **fields)
     found = BUDGET_IN_TEXT.search(str(refused.value))
     assert found is not None
     return found[1]
 
 
 def peak_of_training(
-    monkeypatch: pytest.MonkeyPatch, disk: Path, model: nn.Module, data: torch.Tensor, budget: str
+    monkeypatch: pytest.MonkeyPatch, disk: Path, model: nn.Module, data: torch.Tensor, budget: str, **fields: Any
 ) -> int:
     """The most that outsize kept in memory at any time of two steps and an evaluation."""
     most: dict[int, int] = {}  # by the ledger's id: others may be alive
@@ -113,7 +113,7 @@ def peak_of_training(
     optimizer = adamw(model)
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "add", watched)
-        outsize.prepare(model, optimizer, host_memory=budget, disk=disk, device="cpu", **ON_DISK)
+        outsize.prepare(model, optimizer, host_memory=budget, disk=disk, device="cpu", **ON_DISK, **fields)
         for training in (True, True, False):
             out = model(data)
             if training:
@@ -145,6 +145,24 @@ def test_the_budget_that_a_refusal_names_holds_what_training_takes(
     with caplog.at_level(logging.WARNING, "outsize"):
         assert peak_of_training(monkeypatch, tmp_path, model, data, budget) <= parse_bytes(budget, "")
     assert "above the budget" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["recompute", "selective", "offload"])
+def test_the_least_budget_holds_a_layer_that_runs_again_with_all_of_its_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0) for _ in range(2)))
+    data = torch.randn(3, 5, 128)
+    kept, budget = least_budget(model, tmp_path), least_budget(model, tmp_path, activations=mode)
+    layer = sum(param.numel() * param.element_size() for param in model[0].parameters())
+    assert parse_bytes(kept, "") < layer < parse_bytes(budget, "")
+    plan = outsize.plan(model, adamw(model), host_memory=budget, disk=tmp_path, device="cpu", **ON_DISK)
+    assert max(unit.size.params for unit in plan.units) < layer
+    with pytest.raises(outsize.BudgetError, match=r"layer '[01]' needs .* runs again in the backward.*activations='au"):
+        outsize.plan(model, adamw(model), host_memory=layer, disk=tmp_path, device="cpu", activations=mode, **ON_DISK)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        taken = peak_of_training(monkeypatch, tmp_path, model, data, budget, activations=mode)
+    assert taken <= parse_bytes(budget, "") and "above the budget" not in caplog.text
 
 
 def test_a_plan_counts_the_units_that_one_module_uses_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,17 +32,10 @@ def modules_of(
     scopes: list[set[int]] = [set() for _ in units]
     owned: dict[int, list[Unit]] = {}
     framed = {model: False}
-    layers: dict[nn.Module, str] = {}
-    within: set[nn.Module] = set()  # layers of several units
-    for module, parent_unit, in_list in _walk(model, home):
+    layers = layers_of(model, home, config, lambda unit: "keep" if units[unit].shard.tiers.params == "device" else auto)
+    for module, parent_unit, _ in _walk(model, home):
         inside = {home[id(param)] for param in known(module.parameters())}
         own = {home[id(param)] for param in known(module.parameters(recurse=False))}
-        if inside and module is not model and module not in within and parent_unit not in inside:
-            mode = _mode(module, [units[index] for index in inside], config, auto if in_list else "keep")
-            wanted = mode != "keep" or (in_list and config.micro_batches > 1)
-            if wanted and (len(inside) == 1 or (in_list and not _lists_blocks(module))):
-                layers[module] = mode
-                within.update(module.modules())
         if len(inside) == 1 and module is not model:
             index = next(iter(inside))
             for each in pairs[index]:
@@ -65,13 +58,32 @@ def modules_of(
     return [frozenset(scope) for scope in scopes], owned, needed, layers
 
 
+def layers_of(
+    model: nn.Module, home: Mapping[int, int], config: Config, auto: Callable[[int], str]
+) -> dict[nn.Module, str]:
+    """The layers, and what is done with the activations of each. `home`: the unit of each parameter, by identity;
+    `auto`: what is done in a unit where the user leaves it to outsize."""
+    found: dict[nn.Module, str] = {}
+    within: set[nn.Module] = set()
+    for module, parent_unit, in_list in _walk(model, home):
+        inside = {home[id(param)] for param in known(module.parameters())}
+        if inside and module is not model and module not in within and parent_unit not in inside:
+            alone = in_list and len(inside) == 1  # what runs again holds all of its units
+            mode = _mode(module, config, auto(min(inside)) if alone else "keep")
+            wanted = mode != "keep" or (in_list and config.micro_batches > 1)
+            if wanted and (len(inside) == 1 or (in_list and not _lists_blocks(module))):
+                found[module] = mode
+                within.update(module.modules())
+    return found
+
+
 def _lists_blocks(module: nn.Module) -> bool:
     """Whether a list of modules of several parts lies in the module: these are layers, and it is none."""
     lists = (each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential)))
     return any(sum(any(True for _ in part.children()) for part in each) > 1 for each in lists)
 
 
-def _walk(model: nn.Module, home: dict[int, int]) -> Any:
+def _walk(model: nn.Module, home: Mapping[int, int]) -> Any:
     """Each module once: (module, the only unit of its parent or -1, whether its parent is a list)."""
     seen: set[int] = set()
     stack: list[tuple[nn.Module, int, bool]] = [(model, -1, False)]
@@ -87,16 +99,13 @@ def _walk(model: nn.Module, home: dict[int, int]) -> Any:
         stack.extend(reversed([(each, own, is_list) for each in module.children()]))
 
 
-def _mode(module: nn.Module, units: Sequence[Unit], config: Config, auto: str) -> str:
-    """What is done with the activations of a module that lies in these units."""
+def _mode(module: nn.Module, config: Config, auto: str) -> str:
+    """What is done with the activations of a module."""
     if not any(True for _ in module.children()) or not can_recompute(module):
         return "keep"
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return "keep"
-    if config.activations != "auto":
-        return config.activations
-    alone = len(units) == 1  # what runs again holds all of its units
-    return auto if alone and units[0].shard.tiers.params != "device" else "keep"
+    return auto if config.activations == "auto" else config.activations
 
 
 def heads_of(model: nn.Module) -> list[nn.Linear]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from outsize.api.budgets import find_budgets
+from outsize.api.modules import layers_of
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.ranks import agree_on_budgets, check_same, description
 from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_what_cannot_be_split
@@ -33,6 +34,7 @@ from outsize.planning.layout import (
 )
 from outsize.planning.placement import (
     Budgets,
+    RunAgain,
     UnitBytes,
     UsedTogether,
     format_at_least,
@@ -147,7 +149,7 @@ def place_model(
         wanted: dict[str, str] = {"params": config.params, "grads": config.grads, "states": config.states}
         if size > 1 and config.stage < 3:
             wanted["params"] = "device"
-        together = _used_together(model, names, layouts)
+        together = _used_together(model, names, layouts, config if updated else replace(config, activations="keep"))
         if kept.row_values:
             budgets = replace(budgets, host=budgets.host - _row_values(layouts, by_rows, tables_split[1]))
         rows: dict[int, int] = {}
@@ -305,17 +307,22 @@ def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:
     )
 
 
-def _used_together(model: nn.Module, names: dict[int, str], layouts: Sequence[UnitLayout]) -> UsedTogether:
-    """The modules whose forward uses several units for its own parameters. See Note [What one forward uses]."""
-    home = {slot.name: layout.index for layout in layouts for slot in layout.slots}
-    found = {}
+def _used_together(
+    model: nn.Module, names: dict[int, str], layouts: Sequence[UnitLayout], config: Config
+) -> UsedTogether:
+    """The modules whose forward uses several units for its own parameters, and the layers of several units that run
+    again. See Note [What one forward uses]."""
+    unit_of = {slot.name: layout.index for layout in layouts for slot in layout.slots}
+    home = {number: unit_of[name] for number, name in names.items()}
+    again = {module for module, mode in layers_of(model, home, config, lambda _: "keep").items() if mode != "keep"}
+    found: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
             continue
-        own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))  # it calls no child of its own
-        units = sorted({home[names[id(param)]] for param in known(own)})
+        whole = module in again or isinstance(module, nn.MultiheadAttention)  # it calls no child of its own
+        units = sorted({home[id(param)] for param in known(module.parameters(recurse=whole))})
         if len(units) > 1:
-            found[name] = tuple(units)
+            found[name] = RunAgain(units) if module in again else tuple(units)
     return found
 
 

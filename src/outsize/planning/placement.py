@@ -29,6 +29,9 @@ MIN_DEPTH, MAX_DEPTH = 3, 8
 # gradients would be in memory at once: then models that train within their budget would be refused. The entries of an
 # `nn.ParameterList` or `ParameterDict` are not counted: some forwards use all, some only one (adapters, experts). If
 # such a forward goes above the budget, the streamer logs which units and which budget would hold them.
+#
+# A layer of several units that runs again in the backward holds all of them from then on, while the gradients of one
+# after the other come (`RunAgain`).
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,10 @@ UsedTogether = Mapping[str, tuple[int, ...]]
 """The indices of the units with parameters of one module, by its name. See Note [What one forward uses]."""
 
 NONE_TOGETHER: UsedTogether = {}
+
+
+class RunAgain(tuple[int, ...]):
+    """Those of a layer that runs again in the backward."""
 
 
 @dataclass(frozen=True)
@@ -218,29 +225,37 @@ def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = MIN_DEPTH) -
     return max(staging_bytes // depth // PAGE_ELEMENTS, element_bytes) * PAGE_ELEMENTS
 
 
-def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[int, str, bool]:
-    """What takes most of the computing memory while at work: (bytes, its name, whether it is a module whose units one
-    forward uses `together`, else one unit)."""
+def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[int, str, tuple[int, ...]]:
+    """What takes most of the computing memory while at work: (bytes, its name, the units that it uses `together`, if it
+    is a module with several)."""
     largest = max(units, key=lambda unit: unit.working)
-    found = largest.working, largest.name, False
+    found: tuple[int, str, tuple[int, ...]] = largest.working, largest.name, ()
     for module, indices in together.items():
-        nbytes = sum(units[index].gathered for index in indices)
-        if nbytes > found[0]:
-            found = nbytes, module, True
+        several = [units[index] for index in indices]
+        if isinstance(indices, RunAgain):  # tiles are there while they are used
+            gathered = [0 if unit.tiles else unit.gathered for unit in several]
+            beside = max(unit.working - own for unit, own in zip(several, gathered, strict=True))
+        else:
+            gathered, beside = [unit.gathered for unit in several], 0
+        if sum(gathered) + beside > found[0]:
+            found = sum(gathered) + beside, module, indices
     return found
 
 
 def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: UsedTogether = NONE_TOGETHER) -> None:
-    """Raise `BudgetError` that names the unit whose weights and gradients, or the module whose weights, do not fit the
+    """Raise `BudgetError` that names the unit, the layer or the module whose weights and gradients do not fit the
     computing budget."""
     field, room = budgets.computing
-    needed, name, of_module = most_at_once(units, together)
+    needed, name, several = most_at_once(units, together)
     if needed <= room:
         return
     least = budgets.least_for(needed)
     extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
     what, kinds, remedy = f"unit {name!r}", "parameters and gradients", " or cut the module smaller with units="
-    if of_module:
+    if isinstance(several, RunAgain):
+        what, remedy = f"layer {name!r}", " or pass activations='auto'"
+        kinds = "parameters, which it holds when it runs again in the backward, and the largest gradients"
+    elif several:
         what, remedy = f"module {name!r}" if name else "the model", ""
         kinds = "parameters, which one forward uses at once" + ("," if extra else "")
     given = budgets.host if budgets.device is None else room
