@@ -52,7 +52,7 @@ def test_composes_with_gradient_checkpointing(twins: Make, name: str, use_reentr
 )
 def test_trains_with_every_layer_cut_into_its_smallest_modules(twins: Make, name: str, activations: str) -> None:
     layers = ["Conv1D", "Embedding"] if name == "gpt2" else ["Linear", "Embedding"]
-    budget = "384KiB" if activations == "keep" else "432KiB"  # what runs again holds its whole layer
+    budget = "384KiB" if activations == "keep" else "464KiB"  # what runs again holds its whole layer
     pair = twins(name, units=layers, host_memory=budget, activations=activations)
     pair.train()
     pair.check_weights()
