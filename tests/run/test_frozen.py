@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+from outsize.run.room import Room
 from tests.conftest import Pair, Workshop, train, weights
 
 WIDTH, RANK = 256, 4
@@ -173,6 +174,27 @@ def test_room_that_the_budget_has_not_got_is_refused_before_anything_changes(wor
     assert caught.value.field == "host_memory" and caught.value.needed > caught.value.available
     for name, value in weights(pair.model).items():
         assert torch.equal(value, before[name])
+
+
+def test_a_gradient_rests_that_made_those_before_it_leave_memory(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(room: Room, nbytes: int) -> None:
+        with room.lock:
+            while room._flush_grads():
+                continue
+
+    def with_fixed_bias() -> nn.Module:
+        layer = nn.LayerNorm(WIDTH)
+        layer.bias.requires_grad_(False)
+        return nn.Sequential(layer)
+
+    monkeypatch.setattr(Room, "make", make)  # as where the budget has no byte to spare
+    pair = workshop.pair(with_fixed_bias, all_of, "disk")
+    pair.train(data(1))
+    for each in (pair.plain, pair.model):
+        each.requires_grad_(True)
+    pair.train(data(2))
 
 
 @pytest.mark.parametrize("way", ["save", "dcp", "state_dict"])

@@ -86,7 +86,6 @@ class RestingPlace:
                 laid.append(Laid(vector_norm(loose, 2.0), loose))
                 continue
             slot = slots[name]
-            self._dirty = True
             place = None if ops is not None or self._writing is not None else shard.place_of_first(slot, grad)
             if place is None:
                 _copy(copies)  # before what follows moves these
@@ -95,6 +94,7 @@ class RestingPlace:
                     before = {name for name, _, _ in grads[: len(laid)]}
                     self._open(shard, slot, widens, before.union(live()), make_room)
                 place = None if ops is not None else shard.place_of_first(slot, grad)
+            self._dirty = True  # not before `_open`, which may write out what was there
             if place is None:
                 shard.put(slot, grad, ops)
                 laid.append(self._laid(shard, slot, grad, ops))
