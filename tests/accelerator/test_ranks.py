@@ -68,6 +68,7 @@ def test_tables_that_are_split_train_as_the_whole_batch_does(tmp_path: Path) -> 
         tables.Way(tables.adagrad, "disk", fields={"device_memory": "256KiB", **sim}),
         tables.Way(tables.rowwise, "disk", ahead=True, fields=sim),
         tables.Way(tables.rowwise, "device", fields={"stage": 2, **sim}),
+        tables.Way(tables.rowwise, "device", fields={"grads": "disk", "states": "host", **sim}),
     ]
     for found in run_on_ranks(2, trained_tables, ways, str(tmp_path), "hold", limit=120):
         assert all(same_bits(found[0][1].values(), other[1].values()) for other in found[1:3])

@@ -271,6 +271,13 @@ class UnitShard:
         for store in self.lasting_stores():
             store.use()
 
+    def begin_filling(self) -> None:
+        """The buffer is about to be filled; from a table on an accelerator after what the computation changes of it."""
+        self.buffer.materialize()
+        self.buffer.leave()
+        if self.rows is not None and self.lanes is not None:
+            self.lanes.follow(self.lanes.incoming)
+
     def fill_from_memory(self) -> bool:
         """Start to fill the buffer of an accelerator from parameters that lie in memory; whether they do."""
         if self.device.type == "cpu" or self.params is None:
@@ -279,8 +286,6 @@ class UnitShard:
             source = self.params.in_place(*self.param_layout.span(segment.start, segment.end))
             if source is None:
                 return False
-            if self.lanes is not None and source.device.type != "cpu":  # a table, which the computation changes
-                self.lanes.follow(self.lanes.incoming)
             self.buffer.write(self.buffer_span(segment.start, segment.end)[0], source)
         return True
 

@@ -133,8 +133,7 @@ class Unit:
             return self._pay(conveyor, updater, slab_bytes)
         fetch = self.state is Residency.AT_REST
         self._began = begun()
-        self.shard.buffer.materialize()
-        self.shard.buffer.leave()
+        self.shard.begin_filling()
         if not self.pending and self._fill_from_memory():
             self.state = Residency.FETCHING
             return
