@@ -258,6 +258,31 @@ def test_a_unit_is_never_released_while_a_forward_uses_it(workshop: Workshop) ->
     workshop.pair(Holds, tier="squeezed").train(batches(4), clip=0.5)
 
 
+class Functional(nn.Module):
+    """Uses the weights of modules that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(x, self.up.weight, self.up.bias).relu()
+        return nn.functional.linear(hidden, self.down.weight, self.down.bias)
+
+
+def test_weights_that_a_layer_reads_past_the_call_of_their_module_go_when_the_layer_ends(workshop: Workshop) -> None:
+    layers = [Functional() for _ in range(8)]
+    pair = workshop.pair(
+        lambda: nn.Sequential(*layers, nn.Linear(16, 4)), units=nn.Linear, host_memory="352KiB", activations="keep"
+    )
+    train(pair.model, pair.optimizer, batches(2), clip=0.5)
+    room = prepared(pair.model).engine.streamer.room
+    assert room.planned_capacity < sum(unit.nbytes for unit in prepared(pair.model).engine.parameters.units)
+    assert not room.excess.logged
+    train(pair.plain, pair.plain_optimizer, batches(2), clip=0.5)
+    pair.check()
+
+
 def test_the_order_is_learnt(workshop: Workshop) -> None:
     pair = workshop.pair(lambda: Stack(depth=6), tier="squeezed")
     pair.train(batches(3))
