@@ -272,8 +272,9 @@ class Functional(nn.Module):
 
 def test_weights_that_a_layer_reads_past_the_call_of_their_module_go_when_the_layer_ends(workshop: Workshop) -> None:
     layers = [Functional() for _ in range(8)]
+    fields = {"host_memory": "352KiB"} if workshop.device == "cpu" else {"device_memory": "96KiB"}
     pair = workshop.pair(
-        lambda: nn.Sequential(*layers, nn.Linear(16, 4)), units=nn.Linear, host_memory="352KiB", activations="keep"
+        lambda: nn.Sequential(*layers, nn.Linear(16, 4)), units=nn.Linear, activations="keep", **fields
     )
     train(pair.model, pair.optimizer, batches(2), clip=0.5)
     room = prepared(pair.model).engine.streamer.room
