@@ -145,6 +145,18 @@ def test_the_backward_of_a_forward_inside_may_come_after_the_block(workshop: Wor
     pair.check()
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "selective", "offload", "auto"])
+def test_the_backward_of_a_forward_outside_may_come_inside_a_block(workshop: Workshop, activations: str) -> None:
+    pair = workshop.pair(activations=activations)
+    batch = batches(1)[0]
+    for model, optimizer in pair.both:
+        loss = squared_error(model, batch)
+        with outsize.gathered(pair.model):
+            (loss + 0.01 * model.head.weight.square().sum()).backward()
+        optimizer.step()
+    pair.check()
+
+
 class Slope(nn.Module):
     """Its forward uses torch.func, beside which torch allows no hooks of saved tensors."""
 

@@ -34,11 +34,12 @@ class Frame:
     """One forward that is running. In the block the units that its module owns are open, and what it acquires is held
     until the block ends, however it ends. See Note [Open units] in run/unit.py."""
 
-    def __init__(self, engine: Engine, module: nn.Module, again: bool) -> None:
+    def __init__(self, engine: Engine, module: nn.Module, again: bool, opens_shown: bool) -> None:
         self.module = module
         self.held: list[Unit] = []
         self._engine = engine
         self._again = again
+        self._opens_shown: bool = opens_shown or any(each._opens_shown for each in engine.frames)
         self._copies: AbstractContextManager[None] | None = None
         self._opened: list[Unit] = []
         self._pushed = False
@@ -73,7 +74,7 @@ class Frame:
         """The units that the module owns are opened."""
         engine = self._engine
         for unit in engine.owned.get(id(self.module), ()):
-            if not unit.opened and not unit.shown:
+            if not unit.opened and (self._opens_shown or not unit.shown):
                 self._opened.append(unit)
                 engine.streamer.acquire(unit)
                 self.hold(unit)
@@ -242,10 +243,10 @@ class Engine:
                 return False
         return len(units) > 0 and not self.owner.is_other
 
-    def frame(self, module: nn.Module, again: bool = False) -> Frame:
+    def frame(self, module: nn.Module, again: bool = False, opens_shown: bool = False) -> Frame:
         """A forward of `module` runs in the block. `again`: it is one of a pass that may have ended, and no pass begins
-        with it."""
-        return Frame(self, module, again)
+        with it. `opens_shown`: units of a `gathered` block too, which began after the forward that it repeats."""
+        return Frame(self, module, again, opens_shown)
 
     def may_rest(self, param: torch.Tensor) -> bool:
         return self.parameters.owns(param) and not self.parameters.unit_of(param)[0].resident
