@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import types
+import weakref
 from multiprocessing.connection import Connection
 
 from tests.ranks.launching import context
@@ -55,6 +56,7 @@ def run_script(code: str, *arguments: object) -> tuple[int | None, str, str]:
 
 def _run(code: str, arguments: list[str], pipes: tuple[Connection, Connection, Connection]) -> None:
     signal.alarm(LIMIT_SECONDS)
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # Python 3.13 forgets it in a fork
     for number, pipe in enumerate(pipes):
         os.dup2(pipe.fileno(), number)
         pipe.close()
