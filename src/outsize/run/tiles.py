@@ -328,6 +328,24 @@ class _Rows(NamedTuple):
         return None, None
 
 
+class _Connection(NamedTuple):
+    """Puts a part of a stack into the graph. Operations in tiles go past it; a custom function gives it a gradient."""
+
+    made: list[Part]
+    """The part, until it is in the graph: that would hold itself."""
+    of_tile: Callable[[Tile, torch.Tensor], torch.Tensor | None]
+
+    def forward(self, tiles: Tiles, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.made.pop()
+
+    def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
+        for tile in tiles.all if wanted[0] else ():
+            of_tile = self.of_tile(tile, grad)
+            if of_tile is not None:
+                tiles.take(tile, of_tile)
+        return None, None
+
+
 def _no_second_derivative(ctx: Any) -> str:
     return (
         f"{ctx.tiles.name!r} does not fit the budget and is used in tiles, which have no second derivative: raise the "
@@ -349,7 +367,7 @@ class _InTiles(torch.autograd.Function):
         token: torch.Tensor,
         engine: Engine,
         tiles: Tiles,
-        operation: _Sum | _Rows | Products | Losses | Largest,
+        operation: _Sum | _Rows | _Connection | Products | Losses | Largest,
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -372,42 +390,14 @@ class _InTiles(torch.autograd.Function):
         return grad.new_zeros(()) if for_weight else None, None, None, None, *found
 
 
-class _Connected(torch.autograd.Function):
-    """A part of a stack in the graph. Operations in tiles go past it; a custom function gives it a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, engine: Engine, tiles: Tiles, made: list[Part]) -> Part:
-        (part,) = made  # no argument of its own: autograd would return a view of it
-        ctx.engine, ctx.tiles = weakref.ref(engine), tiles
-        ctx.reference = engine.parameters.reference(tiles.param)
-        ctx.gradient_of = Part.of_gradient(part)
-        return part
-
-    @staticmethod
-    @differentiable_once(_no_second_derivative)
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        engine, tiles = ctx.engine(), ctx.tiles
-        if not _is_wanted(ctx):
-            return None, None, None, None
-        with torch._C.DisableTorchFunctionSubclass():
-            engine.parameters.check(ctx.reference)
-            engine.backward.watch()
-            engine.streamer.settle(tiles.unit)
-            with tiles.taking():
-                for tile in tiles.all:
-                    of_tile = ctx.gradient_of(tile, grad)
-                    if of_tile is not None:
-                        tiles.take(tile, of_tile)
-        return grad.new_zeros(()), None, None, None
-
-
 def run_in_tiles(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on a parameter that is used in tiles; `NotImplemented` where it needs all of it."""
     whole = engine.tiles.get(id(args[0])) if args else None
     if whole is not None and whole.is_stack and _is_usable(whole):
 
         def connect(part: Part) -> Part:
-            return _Connected.apply(whole.token, engine, whole, [part])  # type: ignore[no-any-return]
+            connection = _Connection([part], Part.of_gradient(part))
+            return _run(engine, whole, connection, whole.token.detach(), None)  # type: ignore[no-any-return]
 
         part = part_of(func, args, kwargs, partial(run_in_tiles, engine), connect)
         if part is not None:
