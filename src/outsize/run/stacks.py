@@ -161,9 +161,11 @@ class Cut(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Each matrix of a stack gives a part of the result out of a part of `x`; or one matrix all of it out of all."""
+    """Some rows of a weight, or some matrices of a stack, give a part of the result out of a part of `x`, or out of all
+    of it; or one matrix gives all of it."""
 
-    operation: Callable[[torch.Tensor, torch.Tensor, Tile], torch.Tensor]
+    operation: Callable[[torch.Tensor, torch.Tensor, Tile, torch.Tensor | None], torch.Tensor]
+    """With a bias: of rows that give places of the result along its dimension, counted from the end."""
     number: int | None = None
     of_x: Cut | None = None
     of_result: Cut | None = None
@@ -175,40 +177,60 @@ class Products(NamedTuple):
     def forward(self, tiles: Tiles, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         result = None
         for tile, weight in tiles.weights(self._wanted(tiles)):
-            part = self._part(x, weight, tile)
+            part = self._part(x, weight, tile, None if bias is None else bias[tile.start : tile.end])
             if self.of_result is None:
                 result = part
                 continue
             if result is None:
                 shape = list(part.shape)
                 shape[self.of_result.dim] = x.shape[0] if self.of_result.ends else tiles.rows
-                result = part.new_zeros(shape)
+                result = part.new_zeros(shape) if self.of_result.ends else part.new_empty(shape)
             self.of_result.of(result, tile).copy_(part)
         assert result is not None
         return result
 
     def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
-        """The gradient of `x`; those of the matrices go to rest."""
+        """The gradients of `x` and the bias; those of the rows or matrices go to rest."""
         total = torch.zeros_like(x) if wanted[1] else None
-        for tile, weight in tiles.weights(self._wanted(tiles)):
-            with torch.enable_grad():
-                leaves = [weight.detach().requires_grad_(wanted[0]), x.detach().requires_grad_(wanted[1])]
-                part = self._part(leaves[1], leaves[0], tile)
-                of_part = grad if self.of_result is None else self.of_result.of(grad, tile)
-                found = iter(torch.autograd.grad(part, [leaf for leaf in leaves if leaf.requires_grad], of_part))
-            if wanted[0]:
-                tiles.take(tile, next(found))
-            if total is not None:
-                total += next(found)
-        return total, None
+        for tile, weight in tiles.weights(self._wanted(tiles)) if wanted[0] or wanted[1] else ():
+            of_part = grad if self.of_result is None else self.of_result.of(grad, tile)
+            for_weight, for_x = self._gradients(x, weight, tile, of_part, wanted)
+            if total is not None and for_x is not None:
+                total += for_x
+            if for_weight is not None:
+                tiles.take(tile, for_weight)
+        if not wanted[2]:
+            return total, None
+        assert self.of_result is not None
+        others = [dim for dim in range(grad.dim()) if dim != grad.dim() + self.of_result.dim]
+        return total, grad.sum(others)
+
+    def _gradients(
+        self, x: torch.Tensor, weight: torch.Tensor, tile: Tile, grad: torch.Tensor, wanted: Wanted
+    ) -> Found:
+        """Of the weight and of `x`."""
+        if self.operation is linear:
+            rows, places = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            cast = weight if self.dtype is None else weight.to(self.dtype)
+            return rows.t() @ places if wanted[0] else None, grad @ cast if wanted[1] else None
+        with torch.enable_grad():
+            leaves = [weight.detach().requires_grad_(wanted[0]), x.detach().requires_grad_(wanted[1])]
+            part = self._part(leaves[1], leaves[0], tile, None)
+            found = iter(torch.autograd.grad(part, [leaf for leaf in leaves if leaf.requires_grad], grad))
+        for_weight = next(found) if wanted[0] else None
+        return for_weight, next(found) if wanted[1] else None
 
     def _wanted(self, tiles: Tiles) -> list[Tile]:
         return tiles.all if self.number is None else [tiles.with_row(self.number)]
 
-    def _part(self, x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def _part(self, x: torch.Tensor, weight: torch.Tensor, tile: Tile, bias: torch.Tensor | None) -> torch.Tensor:
         part = x if self.of_x is None else self.of_x.of(x, tile)
         matrices = weight if self.number is None else weight[self.number - tile.start]
-        return self.operation(part, matrices if self.dtype is None else matrices.to(self.dtype), tile)
+        return self.operation(part, matrices if self.dtype is None else matrices.to(self.dtype), tile, bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, _: Tile, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight, bias)
 
 
 def reads_stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,7 +244,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if number is None or bias is not None:
         return None
 
-    def operation(x: torch.Tensor, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def operation(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> torch.Tensor:
         return F.linear(x, matrix.t() if transposed else matrix)
 
     return Products(operation, number), input, stack, None
@@ -238,7 +260,7 @@ def _matmul(*args: torch.Tensor, **more: Any) -> Any:
     if isinstance(x, Part) or not (fits or number is not None):
         return None
 
-    def operation(x: torch.Tensor, matrices: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def operation(x: torch.Tensor, matrices: torch.Tensor, *_: Any) -> torch.Tensor:
         return x @ (matrices.swapaxes(-2, -1) if transposed else matrices)
 
     cut = None if number is not None else Cut(-3)
@@ -258,7 +280,7 @@ def _einsum(equation: Any, *operands: Any, **more: Any) -> Any:
     if number is not None or transposed or letter not in terms[1 - at] or letter not in result or isinstance(x, Part):
         return None
 
-    def operation(x: torch.Tensor, matrices: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def operation(x: torch.Tensor, matrices: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.einsum(equation, *((matrices, x) if at == 0 else (x, matrices)))
 
     return Products(operation, None, Cut(terms[1 - at].index(letter)), Cut(result.index(letter))), x, stack, None
@@ -278,7 +300,7 @@ def _grouped(*args: torch.Tensor, offs: torch.Tensor | None = None, **more: Any)
         return None
     ends = tuple(offs.tolist())
 
-    def operation(x: torch.Tensor, matrices: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def operation(x: torch.Tensor, matrices: torch.Tensor, tile: Tile, *_: Any) -> torch.Tensor:
         starts = (0, *ends)
         lengths = [ends[each] - starts[each] for each in range(*tile)]
         each = (matrices.swapaxes(-2, -1) if transposed else matrices).unbind()
@@ -291,7 +313,7 @@ def _grouped(*args: torch.Tensor, offs: torch.Tensor | None = None, **more: Any)
 def _select(stack: torch.Tensor, number: int) -> Any:
     """The values of one matrix, for an operation that is none of these."""
 
-    def operation(_: torch.Tensor, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def operation(_: torch.Tensor, matrix: torch.Tensor, *__: Any) -> torch.Tensor:
         return matrix.clone()
 
     return Products(operation, number, casts=False), torch.empty(0, device=stack.device), stack, None

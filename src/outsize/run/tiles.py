@@ -27,7 +27,7 @@ from outsize.planning.layout import page_range
 from outsize.run.buffers import collecting_dtype
 from outsize.run.embedding import LOOKUPS, distinct, row_of_padding
 from outsize.run.once import differentiable_once
-from outsize.run.stacks import Part, Products, is_stack, part_of, reads_stack
+from outsize.run.stacks import Cut, Part, Products, is_stack, linear, part_of, reads_stack
 from outsize.run.vocabulary import Largest, Losses
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from outsize.run.unit import Unit
     from outsize.run.unit_gradients import UnitGradients
 
-Operation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Run = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Runs an operation: on `x`, and with a bias."""
 
@@ -254,58 +253,6 @@ def _await(going: dict[int, tuple[Job, Gathering | None]]) -> None:
             gathering.arrive()
 
 
-class _Sum(NamedTuple):
-    """`y = x * w` whose rows of `w` give places of `y` along `dim`, from the end."""
-
-    operation: Operation
-    dim: int
-    dtype: torch.dtype | None
-    """What autocast computes in."""
-    casts: bool = True
-
-    def forward(self, tiles: Tiles, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        result = None
-        for tile, weight in tiles.weights(tiles.all):
-            part = self._part(x, weight, None if bias is None else bias[tile.start : tile.end])
-            if result is None:
-                shape = list(part.shape)
-                shape[self.dim] = tiles.rows
-                result = part.new_empty(shape)
-            result.narrow(self.dim, tile.start, tile.end - tile.start).copy_(part)
-        assert result is not None
-        return result
-
-    def _part(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.operation(x, weight if self.dtype is None else weight.to(self.dtype), bias)
-
-    def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
-        """The gradients of `x` and the bias; those of the tiles go to rest."""
-        total = None
-        for tile, weight in tiles.weights(tiles.all) if wanted[0] or wanted[1] else ():
-            part = grad.narrow(self.dim, tile.start, tile.end - tile.start)
-            for_weight, for_x = self._gradients(x, weight, part, wanted)
-            if for_x is not None:
-                total = for_x if total is None else total.add_(for_x)
-            if for_weight is not None:
-                tiles.take(tile, for_weight)
-        others = [dim for dim in range(grad.dim()) if dim != grad.dim() + self.dim]
-        return total, grad.sum(others) if wanted[2] else None
-
-    def _gradients(
-        self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, wanted: Wanted
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self.operation is F.linear:
-            rows, places = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-            cast = weight if self.dtype is None else weight.to(self.dtype)
-            return rows.t() @ places if wanted[0] else None, grad @ cast if wanted[1] else None
-        with torch.enable_grad():
-            leaves = [weight.detach().requires_grad_(wanted[0]), x.detach().requires_grad_(wanted[1])]
-            result = self._part(leaves[1], leaves[0], None)
-            found = iter(torch.autograd.grad(result, [leaf for leaf in leaves if leaf.requires_grad], grad))
-        for_weight = next(found) if wanted[0] else None
-        return for_weight, next(found) if wanted[1] else None
-
-
 class _Rows(NamedTuple):
     """`y = w[ids]`, of rows or of matrices."""
 
@@ -367,7 +314,7 @@ class _InTiles(torch.autograd.Function):
         token: torch.Tensor,
         engine: Engine,
         tiles: Tiles,
-        operation: _Sum | _Rows | _Connection | Products | Losses | Largest,
+        operation: _Rows | _Connection | Products | Losses | Largest,
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -460,7 +407,7 @@ def _is_usable(tiles: Tiles) -> bool:
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    return _Sum(F.linear, -1, None), input, weight, bias
+    return Products(linear, of_result=Cut(-1)), input, weight, bias
 
 
 def _indexing(weight: torch.Tensor, index: Any) -> Any:
@@ -487,11 +434,11 @@ def _convolution(
     if groups != 1:
         return None
 
-    def operation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def operation(x: torch.Tensor, weight: torch.Tensor, _: Tile, bias: torch.Tensor | None) -> torch.Tensor:
         result: torch.Tensor = function(x, weight, bias, stride, padding, dilation)
         return result
 
-    return _Sum(operation, -1 - _CONVOLUTIONS[function], None), input, weight, bias
+    return Products(operation, of_result=Cut(-1 - _CONVOLUTIONS[function])), input, weight, bias
 
 
 _READERS: dict[Any, Callable[..., Any]] = {
