@@ -209,18 +209,14 @@ class UnitShard:
         return any(array.public for array in self.arrays.values())
 
     @property
-    def _all_on_device(self) -> bool:
-        return self.tiers.params == self.tiers.grads == self.tiers.states == "device"
-
-    @property
     def on_device(self) -> bool:
         """Whether parameters, gradients and states all lie on the computing device, and are this rank's alone."""
-        return self._all_on_device and not self.shared and self.rows is None
+        return self.tiers.stay and not self.shared and self.rows is None
 
     @property
     def updates_on_device(self) -> bool:
         """Whether all that an update needs lies on an accelerator."""
-        return self.lanes is not None and self._all_on_device
+        return self.lanes is not None and self.tiers.stay
 
     def array(self, name: str, slot: Slot) -> StateArray | None:
         """The optimizer array of this name, where it has values for the parameter."""
