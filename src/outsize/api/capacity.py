@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from outsize.api.placed import PlacedModel
-from outsize.planning.placement import KINDS, accumulates_whole
+from outsize.planning.placement import accumulates_whole, resting_bytes
 from outsize.run.buffers import PASSING_UNITS
 from outsize.run.unit import Unit
 from outsize.run.wrappers import known
@@ -22,15 +22,8 @@ def capacity_of(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
     """
     if all(unit.always_resident and unit.shard.tiers.grads != "disk" for unit in units):
         return UNBOUNDED  # nothing moves; the plan has seen to it that all fits
-    on_cpu = plan.budgets.device is None
-    memory = ("device", "host") if on_cpu else ("device",)
-    resting = 0
-    for unit, size in zip(units, plan.unit_bytes, strict=True):
-        tiers = unit.shard.tiers
-        if (tiers.params == "host" and on_cpu) or (tiers.params == "device" and unit.shard.params is not None):
-            resting += size.params
-        resting += size.most("grads") if tiers.grads in memory else 0
-        resting += size.states if tiers.states in memory else 0
+    resting = resting_bytes(plan.unit_bytes, plan.tiers, plan.budgets.computing_tiers)
+    resting -= sum(plan.unit_bytes[unit.index].params for unit in units if unit.always_resident)  # in their buffers
     in_flight = max((_largest_gradient(unit, plan) for unit in units), default=0)
     in_flight += leaving
     return plan.budgets.computing[1] - resting - in_flight
@@ -45,12 +38,7 @@ def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving:
     if not on_cpu:
         on_device = _keep_on_device(units, spare // 2)  # the other half is for what layers keep
         spare = plan.budgets.host - plan.budgets.staging_bytes - leaving - (plan.passing_bytes or 0)
-        spare -= sum(
-            size.most(kind)
-            for size, tiers in zip(plan.unit_bytes, plan.tiers, strict=True)
-            for kind in KINDS
-            if getattr(tiers, kind) == "host"
-        )
+        spare -= resting_bytes(plan.unit_bytes, plan.tiers, ("host",))
     if not tables or spare <= 0:
         return on_device
     taken = [rows.use_memory(spare * rows.disk_bytes // total) for rows in tables]

@@ -10,7 +10,14 @@ from torch import nn
 from outsize.move.codes import BLOCK
 from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.planning.layout import PAGE_ELEMENTS, ParamInfo, UnitLayout, round_up
-from outsize.planning.placement import KINDS, Budgets, UnitBytes, UnitTiers, UsedTogether, with_gradients_to_disk
+from outsize.planning.placement import (
+    Budgets,
+    UnitBytes,
+    UnitTiers,
+    UsedTogether,
+    resting_bytes,
+    with_gradients_to_disk,
+)
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 
@@ -88,12 +95,9 @@ class PlacedModel:
     @property
     def left_bytes(self) -> int:
         """What the computing budget leaves beside all that rests in that memory, and all units gathered at once."""
-        memory = ("host", "device") if self.budgets.device is None else ("device",)
-        left = self.budgets.computing[1]
-        for unit, tiers in zip(self.unit_bytes, self.tiers, strict=True):
-            left -= 0 if tiers.params in memory and not unit.shared else unit.gathered
-            left -= sum(unit.most(kind) for kind in KINDS if getattr(tiers, kind) in memory)
-        return left
+        memory, pairs = self.budgets.computing_tiers, zip(self.unit_bytes, self.tiers, strict=True)
+        gathered = sum(unit.gathered for unit, tiers in pairs if unit.shared or tiers.params not in memory)
+        return self.budgets.computing[1] - resting_bytes(self.unit_bytes, self.tiers, memory) - gathered
 
     @property
     def stay_gathered(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.planning.errors import BudgetError
@@ -173,6 +173,11 @@ class Budgets:
         return found if self.disk is None else {**found, "disk": self.disk}
 
     @property
+    def computing_tiers(self) -> tuple[str, ...]:
+        """Those that lie in the memory in which the computation is."""
+        return ("device", "host") if self.device is None else ("device",)
+
+    @property
     def computing(self) -> tuple[str, int]:
         """The budget that the computation itself lives under, with the name of its field."""
         if self.device is None:
@@ -277,16 +282,16 @@ def format_at_least(nbytes: int) -> str:
     raise AssertionError("KiB serve every size")
 
 
+def resting_bytes(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], on: Collection[str]) -> int:
+    """The most bytes at rest on these tiers."""
+    pairs = zip(units, tiers, strict=True)
+    return sum(unit.most(kind) for unit, each in pairs for kind in KINDS if getattr(each, kind) in on)
+
+
 def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], budgets: Budgets) -> bool:
     """Whether the whole gradients of all units fit into the computing memory, beside what rests there and a unit at
     work: then ranks that do not synchronise add them up, each its own."""
-    memory = ("device", "host") if budgets.device is None else ("device",)
-    resting = sum(
-        unit.most(kind)
-        for unit, each in zip(units, tiers, strict=True)
-        for kind in KINDS
-        if getattr(each, kind) in memory
-    )
+    resting = resting_bytes(units, tiers, budgets.computing_tiers)
     at_work = max(unit.working for unit in units)
     return resting + at_work + sum(unit.collected for unit in units) <= budgets.computing[1]
 

@@ -17,6 +17,7 @@ from outsize.planning.placement import (
     UsedTogether,
     accumulates_whole,
     most_at_once,
+    resting_bytes,
 )
 from outsize.planning.sizes import format_bytes
 from outsize.planning.text import Rows, html_lines, html_table, text_table
@@ -198,10 +199,8 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """Host memory that the budget must hold while computing: what rests there, what is at work at once, staging."""
-        memory = ("host", "device") if self.budgets.device is None else ("host",)
-        resting = sum(map(self.bytes_on, memory)) + sum(
-            unit.size.sums for unit in self.units if unit.tiers.grads in memory
-        )
+        sizes, tiers = [unit.size for unit in self.units], [unit.tiers for unit in self.units]
+        resting = resting_bytes(sizes, tiers, ("host", "device") if self.budgets.device is None else ("host",))
         return resting + self._staging_bytes + (0 if self._all_resident else self._at_work[1])
 
     @property
