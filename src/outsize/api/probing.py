@@ -26,7 +26,7 @@ from outsize.move.codes import CODE_DTYPES, blocks_of
 from outsize.move.disk import nearest
 from outsize.move.generations import sums_of
 from outsize.move.grad_ops import AS_IT_IS
-from outsize.move.memory import PAGE_BYTES, HostBuffer, memory_of, own_cores, zero
+from outsize.move.memory import HostBuffer, memory_of, own_cores, zero
 from outsize.move.shard import SlotState
 from outsize.move.store import MASTER_DTYPE
 from outsize.optim.native import AdamRule
@@ -213,8 +213,7 @@ def _new_memory() -> float:
 
 def _checksums() -> float:
     content = torch.ones(COPIED_BYTES, dtype=torch.uint8)
-    sums = torch.empty(COPIED_BYTES // PAGE_BYTES, dtype=torch.int32)
-    return COPIED_BYTES / _usual_seconds(lambda: sums_of(content, sums))
+    return COPIED_BYTES / _usual_seconds(lambda: sums_of(content))
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Curve:

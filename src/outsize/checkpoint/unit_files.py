@@ -136,7 +136,7 @@ class HeldMemory:
                     if content.device.type != "cpu":
                         content = _copy_of(content)
                     page = start // PAGE_BYTES
-                    sums_of(content, self._sums[page : page + content.numel() // PAGE_BYTES])
+                    self._sums[page : page + content.numel() // PAGE_BYTES] = sums_of(content)
                     file.write(start, content)
         return FileRecord(self._nbytes, tuple(joined_sums(self._sums, self._nbytes, CHUNK_BYTES)))
 

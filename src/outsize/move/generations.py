@@ -37,11 +37,21 @@ _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # says what the run meant to write, not what the drive made of it. Five bytes of memory for a page of 4096.
 
 
-def sums_of(content: torch.Tensor, out: torch.Tensor) -> None:
-    """The CRC-32C of each page of `content` (uint8) into `out` (int32 [pages])."""
-    assert out.is_contiguous() and out.numel() == -(-content.numel() // PAGE_BYTES)
+Pages = slice | torch.Tensor
+"""Some pages of a file, by their numbers (int64)."""
+
+
+def _pages(start: int, content: torch.Tensor) -> slice:
+    """Those of `content`, whole pages from byte `start` on."""
+    return slice(start // PAGE_BYTES, (start + content.numel()) // PAGE_BYTES)
+
+
+def sums_of(content: torch.Tensor) -> torch.Tensor:
+    """The CRC-32C of each page of `content` (uint8): int32 [pages]."""
+    out = torch.empty(-(-content.numel() // PAGE_BYTES), dtype=torch.int32, device="cpu")
     if content.numel():
         _native.page_sums(content.data_ptr(), content.numel(), PAGE_BYTES, out.data_ptr())
+    return out
 
 
 def crc32c(content: torch.Tensor | bytes) -> int:
@@ -100,41 +110,18 @@ class Generation:
             self.file.unlink()
             self.file.close()
 
-    def record(self, start: int, source: torch.Tensor) -> None:
-        """`source` (whole pages) is being written at byte `start`."""
-        pages = slice(start // PAGE_BYTES, (start + source.numel()) // PAGE_BYTES)
-        sums_of(source, self.sums[pages])
+    def record(self, pages: Pages, source: torch.Tensor) -> None:
+        """`source` is being written there."""
+        self.sums[pages] = sums_of(source)
         self.touched[pages] = True
         self._checked[pages] = False
 
-    def check(self, start: int, content: torch.Tensor) -> None:
-        """Raise `OSError` that names the page unless `content` is what was written at byte `start`."""
-        if not content.numel():
-            return
-        pages = slice(start // PAGE_BYTES, (start + content.numel()) // PAGE_BYTES)
-        sums = self.sums[pages]
-        wrong = _native.check_pages(content.data_ptr(), content.numel(), PAGE_BYTES, sums.data_ptr())
-        if wrong >= 0:
-            at = start + wrong * PAGE_BYTES
-            message = f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written"
-            raise OSError(errno.EIO, message, self.file.path)
-        self._checked[pages] = True
-
-    def record_pages(self, pages: torch.Tensor, source: torch.Tensor) -> None:
-        """As `record`, of the pages of these numbers (int64)."""
-        sums = torch.empty(pages.numel(), dtype=torch.int32, device="cpu")
-        sums_of(source, sums)
-        self.sums[pages] = sums
-        self.touched[pages] = True
-        self._checked[pages] = False
-
-    def check_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
-        """As `check`, of the pages of these numbers (int64)."""
-        sums = torch.empty(pages.numel(), dtype=torch.int32, device="cpu")
-        sums_of(content, sums)
-        wrong = (sums != self.sums[pages]).nonzero().view(-1)
+    def check(self, pages: Pages, content: torch.Tensor) -> None:
+        """Raise `OSError` that names the page unless `content` is what was written there."""
+        wrong = (sums_of(content) != self.sums[pages]).nonzero().view(-1)
         if wrong.numel():
-            at = int(pages[wrong[0]]) * PAGE_BYTES
+            number = wrong[0] + pages.start if isinstance(pages, slice) else pages[wrong[0]]
+            at = int(number) * PAGE_BYTES
             message = f"bad checksum: the {PAGE_BYTES} bytes at {at} are not those that were written"
             raise OSError(errno.EIO, message, self.file.path)
         self._checked[pages] = True
@@ -142,7 +129,7 @@ class Generation:
     def read_checked(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` and compare it with the checksums. Blocks; needs no engine."""
         self.file.read_now(start, out)
-        self.check(start, out)
+        self.check(_pages(start, out), out)
 
     def check_rest(self) -> None:
         """Read the pages that nobody has read since they were written. Raises `OSError` for one that is damaged."""
@@ -206,7 +193,7 @@ class Generations:
         self.now.file.preallocate(start, nbytes)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        check = partial(self.now.check, start, out) if self._verify else None
+        check = partial(self.now.check, _pages(start, out), out) if self._verify else None
         return self.now.file.read(start, out, check)
 
     def touched(self, start: int, nbytes: int) -> torch.Tensor:
@@ -215,14 +202,14 @@ class Generations:
 
     def read_pages(self, pages: torch.Tensor, out: torch.Tensor) -> Transfer:
         """As `read`, of the pages of these numbers (int64, ascending)."""
-        check = partial(self.now.check_pages, pages, out) if self._verify else None
+        check = partial(self.now.check, pages, out) if self._verify else None
         return self.now.file.read_pages(pages, out, check)
 
     def write_pages(self, pages: torch.Tensor, source: torch.Tensor) -> Transfer:
         """As `write`, into the pages of these numbers (int64, ascending)."""
         self._leave_frozen()
         assert self._turned is None, "a file of which single pages are written has no turn under way"
-        record = partial(self.now.record_pages, pages, source) if self._summed else None
+        record = partial(self.now.record, pages, source) if self._summed else None
         return self.now.file.write_pages(pages, source, record)
 
     def _leave_frozen(self) -> None:
@@ -235,12 +222,12 @@ class Generations:
         if self._turned is None:
             return self._write(self.now, start, source)
         assert self._next is not None
-        self._turned[start // PAGE_BYTES : (start + source.numel()) // PAGE_BYTES] = True
+        self._turned[_pages(start, source)] = True
         return self._write(self._next, start, source)
 
     def _write(self, generation: Generation, start: int, source: torch.Tensor) -> Transfer:
         """The page sums are taken while the write is under way: the memory does not change before it is over."""
-        record = partial(generation.record, start, source) if self._summed else None
+        record = partial(generation.record, _pages(start, source), source) if self._summed else None
         return generation.file.write(start, source, record)
 
     def freeze(self) -> None:
