@@ -282,14 +282,6 @@ void bind_checksums(nb::module_& m) {
         },
         "address"_a, "nbytes"_a, "page_bytes"_a, "sums"_a, Release());
     m.def(
-        "check_pages",
-        [](std::uintptr_t address, std::size_t nbytes, std::size_t page_bytes, std::uintptr_t sums) {
-            expect_positive(page_bytes, "page_bytes");
-            return check_pages(required<void>(address, nbytes, "address"), nbytes, page_bytes,
-                               required<std::uint32_t>(sums, nbytes, "sums"));
-        },
-        "address"_a, "nbytes"_a, "page_bytes"_a, "sums"_a, Release());
-    m.def(
         "join_sums",
         [](std::uintptr_t sums, std::size_t count, std::size_t page_bytes, std::size_t last_bytes, std::size_t group,
            std::uintptr_t out) {

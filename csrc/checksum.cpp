@@ -273,19 +273,6 @@ void page_sums(const void* memory, std::size_t nbytes, std::size_t page_bytes, s
     }
 }
 
-std::int64_t check_pages(const void* memory, std::size_t nbytes, std::size_t page_bytes, const std::uint32_t* sums) {
-    std::uint32_t found[kStreams];
-    const std::size_t most = nbytes / kStreams >= page_bytes ? kStreams * page_bytes : nbytes;
-    for (std::size_t at = 0; at < nbytes; at += most) {
-        const std::size_t here = std::min(most, nbytes - at);
-        page_sums(static_cast<const Byte*>(memory) + at, here, page_bytes, found);
-        const std::size_t first = at / page_bytes, count = (here - 1) / page_bytes + 1;
-        const auto* differs = std::mismatch(found, found + count, sums + first).first;
-        if (differs != found + count) return static_cast<std::int64_t>(first) + (differs - found);
-    }
-    return -1;
-}
-
 void join_sums(const std::uint32_t* sums, std::size_t count, std::size_t page_bytes, std::size_t last_bytes,
                std::size_t group, std::uint32_t* out) {
     if (count == 0) return;

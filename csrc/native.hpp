@@ -263,9 +263,6 @@ void decode(const void* codes, const float* scales, float* values, std::size_t n
 // CRC-32C, by pages of `page_bytes`, the last of which may be shorter. See Note [Checksums] in checksum.cpp.
 void page_sums(const void* memory, std::size_t nbytes, std::size_t page_bytes, std::uint32_t* sums);
 
-// The first page whose sum is not the given one, or -1.
-std::int64_t check_pages(const void* memory, std::size_t nbytes, std::size_t page_bytes, const std::uint32_t* sums);
-
 // The sums of each `group` pages in a row as one range, from the sums of the `count` pages; the very last page has
 // `last_bytes`.
 void join_sums(const std::uint32_t* sums, std::size_t count, std::size_t page_bytes, std::size_t last_bytes,

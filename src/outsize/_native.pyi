@@ -171,9 +171,6 @@ def decode(codes: int, scales: int, values: int, numel: int, root: bool) -> None
 def page_sums(address: int, nbytes: int, page_bytes: int, sums: int) -> None:
     """Write the checksum of each page to `sums`."""
 
-def check_pages(address: int, nbytes: int, page_bytes: int, sums: int) -> int:
-    """The index of the first page whose checksum is not the given one, or -1."""
-
 def join_sums(sums: int, count: int, page_bytes: int, last_bytes: int, group: int, out: int) -> None:
     """Write to `out` the checksums of ranges of `group` pages, from those of the pages; the data is not needed.
 
