@@ -323,35 +323,31 @@ class StripedFile:
 
     def read(self, start: int, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
         """Start to fill `out`; `then` runs before anybody uses it."""
-        transfer = DiskTransfer(self._engine, then=then)
-        for index, offset, at, length in self._pieces(start, out.numel()):
-            ticket = self._engine.read(self._files[index], offset, out.data_ptr() + at, length)
-            transfer.add(ticket, self._paths[index])
-        return transfer
+        return self._start(DiskTransfer(self._engine, then=then), self._engine.read, start, out)
 
     def write(self, start: int, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
         """Start to write `source`; `beside` runs meanwhile."""
-        transfer = DiskTransfer(self._engine, beside, lane=WRITES)
-        for index, offset, at, length in self._pieces(start, source.numel()):
-            ticket = self._engine.write(self._files[index], offset, source.data_ptr() + at, length)
-            transfer.add(ticket, self._paths[index])
+        return self._start(DiskTransfer(self._engine, beside, lane=WRITES), self._engine.write, start, source)
+
+    def _start(
+        self, transfer: DiskTransfer, begin: Callable[..., int], start: int, memory: torch.Tensor
+    ) -> DiskTransfer:
+        for index, offset, at, length in self._pieces(start, memory.numel()):
+            transfer.add(begin(self._files[index], offset, memory.data_ptr() + at, length), self._paths[index])
         return transfer
 
     def read_pages(self, pages: torch.Tensor, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
         """Start to fill `out` with the pages of these numbers (int64, ascending), one after the other."""
-        transfer = DiskTransfer(self._engine, then=then)
-        self._start_pages(transfer, self._engine.read_pages, pages, out)
-        return transfer
+        return self._start_pages(DiskTransfer(self._engine, then=then), self._engine.read_pages, pages, out)
 
     def write_pages(self, pages: torch.Tensor, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
         """Start to write `source` into the pages of these numbers (int64, ascending)."""
         transfer = DiskTransfer(self._engine, beside, lane=WRITES)
-        self._start_pages(transfer, self._engine.write_pages, pages, source)
-        return transfer
+        return self._start_pages(transfer, self._engine.write_pages, pages, source)
 
     def _start_pages(
-        self, transfer: DiskTransfer, start: Callable[..., int], pages: torch.Tensor, memory: torch.Tensor
-    ) -> None:
+        self, transfer: DiskTransfer, begin: Callable[..., int], pages: torch.Tensor, memory: torch.Tensor
+    ) -> DiskTransfer:
         """Each stripe lies in one file."""
         count = len(self._files)
         stripes = pages // (STRIPE_BYTES // PAGE_BYTES) if count > 1 else torch.zeros_like(pages[:1])
@@ -360,8 +356,9 @@ class StripedFile:
             row, index = divmod(stripe, count)
             own = pages[at : at + length] - (stripe - row) * (STRIPE_BYTES // PAGE_BYTES)
             address = memory.data_ptr() + at * PAGE_BYTES
-            transfer.add(start(self._files[index], own.data_ptr(), length, address), self._paths[index])
+            transfer.add(begin(self._files[index], own.data_ptr(), length, address), self._paths[index])
             at += length
+        return transfer
 
     def read_now(self, start: int, out: torch.Tensor) -> None:
         """Fill `out` without the engine, so that other threads may read while it is being closed. Blocks."""
