@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import outsize
 from outsize.run import owner
 from outsize.run.activations import in_backward
+from outsize.run.engine import Frame
 from outsize.run.grads import RestingGrad
 from tests.conftest import (
     AT_REST_TIERS,
@@ -195,7 +196,7 @@ def test_frames_of_a_backward_may_run_on_a_thread_of_autograd(
 
     class Outer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            with engine.frame(model):
+            with Frame(engine, model):
                 return torch.autograd.grad(Recomputes.apply(x).sum(), x)[0]
 
     assert torch.equal(Outer()(x), torch.ones(4, 16))

@@ -34,7 +34,9 @@ class Frame:
     """One forward that is running. In the block the units that its module owns are open, and what it acquires is held
     until the block ends, however it ends. See Note [Open units] in run/unit.py."""
 
-    def __init__(self, engine: Engine, module: nn.Module, again: bool, opens_shown: bool) -> None:
+    def __init__(self, engine: Engine, module: nn.Module, again: bool = False, opens_shown: bool = False) -> None:
+        """A forward of `module`. `again`: it is one of a pass that may have ended, and no pass begins with it.
+        `opens_shown`: units of a `gathered` block too, which began after the forward that it repeats."""
         self.module = module
         self.held: list[Unit] = []
         self._engine = engine
@@ -194,14 +196,6 @@ class Engine:
             tier = self.parameters.unit_of(param)[0].shard.tiers.params
             refusals.read_at_rest(self.parameters.name_of(param), tier, operation)
 
-    def is_in_place(self, key: int) -> bool:
-        """Whether the unit's values can be read now."""
-        return self.parameters.unit_with(key).current
-
-    def lend_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """The user has `data`, through which the parameter of an open unit can be written to."""
-        self.parameters.unit_of(tensor)[0].lend(tensor, data)
-
     def bring_back(self, reference: Reference) -> torch.Tensor:
         """For the backward: bring the unit in, return the view that the reference was made of.
 
@@ -242,11 +236,6 @@ class Engine:
             if not unit.opened:
                 return False
         return len(units) > 0 and not self.owner.is_other
-
-    def frame(self, module: nn.Module, again: bool = False, opens_shown: bool = False) -> Frame:
-        """A forward of `module` runs in the block. `again`: it is one of a pass that may have ended, and no pass begins
-        with it. `opens_shown`: units of a `gathered` block too, which began after the forward that it repeats."""
-        return Frame(self, module, again, opens_shown)
 
     def may_rest(self, param: torch.Tensor) -> bool:
         return self.parameters.owns(param) and not self.parameters.unit_of(param)[0].resident

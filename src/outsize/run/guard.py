@@ -326,7 +326,7 @@ class OpenParameter(ResidentParameter):
     @property
     def data(self) -> torch.Tensor:
         value: torch.Tensor = ResidentParameter.data.fget(self)  # type: ignore[attr-defined]
-        self.gate.lend_data(self, value)  # type: ignore[arg-type]
+        self.gate.parameters.unit_of(self)[0].lend(self, value)  # type: ignore[arg-type]
         return value
 
     @data.setter
@@ -390,8 +390,9 @@ def _guarded_local(kind: Any) -> dict[str, object]:
 
     def read(tensor: Any) -> torch.Tensor:
         found: torch.Tensor = slot.__get__(tensor)
-        key = tensor.gate.parameters.key_of(found)
-        if key is not None and not tensor.gate.is_in_place(key) and not getattr(shapes_only, "on", False):
+        parameters = tensor.gate.parameters
+        key = parameters.key_of(found)
+        if key is not None and not parameters.unit_with(key).current and not getattr(shapes_only, "on", False):
             tensor.gate.admit(tensor, "to_local", False)
         return found
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.run import refusals
 from outsize.run.activations import FRAME, Activations
-from outsize.run.engine import Engine
+from outsize.run.engine import Engine, Frame
 from outsize.run.logits import Head
 from outsize.run.positions import PositionTiles
 from outsize.run.tiles import runner
@@ -65,7 +65,7 @@ def install(
         ours: Attributes = {}
         again = None
         if any(True for _ in module.parameters()):
-            ours[FRAME] = partial(engine.frame, module)
+            ours[FRAME] = partial(Frame, engine, module)
         if module in wide and module._compiled_call_impl is None:
             ours["forward"] = PositionTiles(module, repr(names[id(module)]), wide[module])
         if module in layers:
@@ -73,7 +73,7 @@ def install(
             if module._compiled_call_impl is None:
                 ours["forward"] = again(ours.get("forward", module.forward))
         elif isinstance(module, nn.Linear) and module in heads:
-            frame, unchanged = partial(engine.frame, module, again=True), partial(_unchanged, engine)
+            frame, unchanged = partial(Frame, engine, module, again=True), partial(_unchanged, engine)
             ours["forward"] = Head(module, frame, unchanged, partial(runner, engine, module.weight))
         if module in framed:
             ours |= _calls(engine, module, framed[module], again)
@@ -158,7 +158,7 @@ def _framed(engine: Engine, module: nn.Module, call: Call, inside: bool) -> Call
         _refuse_copies(module)
         if engine.has_opened(units):
             return call(*args, **kwargs)
-        with engine.frame(module):
+        with Frame(engine, module):
             return call(*args, **kwargs)
 
     return run
