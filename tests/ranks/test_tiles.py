@@ -105,7 +105,7 @@ def batch(step: int, rank: int) -> Tensor:
 def cuts(mlp: Any) -> int:
     """In how many ways the MLP was cut."""
     forward = mlp.forward
-    return len((forward.plain() if hasattr(forward, "plain") else forward)._layers)
+    return len((forward if hasattr(forward, "_layers") else forward.__wrapped__)._layers)
 
 
 def chosen(disk: str) -> list[tuple[list[float], dict[str, Tensor], int]]:

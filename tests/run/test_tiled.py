@@ -120,7 +120,7 @@ def test_dropout_repeats() -> None:
     tiled = x.grad
     torch.manual_seed(3)
     y = x.detach().requires_grad_()
-    forward = mlp.forward.plain()  # type: ignore[attr-defined]
+    forward = mlp.forward.__wrapped__  # type: ignore[attr-defined]
     torch.cat([forward(tile) for tile in y.tensor_split(4, 1)], 1).square().sum().backward()
     torch.testing.assert_close(tiled, y.grad)
 

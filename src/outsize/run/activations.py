@@ -123,7 +123,7 @@ class Layer:
         self._costs: list[Cost] = []  # of its calls, under "auto"
         self._repeats = False  # whether a second forward has given what the first one gave
         self._alone: dict[object, bool] = {}  # by what a call looks like: whether its parts may be computed alone
-        self.__wrapped__ = forward  # whoever asks for the signature finds that of the forward
+        self.__wrapped__ = forward  # that it stands for: whoever asks for the signature finds its
 
     @_outside_of_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,25 +150,16 @@ class Layer:
         return self._parts.join([one(*args, **kwargs) for args, kwargs in calls])
 
     @property
-    def strict(self) -> bool:
-        """Whether it runs in parts under a checkpoint too: of the user, or of the layer around it."""
-        return self._parts.strict
-
-    @property
     def _remedy(self) -> str:
         """Where a call cannot be run again."""
         if self._parts.proven:
             return 'as tiles="auto", the default, does it with a call that exceeds the budget: pass tiles=False'
-        if self.strict:
+        if self._parts.strict:
             return "as outsize.tiled does it: outsize.tiled(module, tiles=1) leaves it whole"
         return (
             'which activations="recompute" asks for and "auto", the default, chooses for such layers: pass '
             'activations="keep" to outsize.prepare'
         )
-
-    def plain(self) -> _Forward:
-        """The forward that it stands for."""
-        return self._forward
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether parts computed alone give what they give together: tried once, on two rows. See Note [Parts]."""
@@ -437,8 +428,8 @@ def tiled(module: nn.Module, dim: int = 1, tiles: int = 8) -> nn.Module:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"outsize.tiled: {name} is {value!r}; it must be an integer of at least {least}")
     before = module.__dict__.get("forward")
-    if isinstance(before, Layer) and before.strict:
-        module.__dict__["forward"] = before.plain()
+    if isinstance(before, Layer) and before._parts.strict:
+        module.__dict__["forward"] = before.__wrapped__
         if module.forward == type(module).forward.__get__(module):
             del module.__dict__["forward"]
     if tiles > 1:

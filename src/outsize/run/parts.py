@@ -30,8 +30,8 @@ ROUGH = 3e-2
 @final
 @dataclass(frozen=True)
 class Parts:
-    """`count` parts along dimension `dim`. A `strict` one refuses what cannot be cut; else it runs whole. What is
-    `proven` to compute each row alone is not tried."""
+    """`count` parts along dimension `dim`. A `strict` one refuses what cannot be cut, where another runs whole, and
+    is cut under a checkpoint too. What is `proven` to compute each row alone is not tried."""
 
     count: int
     dim: int = 0
