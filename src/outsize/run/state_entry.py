@@ -14,6 +14,7 @@ from outsize.move.shard import SlotState, UnitShard
 from outsize.optim.rules import Rule
 from outsize.planning.layout import Slot
 from outsize.run.guard import TO_NUMPY
+from outsize.run.layer_state import version_of
 from outsize.run.local import like, local
 from outsize.run.unit import Unit
 
@@ -48,9 +49,9 @@ class CopiedTensor(torch.Tensor):
         if func == _SET_DATA and isinstance(args[0], CopiedTensor):
             _refuse_write()
         given, named = tree_map_only(CopiedTensor, opened, (args, kwargs or {}))
-        versions = list(map(_version, copies))
+        versions = list(map(version_of, copies))
         result = func(*given, **named)
-        if versions != list(map(_version, copies)):
+        if versions != list(map(version_of, copies)):
             _refuse_write()
         if func in TO_NUMPY:
             result.setflags(write=False)
@@ -70,10 +71,6 @@ def _plain(value: Any) -> Any:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # torch does not count writes to what inference mode made
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
