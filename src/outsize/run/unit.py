@@ -74,7 +74,7 @@ class Unit:
         self.opened = False
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # what the open unit's parameters were
         self._parts: dict[str, torch.Tensor] = {}
-        self._job: Job | None = None
+        self.job: Job | None = None  # the last one
         self._gather: Gathering | None = None  # at the end of the job
         self._began = 0.0  # the fetch
 
@@ -108,14 +108,9 @@ class Unit:
         return not self.pending and self.state is not Residency.FETCHING
 
     @property
-    def job(self) -> Job | None:
-        """The last job of this unit."""
-        return self._job
-
-    @property
     def written(self) -> bool:
         """Whether nothing of this unit is on its way to a store any more."""
-        return self._job is None or self._job.written.done()
+        return self.job is None or self.job.written.done()
 
     def adopt(self) -> None:
         """The buffer has just been filled by `prepare`: AT_REST -> RESIDENT."""
@@ -149,16 +144,16 @@ class Unit:
             steps = read_steps(self.shard, slab_bytes)
         steps = self._gathered(steps)
         light = self._ranks is None and updater is not None and updater.is_light(self.shard)
-        self._job = conveyor.submit(Job(steps, after=self._unwritten()), light)
+        self.job = conveyor.submit(Job(steps, after=self._unwritten()), light)
         self.state = Residency.FETCHING
 
     def _pay(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
         assert updater is not None
         pending, self.pending = self.pending, {}
-        self._job = conveyor.submit(Job(updater.steps(self.shard, pending, fetch=False), after=self._unwritten()))
+        self.job = conveyor.submit(Job(updater.steps(self.shard, pending, fetch=False), after=self._unwritten()))
         if self.state is Residency.RESIDENT:  # somebody has gathered it
             steps = self._gathered(read_steps(self.shard, slab_bytes))
-            self._job = conveyor.submit(Job(steps, after=self._unwritten()))
+            self.job = conveyor.submit(Job(steps, after=self._unwritten()))
         self.state = Residency.FETCHING
 
     def _gathered(self, steps: Iterator[Step]) -> Iterator[Step]:
@@ -174,7 +169,7 @@ class Unit:
             return False
         if not self.shard.fill_from_memory():
             return False
-        self._job = None
+        self.job = None
         return True
 
     def regather(self, conveyor: Conveyor) -> None:
@@ -182,14 +177,14 @@ class Unit:
         self._expect(Residency.RESIDENT)
         assert self._ranks is not None
         self._gather = Gathering(self.shard, self._ranks)
-        self._job = conveyor.submit(Job([Step(finish=self._gather.start)], after=self._unwritten()))
+        self.job = conveyor.submit(Job([Step(finish=self._gather.start)], after=self._unwritten()))
         self.state = Residency.FETCHING
 
     def arrive(self) -> None:
         """Block until the values are in place; FETCHING -> RESIDENT."""
         self._expect(Residency.FETCHING)
-        if self._job is not None:
-            self._job.wait()
+        if self.job is not None:
+            self.job.wait()
         if self._gather is not None:
             self._gather.arrive()
             self._gather = None
@@ -199,17 +194,17 @@ class Unit:
     @property
     def fetched(self) -> bool:
         """Whether `arrive` would return at once."""
-        return (self._job is None or self._job.done()) and (self._gather is None or self._gather.arrived)
+        return (self.job is None or self.job.done()) and (self._gather is None or self._gather.arrived)
 
     def submit(self, conveyor: Conveyor, steps: Iterator[Step]) -> Job:
         """Run other steps of this unit (gradients to disk, modified values back) in order with its fetches."""
-        self._job = conveyor.submit(Job(steps, after=self._unwritten()))
-        return self._job
+        self.job = conveyor.submit(Job(steps, after=self._unwritten()))
+        return self.job
 
     def await_written(self) -> None:
         """Block until all that was on its way to the stores has arrived there."""
-        if self._job is not None:
-            self._job.written.wait()
+        if self.job is not None:
+            self.job.written.wait()
 
     def let_go(self) -> None:
         """One who held the unit does so no more."""
@@ -280,7 +275,7 @@ class Unit:
         self.state = Residency.AT_REST
 
     def _unwritten(self) -> tuple[Job, ...]:
-        return () if self._job is None or (self._job.written.done() and not self._job.broken) else (self._job,)
+        return () if self.job is None or (self.job.written.done() and not self.job.broken) else (self.job,)
 
     def _expect(self, state: Residency) -> None:
         assert self.state is state, f"unit {self.name!r} is {self.state.value}, not {state.value}"
