@@ -214,7 +214,6 @@ class SimulatedUnit:
         self._has_grads = False
         self._job: Job | None = None
         self._ready = self._written = self._began = self.left = 0.0
-        self._in_memory = not tiers.on_disk
         self._chunk_bytes = self._staged_bytes() / max(self.numel, 1) if tiers.on_disk else 0.0
 
     def _staged_bytes(self) -> float:
@@ -265,7 +264,7 @@ class SimulatedUnit:
         if fetch and not self.shard.tile_rows:
             world.ledger.add("device/resident", self.nbytes)
             world.note()
-        if world.on_cpu and self._in_memory and self.numel <= LIGHT_NUMEL and not self.split:
+        if world.on_cpu and not self.tiers.on_disk and self.numel <= LIGHT_NUMEL and not self.split:
             alone, half, _ = self._seconds(updates, fetch, 1.0)
             world.advance(alone + half, self.name)
             self._ready, self._job = world.now, None
@@ -321,7 +320,7 @@ class SimulatedUnit:
             return [_At(world, end) for end in ends]
 
         staged = self._chunk_bytes * numel
-        slab = int(not self._in_memory and (updates or not world.on_cpu))
+        slab = int(self.tiers.on_disk and (updates or not world.on_cpu))
         for _ in range(chunks):
             yield Step(begin, finish, slab)
         if self.split:
