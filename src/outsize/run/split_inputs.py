@@ -47,7 +47,7 @@ class SplitInputs:
             if not is_input or not self._is_alike(layer, next(numbers), tensor) or tensor.nbytes < LEAST_BYTES:
                 return None, tensor if others is None else others[0](tensor)
             part = self._part_of(tensor)
-            form = _Form(tensor.shape, tensor.dtype, _sum(tensor))
+            form = _Form(tensor.shape, _sum(tensor))
             return form, part if others is None else others[0](part)
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -95,7 +95,6 @@ class _Form:
     """What a part is a part of."""
 
     shape: torch.Size
-    dtype: torch.dtype
     sum: torch.Tensor
 
 
