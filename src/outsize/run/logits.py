@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, final
 
@@ -260,7 +261,7 @@ def _flatten(logits: LateLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 def _by_rows(
     function: Callable[..., torch.Tensor], in_tiles: Callable[[Logits], Losses | Largest]
 ) -> Callable[..., Any]:
-    """A function that makes one number of each row of logits; of a tile after the other, and again in the backward."""
+    """A function that makes one number of each row of logits."""
 
     def reduced(logits: LateLogits, dim: Any = None, keepdim: bool = False) -> Any:
         call, rows = logits.call, logits.rows
@@ -277,10 +278,7 @@ def _by_rows(
             found = call.over_vocabulary(run, flat, dtype, in_tiles)
             found = found.to(dtype) if found.is_floating_point() else found
         else:
-            tiles = _tiles(call, flat)
-            found = torch.cat(
-                [checkpoint(of_tile, *tile, use_reentrant=False) if call.grad else of_tile(*tile) for tile in tiles]
-            )
+            found = _in_turn(call, of_tile, flat)
         return found.view(*rows.shape[:-1], *([1] if keepdim else []))
 
     return reduced
@@ -290,6 +288,12 @@ def _tiles(call: HeadCall, *columns: torch.Tensor) -> list[tuple[torch.Tensor, .
     """The rows of each, so many that their logits take `TILE_BYTES`."""
     most = max(TILE_BYTES // (4 * call.module.out_features), 1)
     return list(zip(*(each.split(most) for each in columns), strict=True))
+
+
+def _in_turn(call: HeadCall, function: Callable[..., torch.Tensor], *columns: torch.Tensor) -> torch.Tensor:
+    """What the function makes of the rows, of a tile after the other, and again in the backward."""
+    run = partial(checkpoint, function, use_reentrant=False) if call.grad else function
+    return torch.cat([run(*tile) for tile in _tiles(call, *columns)])
 
 
 def _item(logits: LateLogits, index: Any) -> Any:
@@ -322,21 +326,15 @@ def _cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         return NotImplemented
     loss = _Loss(call, input.dtype, weight, ignore_index, label_smoothing)
-    run = call.in_tiles()
-    if run is not None and len(rows):
-        found = loss.in_tiles(run, rows, target)
-        return (
-            found if reduction == "none" else found.sum() if reduction == "sum" else found.sum() / loss.divisor(target)
-        )
-    if reduction == "none":
-        parts = [
-            checkpoint(loss.of_each, *part, use_reentrant=False) if call.grad else loss.of_each(*part)
-            for part in _tiles(call, rows, target)
-        ]
-        return torch.cat(parts)
-    with call.again():
-        module = call.module
-        total: torch.Tensor = _SumOfLosses.apply(rows, module.weight, module.bias, target, loss)
+    run = call.in_tiles() if len(rows) else None
+    if run is not None or reduction == "none":
+        total = _in_turn(call, loss.of_each, rows, target) if run is None else loss.in_tiles(run, rows, target)
+        if reduction == "none":
+            return total
+        total = total.sum()
+    else:
+        with call.again():
+            total = _SumOfLosses.apply(rows, call.module.weight, call.module.bias, target, loss)
     return total if reduction == "sum" else total / loss.divisor(target)
 
 
