@@ -149,15 +149,16 @@ class DiskPlace(Place):
         if self._lanes is not None:
             self._lanes.follow(self._lanes.outgoing)
         sums: list[int] = []  # of each chunk
-        job = self._conveyor.submit(Job(each.away() for each in self._chunks(start, source, sums)))
+        job = self._conveyor.submit(Job(self._away(at, [part], sums) for at, part in self._chunks(start, source)))
         return (start, source.numel(), sums, job), job
 
     def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
         start, _, sums, written = where
         if self._lanes is not None:
             self._lanes.follow(self._lanes.incoming)
-        reading = self._conveyor.submit(Job((each.out() for each in self._chunks(start, out, sums)), after=[written]))
-        return partial(self._arrive, reading)
+        chunks = zip(self._chunks(start, out), sums, strict=True)  # whose sums are there once they are written
+        steps = (self._back(at, part, total) for (at, part), total in chunks)
+        return partial(self._arrive, self._conveyor.submit(Job(steps, after=[written])))
 
     def _arrive(self, reading: Job) -> None:
         if not self._conveyor.is_here:  # the collector may run there; the job would wait for itself
@@ -195,61 +196,48 @@ class DiskPlace(Place):
             largest,
         )
 
-    def _chunks(self, start: int, content: torch.Tensor, sums: list[int]) -> Iterator[_Chunk]:
+    def _chunks(self, start: int, content: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """What a slab holds at a time, and where it lies in the file."""
         size = self._conveyor.slab_bytes
-        for number, at in enumerate(range(0, content.numel(), size)):
-            yield _Chunk(self._file, start + at, content[at : at + size], sums, number, self._lanes)
+        return ((start + at, content[at : at + size]) for at in range(0, content.numel(), size))
 
+    def _away(self, at: int, held: list[torch.Tensor], sums: list[int]) -> Step:
+        """Bytes on their way to the file. Once a slab has them they are `held` no more."""
+        taken, nbytes = [], held[0].numel()
 
-@final
-class _Chunk:
-    """One slab of bytes on its way to the file (`away`) or back (`out`)."""
-
-    def __init__(
-        self, file: StripedFile, at: int, part: torch.Tensor, sums: list[int], number: int, lanes: Lanes | None
-    ) -> None:
-        self._file, self._at, self._lanes = file, at, lanes
-        self._part: torch.Tensor | None = part
-        self._sums, self._number = sums, number
-        self._nbytes, self._pages = part.numel(), round_up(part.numel(), PAGE_BYTES)
-
-    def away(self) -> Step:
-        return Step(self._stage, self._write, 1)  # not kept: a circle would hold the bytes until the next collection
-
-    def out(self) -> Step:
-        return Step(self._read, self._deliver, 1)
-
-    def _stage(self, slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
-        assert self._part is not None
-        self._slab = slabs[0]
-        if self._lanes is not None:
-            return [self._lanes.bring_home(self._part, self._memory)]
-        copy(self._memory, self._part)
-        return ()
-
-    def _write(self) -> Sequence[Transfer]:
-        self._part = None  # the slab has the bytes
-        self._sums.append(crc32c(self._memory))
-        return [self._file.write(self._at, self._slab[: self._pages])]
-
-    def _read(self, slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
-        self._slab = slabs[0]
-        return [self._file.read(self._at, self._slab[: self._pages])]
-
-    def _deliver(self) -> Sequence[Transfer]:
-        assert self._part is not None
-        if crc32c(self._memory) != self._sums[self._number]:
-            raise OSError(errno.EIO, f"activations at byte {self._at} are not what was written there", self._file.path)
-        if self._lanes is None:
-            copy(self._part, self._memory)
+        def stage(slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
+            taken.append(slabs[0][: round_up(nbytes, PAGE_BYTES)])
+            if self._lanes is not None:
+                return [self._lanes.bring_home(held[0], slabs[0][:nbytes])]
+            copy(slabs[0][:nbytes], held[0])
             return ()
-        with self._lanes.on(self._lanes.incoming):
-            self._part.copy_(self._memory, non_blocking=True)
-        return [EventTransfer(self._lanes.incoming.record_event())]
 
-    @property
-    def _memory(self) -> torch.Tensor:
-        return self._slab[: self._nbytes]
+        def write() -> Sequence[Transfer]:
+            held.clear()
+            sums.append(crc32c(taken[0][:nbytes]))
+            return [self._file.write(at, taken[0])]
+
+        return Step(stage, write, 1)
+
+    def _back(self, at: int, part: torch.Tensor, total: int) -> Step:
+        """Bytes on their way from the file, which have the checksum `total`."""
+        taken = []
+
+        def read(slabs: Sequence[torch.Tensor]) -> Sequence[Transfer]:
+            taken.append(slabs[0][: part.numel()])
+            return [self._file.read(at, slabs[0][: round_up(part.numel(), PAGE_BYTES)])]
+
+        def deliver() -> Sequence[Transfer]:
+            if crc32c(taken[0]) != total:
+                raise OSError(errno.EIO, f"activations at byte {at} are not what was written there", self._file.path)
+            if self._lanes is None:
+                copy(part, taken[0])
+                return ()
+            with self._lanes.on(self._lanes.incoming):
+                part.copy_(taken[0], non_blocking=True)
+            return [EventTransfer(self._lanes.incoming.record_event())]
+
+        return Step(read, deliver, 1)
 
 
 @final
