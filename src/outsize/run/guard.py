@@ -292,10 +292,6 @@ def _unguarded_property(name: str, changed: Callable[[Any], None] | None = None)
     return property(lambda param: _unguarded_call(get, (), (param,)), set_and_tell, plain.__delete__)
 
 
-def _in_stage(param: Any) -> None:
-    param.gate.gradient_set(param)
-
-
 class GuardedParameter(ManagedParameter, Guarded):
     """A parameter that may be at rest."""
 
@@ -349,7 +345,7 @@ class Classes:
     def __init__(self, gate: Engine | None) -> None:
         self._own: dict[str, object] = {"gate_ref": staticmethod(lambda: None) if gate is None else weakref.ref(gate)}
         if gate is not None and gate.reduction is not None and gate.reduction.ranks.stages is not None:
-            self._own["grad"] = _unguarded_property("grad", _in_stage)
+            self._own["grad"] = _unguarded_property("grad", lambda param: param.gate.gradient_set(param))
         self.prepared: Any = None
         self.guarded = self._made(GuardedParameter, nn.Parameter)
         self.resident = self._made(ResidentParameter, nn.Parameter)
@@ -360,25 +356,20 @@ class Classes:
         return type(kind.__name__, (kind, base), {**self._own, **(more or {})})
 
     @cached_property
-    def guarded_distributed(self) -> type:
-        """See Note [Tensor-parallel parameters]."""
+    def distributed(self) -> tuple[type, type]:
+        """`guarded` and `view`, of DTensors. See Note [Tensor-parallel parameters]."""
         from torch.distributed.tensor import DTensor
 
-        return self._made(GuardedParameter, DTensor, _guarded_local(DTensor))
-
-    @cached_property
-    def distributed_view(self) -> type:
-        from torch.distributed.tensor import DTensor
-
-        return self._made(_View, DTensor, _guarded_local(DTensor))
+        more = _guarded_local(DTensor)
+        return self._made(GuardedParameter, DTensor, more), self._made(_View, DTensor, more)
 
     def take(self, param: torch.Tensor) -> None:
         """The parameter is guarded from now on."""
-        param.__class__ = self.guarded_distributed if is_distributed(param) else self.guarded
+        param.__class__ = self.distributed[0] if is_distributed(param) else self.guarded
 
     def guard(self, view: torch.Tensor) -> torch.Tensor:
         """The same view of a gathered buffer, guarded; no other tensor of it, which would be a node of its own."""
-        view.__class__ = self.distributed_view if is_distributed(view) else self.view
+        view.__class__ = self.distributed[1] if is_distributed(view) else self.view
         return view
 
 
@@ -471,8 +462,8 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         result = run_in_tiles(gate, func, args, kwargs)
         if result is not NotImplemented:
             return result
-    writes = _written(func, args, kwargs)
     name = _name_of(func)
+    writes = _written(name, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         guarded = guarded_among(args, kwargs)
         gates = {gate}  # several where parameters of several models meet
@@ -526,12 +517,11 @@ _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "_
 _AUGMENTED |= {"__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__"}
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The guarded tensors that the operation modifies."""
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The guarded tensors that the operation of this name modifies."""
     found: list[torch.Tensor] = []
     if "out" in kwargs:
         _collect([kwargs["out"]], found)
-    name = _name_of(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
     if in_place and args:
         _collect([args[0]], found)
