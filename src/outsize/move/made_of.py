@@ -27,7 +27,9 @@ class MadeOf(Generic[T]):
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version, place)
         found = self._made.get(key)
-        if found is None or self._storages[key].expired():
-            self._made[key] = found = make()
-            self._storages[key] = StorageWeakRef(storage)
-        return found
+        if found is not None and not self._storages[key].expired():
+            return found
+        made = make()
+        if made is not None:
+            self._made[key], self._storages[key] = made, StorageWeakRef(storage)
+        return made

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from outsize.move.made_of import MadeOf
 from outsize.run.saved import Hooks, refuse_written
 from outsize.run.storages import Storages
 
@@ -85,25 +85,17 @@ class Packing:
 
     def __init__(self, there_anyway: Iterable[torch.Tensor]) -> None:
         self._there = Storages(there_anyway)
-        self._done: dict[int, tuple[StorageWeakRef, int, Packed]] = {}  # by the number of a storage
+        self._done: MadeOf[Packed | None] = MadeOf()
 
     @property
     def hooks(self) -> Hooks:
         return self.pack, self.unpack
 
     def pack(self, tensor: torch.Tensor) -> Packed | tuple[torch.Tensor, int]:
-        found = self._packed(tensor) if _is_simple(tensor) and tensor not in self._there else None
+        found = None
+        if _is_simple(tensor) and tensor not in self._there:
+            found = self._done.get(tensor, (tensor.shape, tensor.dtype), lambda: packed(tensor))
         return (tensor, tensor._version) if found is None else found
-
-    def _packed(self, tensor: torch.Tensor) -> Packed | None:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        _, version, done = self._done.get(reference.cdata, (reference, -1, None))
-        if done is not None and version == tensor._version and (done.shape, done.dtype) == (tensor.shape, tensor.dtype):
-            return done
-        found = packed(tensor)
-        if found is not None:
-            self._done[reference.cdata] = reference, tensor._version, found
-        return found
 
     @staticmethod
     def unpack(content: Packed | tuple[torch.Tensor, int]) -> torch.Tensor:
