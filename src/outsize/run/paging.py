@@ -76,14 +76,12 @@ class Page:
     @classmethod
     def of(cls, param: nn.Parameter, mapped: bool) -> Page:
         storage = param.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        first, length = 0, 0
-        if mapped:
-            return cls(storage._cdata, address, 0, first, length, mapped)
+        address, nbytes = storage.data_ptr(), 0 if mapped else storage.nbytes()
+        first = length = 0
         if nbytes >= MIN_PAGED_BYTES and storage.resizable():  # else the memory is not torch's own
             first = round_up(address, PAGE_BYTES)
             length = (address + nbytes) // PAGE_BYTES * PAGE_BYTES - first
-        return cls(storage._cdata, address, nbytes, first, length)
+        return cls(storage._cdata, address, nbytes, first, length, mapped)
 
     def holds_values_of(self, param: nn.Parameter) -> bool:
         storage = param.untyped_storage()
