@@ -41,7 +41,15 @@ class Parts:
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
         """The calls that together are this one; itself alone where there is nothing to cut."""
         rows = self._rows(args, kwargs)
-        return [(args, kwargs)] if self.count == 1 or rows < 2 else self._cut(args, kwargs, rows, self.count)
+        if self.count == 1 or rows < 2:
+            return [(args, kwargs)]
+        leaves, spec = tree_flatten((args, kwargs))
+        count = min(self.count, rows)
+        cut = {at: each.tensor_split(count, self.dim) for at, each in enumerate(leaves) if self._is_cut(each, rows)}
+        return [
+            tree_unflatten([cut[at][part] if at in cut else each for at, each in enumerate(leaves)], spec)
+            for part in range(count)
+        ]
 
     def join(self, results: Sequence[Any]) -> Any:
         """The result of the whole call: tensors behind each other along `dim`, all else from the first."""
@@ -118,15 +126,6 @@ class Parts:
 
     def _is_cut(self, value: Any, rows: int) -> bool:
         return isinstance(value, torch.Tensor) and value.ndim > self.dim and value.size(self.dim) == rows
-
-    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, count: int) -> list[Call]:
-        leaves, spec = tree_flatten((args, kwargs))
-        count = min(count, rows)
-        cut = {at: each.tensor_split(count, self.dim) for at, each in enumerate(leaves) if self._is_cut(each, rows)}
-        calls = []
-        for part in range(count):
-            calls.append(tree_unflatten([cut[at][part] if at in cut else each for at, each in enumerate(leaves)], spec))
-        return calls
 
 
 @final
