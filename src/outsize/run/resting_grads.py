@@ -131,7 +131,7 @@ class RestingGrads:
 
     def unfilled(self, name: str) -> RestingGrad:
         """What will be the gradient at rest, when it has been reduced."""
-        self._place.knows_norm(name)  # of an interrupted backward
+        self._place.unknown.pop(name, None)  # of an interrupted backward
         grad = self.next(name)
         if grad is None:
             param = self._unit.parameters[name]

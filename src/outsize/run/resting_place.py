@@ -193,13 +193,6 @@ class RestingPlace:
 
     # -- norms -------------------------------------------------------------------------------------------------------
 
-    def find_norm_later(self, grad: RestingGrad) -> None:
-        self.unknown[grad.label] = grad
-
-    def knows_norm(self, name: str) -> None:
-        """The norm of the parameter's gradient need not be found any more."""
-        self.unknown.pop(name, None)
-
     def find_norms(self) -> None:
         """Those of gradients that lie in host memory, all at once: a call a gradient costs more than a small one."""
         if not self.unknown or not self._on_cpu:

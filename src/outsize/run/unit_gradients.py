@@ -278,9 +278,9 @@ class UnitGradients:
 
     def _become(self, grad: RestingGrad, laid: Laid) -> None:
         if laid.norm is None:
-            self.place.find_norm_later(grad)
+            self.place.unknown[grad.label] = grad
         else:
-            self.place.knows_norm(grad.label)
+            self.place.unknown.pop(grad.label, None)
         grad.become(laid.norm, laid.loose, self.place.shard)
         if self._reduction is not None:
             self._reduction.changed()
