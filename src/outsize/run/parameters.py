@@ -140,7 +140,7 @@ class Parameters:
 
     def view(self, reference: Reference) -> torch.Tensor:
         """The view of the gathered parameter that the reference was made of."""
-        part = reference.unit.part(reference.name)
+        part = reference.unit.parts[reference.name]
         if part.dtype != reference.dtype:
             part = part.view(-1).view(reference.dtype)
         first = part.storage_offset() + reference.first // part.itemsize

@@ -73,7 +73,7 @@ class Unit:
         self.writable = 0
         self.opened = False
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # what the open unit's parameters were
-        self._parts: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}  # the gathered values of each parameter, as tensors that are none
         self.job: Job | None = None  # the last one
         self._gather: Gathering | None = None  # at the end of the job
         self._began = 0.0  # the fetch
@@ -115,7 +115,7 @@ class Unit:
     def adopt(self) -> None:
         """The buffer has just been filled by `prepare`: AT_REST -> RESIDENT."""
         self._expect(Residency.AT_REST)
-        self._parts = {name: self.shard.param(name) for name in self.parameters}
+        self.parts = {name: self.shard.param(name) for name in self.parameters}
         self.state = Residency.RESIDENT
 
     def fetch(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
@@ -254,17 +254,13 @@ class Unit:
         self.opened = False
         return written
 
-    def part(self, name: str) -> torch.Tensor:
-        """A parameter's gathered values, as a tensor that is no parameter."""
-        return self._parts[name]
-
     def part_at(self, byte: int) -> tuple[int, str]:
         """The parameter that has this byte of the gathered buffer, with its first byte there."""
         return self._starts[bisect_right(self._starts, byte, key=itemgetter(0)) - 1]
 
     @cached_property
     def _starts(self) -> list[tuple[int, str]]:
-        parts = {name: (int(part.storage_offset()) * part.itemsize, part.numel()) for name, part in self._parts.items()}
+        parts = {name: (int(part.storage_offset()) * part.itemsize, part.numel()) for name, part in self.parts.items()}
         return [(parts[name][0], name) for name in sorted(parts, key=parts.__getitem__)]
 
     def release(self) -> None:
