@@ -30,7 +30,7 @@ class SplitInputs:
             tuple[str, int], bool
         ] = {}  # by layer and number of an input: whether all ranks have the same
 
-    def of_call(self, layer: str, inputs: Iterable[torch.Tensor], others: Hooks | None) -> Hooks:
+    def of_call(self, layer: str, inputs: Iterable[torch.Tensor], others: Hooks) -> Hooks:
         """The saved-tensor hooks of a call. Of its inputs those are split that the backward goes on with: what all
         layers get, a mask say, is there once. `others` get the parts, and what is not split."""
         split = {
@@ -45,14 +45,12 @@ class SplitInputs:
             is_input = type(tensor) is torch.Tensor and tensor.is_floating_point()
             is_input = is_input and tensor.untyped_storage()._cdata in split
             if not is_input or not self._is_alike(layer, next(numbers), tensor) or tensor.nbytes < LEAST_BYTES:
-                return None, tensor if others is None else others[0](tensor)
-            part = self._part_of(tensor)
-            form = _Form(tensor.shape, _sum(tensor))
-            return form, part if others is None else others[0](part)
+                return None, others[0](tensor)
+            return _Form(tensor.shape, _sum(tensor)), others[0](self._part_of(tensor))
 
         def unpack(packed: Any) -> torch.Tensor:
             form, content = packed
-            found: torch.Tensor = content if others is None else others[1](content)
+            found = others[1](content)
             return found if form is None else self._whole(layer, form, found)
 
         return pack, unpack
