@@ -24,6 +24,7 @@ CODE_DTYPES = {"signed": torch.int8, "root": torch.uint8}
 
 _SMALLEST_SCALE = 2.0**-126
 _SMALLEST_ROOT = 2.0**-63
+_ROOT_STEP = torch.tensor(1 / 255, dtype=torch.float32, device="cpu").item()
 
 
 def blocks_of(numel: int) -> int:
@@ -76,7 +77,7 @@ def decode_formula(codes: torch.Tensor, scales: torch.Tensor, root: bool) -> tor
     """`decode` in torch operations, on any device."""
     blocks = _in_blocks(codes.float())
     if root:
-        roots = blocks * _float32(1 / 255) * scales.view(-1, 1)
+        roots = blocks * _ROOT_STEP * scales.view(-1, 1)
         values = roots * roots
     else:
         values = blocks / (254.0 - blocks.abs()) * scales.view(-1, 1)
@@ -86,7 +87,3 @@ def decode_formula(codes: torch.Tensor, scales: torch.Tensor, root: bool) -> tor
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))
     return padded.view(-1, BLOCK)
-
-
-def _float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64, device="cpu").float().item()
