@@ -144,16 +144,15 @@ class Unit:
             steps = read_steps(self.shard, slab_bytes)
         steps = self._gathered(steps)
         light = self._ranks is None and updater is not None and updater.is_light(self.shard)
-        self.job = conveyor.submit(Job(steps, after=self._unwritten()), light)
+        self.submit(conveyor, steps, light)
         self.state = Residency.FETCHING
 
     def _pay(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
         assert updater is not None
         pending, self.pending = self.pending, {}
-        self.job = conveyor.submit(Job(updater.steps(self.shard, pending, fetch=False), after=self._unwritten()))
+        self.submit(conveyor, updater.steps(self.shard, pending, fetch=False))
         if self.state is Residency.RESIDENT:  # somebody has gathered it
-            steps = self._gathered(read_steps(self.shard, slab_bytes))
-            self.job = conveyor.submit(Job(steps, after=self._unwritten()))
+            self.submit(conveyor, self._gathered(read_steps(self.shard, slab_bytes)))
         self.state = Residency.FETCHING
 
     def _gathered(self, steps: Iterator[Step]) -> Iterator[Step]:
@@ -165,9 +164,7 @@ class Unit:
 
     def _fill_from_memory(self) -> bool:
         """Start to fill the buffer where that takes no thread's work; whether it was so."""
-        if self._ranks is not None or self._unwritten():
-            return False
-        if not self.shard.fill_from_memory():
+        if self._ranks is not None or self._unwritten() or not self.shard.fill_from_memory():
             return False
         self.job = None
         return True
@@ -175,9 +172,7 @@ class Unit:
     def regather(self, conveyor: Conveyor) -> None:
         """Start to bring the parts of the other ranks in anew; RESIDENT -> FETCHING."""
         self._expect(Residency.RESIDENT)
-        assert self._ranks is not None
-        self._gather = Gathering(self.shard, self._ranks)
-        self.job = conveyor.submit(Job([Step(finish=self._gather.start)], after=self._unwritten()))
+        self.submit(conveyor, self._gathered(iter(())))
         self.state = Residency.FETCHING
 
     def arrive(self) -> None:
@@ -196,9 +191,9 @@ class Unit:
         """Whether `arrive` would return at once."""
         return (self.job is None or self.job.done()) and (self._gather is None or self._gather.arrived)
 
-    def submit(self, conveyor: Conveyor, steps: Iterator[Step]) -> Job:
-        """Run other steps of this unit (gradients to disk, modified values back) in order with its fetches."""
-        self.job = conveyor.submit(Job(steps, after=self._unwritten()))
+    def submit(self, conveyor: Conveyor, steps: Iterator[Step], light: bool = False) -> Job:
+        """Run steps of this unit (fetches, gradients to disk, modified values back) in order."""
+        self.job = conveyor.submit(Job(steps, after=self._unwritten()), light)
         return self.job
 
     def await_written(self) -> None:
