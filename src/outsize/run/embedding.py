@@ -152,10 +152,6 @@ class _Fetched(NamedTuple):
     wanted: torch.Tensor | None  # int64 [n], which these rows are; None: all
 
 
-def _no_second_derivative(ctx: Any) -> str:
-    return "the gradient of a table (an embedding with sparse=True) has no derivative: use sparse=False"
-
-
 class _Rows(torch.autograd.Function):
     """Rows in the graph. Their gradient becomes one of the table."""
 
@@ -165,7 +161,7 @@ class _Rows(torch.autograd.Function):
         return fetched[0].rows.detach()
 
     @staticmethod
-    @differentiable_once(_no_second_derivative)
+    @differentiable_once("the gradient of a table (an embedding with sparse=True) has no derivative: use sparse=False")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.engine().backward.watch()
         if ctx.wanted is None:

@@ -169,8 +169,7 @@ def _takes(late: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _no_second_derivative(ctx: Any) -> str:
-    return "large logits and their loss are computed late, which has no second derivative: prepare with tiles=False"
+_ONCE = "large logits and their loss are computed late, which has no second derivative: prepare with tiles=False"
 
 
 class _InGraph(torch.autograd.Function):
@@ -191,7 +190,7 @@ class _InGraph(torch.autograd.Function):
         return made[0]  # no argument of its own: autograd would return a view of it
 
     @staticmethod
-    @differentiable_once(_no_second_derivative)
+    @differentiable_once(_ONCE)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         leaf = rows.detach().requires_grad_(ctx.needs_input_grad[0])
@@ -420,7 +419,7 @@ class _SumOfLosses(torch.autograd.Function):
         return total.to(dtype)
 
     @staticmethod
-    @differentiable_once(_no_second_derivative)
+    @differentiable_once(_ONCE)
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_rows, of_weight, of_bias = ctx.saved_tensors
         scaled = [None if each is None else each * scale.to(each.dtype) for each in (of_rows, of_weight)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def differentiable_once(reason: Callable[[Any], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def differentiable_once(reason: str | Callable[[Any], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a `backward` that runs without a graph. A derivative through what it gives is an error with this `reason`.
 
     torch's `once_differentiable` takes the result for a constant where the gradient itself has no graph. But the result
@@ -23,7 +23,8 @@ def differentiable_once(reason: Callable[[Any], str]) -> Callable[[Callable[...,
                 found = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return found
-            given, why = found if isinstance(found, tuple) else (found,), reason(ctx)
+            given = found if isinstance(found, tuple) else (found,)
+            why = reason if isinstance(reason, str) else reason(ctx)
             return tuple(
                 None if each is None else _Last.apply(torch.zeros((), requires_grad=True), each, why) for each in given
             )
