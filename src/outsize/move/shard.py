@@ -109,6 +109,24 @@ class StateArray:
         """The dtype of the values, decoded where they rest as codes."""
         return (STATE_DTYPES if self.public else MASTER_DTYPE)[param_dtype]
 
+    def read(self, start: int, end: int, param_dtype: str) -> torch.Tensor:
+        """A copy of the values [start, end), 1-D. Blocks."""
+        rests = self.store.get(*self.layout.span(start, end)).view(self.dtype(param_dtype))
+        if self.scales is None or not self.compact(param_dtype):
+            return rests
+        scales = self.scales.store.get(*self.scales.layout.span(start, end)).view(torch.float32)
+        return decode(rests, scales, self.code == "root")
+
+    def write(self, start: int, end: int, param_dtype: str, values: torch.Tensor) -> None:
+        """Overwrite the values [start, end). Blocks."""
+        if self.scales is not None and self.compact(param_dtype):
+            codes = torch.empty(end - start, dtype=self.dtype(param_dtype), device="cpu")
+            scales = torch.empty(blocks_of(codes.numel()), dtype=torch.float32, device="cpu")
+            encode(values.float().cpu(), codes, scales, self.code == "root")
+            self.scales.store.put(self.scales.layout.span(start, end)[0], scales.view(torch.uint8))
+            values = codes
+        self.store.put(self.layout.span(start, end)[0], _bytes_of(values, self.dtype(param_dtype)))
+
 
 @dataclass
 class SlotUpdate:
@@ -308,29 +326,16 @@ class UnitShard:
         """
         if start == end:  # an empty parameter may lie behind the last segment
             return torch.empty(0, dtype=torch.float32, device="cpu")
-        dtype = self.segment_at(start).dtype
-        rests = array.store.get(*array.layout.span(start, end)).view(array.dtype(dtype))
-        if array.scales is None or not array.compact(dtype):
-            return rests
-        scales = array.scales.store.get(*array.scales.layout.span(start, end)).view(torch.float32)
-        return decode(rests, scales, array.code == "root")
+        return array.read(start, end, self.segment_at(start).dtype)
 
     def write_array(self, array: StateArray, start: int, end: int, values: torch.Tensor) -> None:
         """Overwrite the values [start, end) of an array; its neighbours on the same pages stay. Blocks.
 
         Where the array is compact, `start` is a multiple of `BLOCK` and `end` is one too or ends a parameter.
         """
-        if start == end:
-            return
-        self.before_change()
-        dtype = array.dtype(self.segment_at(start).dtype)
-        if array.scales is not None and array.compact(self.segment_at(start).dtype):
-            codes = torch.empty(end - start, dtype=dtype, device="cpu")
-            scales = torch.empty(blocks_of(codes.numel()), dtype=torch.float32, device="cpu")
-            encode(values.float().cpu(), codes, scales, array.code == "root")
-            array.scales.store.put(array.scales.layout.span(start, end)[0], scales.view(torch.uint8))
-            values = codes
-        array.store.put(array.layout.span(start, end)[0], _bytes_of(values, dtype))
+        if start < end:
+            self.before_change()
+            array.write(start, end, self.segment_at(start).dtype, values)
 
     def read_weight(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """The elements [start, end) of what rests here of a parameter, 1-D, in host memory: themselves where they rest
