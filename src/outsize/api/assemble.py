@@ -288,7 +288,7 @@ def _build(
     )
     reduction = None
     if ranks is not None:
-        ranks.model.names = [unit.name or "model" for unit in units]
+        ranks.model.names = [unit.name for unit in units]
         whole = accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)
         adds_up = torch.tensor([whole], dtype=torch.int32, device="cpu")
         for group in ranks.in_stage():

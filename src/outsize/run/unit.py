@@ -60,7 +60,7 @@ class Unit:
             self.owners = Owners(shard, self._ranks)
         self.parameters = parameters
         self.index = shard.layout.index
-        self.name = shard.layout.name
+        self.name = shard.layout.name or "model"  # as the plan has it
         self.always_resident = shard.params is None
         self.unframed = self.resident  # no module opens it, not even when it is unfrozen and its state rests elsewhere
         self.state = Residency.AT_REST
