@@ -1,12 +1,15 @@
 """`gathered` shows full values for a while and stores what was modified, on every tier."""
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import outsize
 from tests.conftest import (
@@ -153,6 +156,28 @@ def test_the_backward_of_a_forward_outside_may_come_inside_a_block(workshop: Wor
         loss = squared_error(model, batch)
         with outsize.gathered(pair.model):
             (loss + 0.01 * model.head.weight.square().sum()).backward()
+        optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("forward_inside", [False, True])
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_layers_that_the_user_checkpoints_or_tiles_take_a_block_around_forward_or_backward(
+    workshop: Workshop, forward_inside: bool, backward_inside: bool, tiles: bool
+) -> None:
+    pair = workshop.pair()
+    batch = batches(1)[0]
+    for model, optimizer in pair.both:
+        for block in model.blocks:
+            if tiles and model is pair.model:
+                outsize.tiled(block, dim=0, tiles=2)
+            elif not tiles:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        with outsize.gathered(pair.model) if forward_inside else nullcontext():
+            loss = squared_error(model, batch)
+        with outsize.gathered(pair.model) if backward_inside else nullcontext():
+            loss.backward()
         optimizer.step()
     pair.check()
 

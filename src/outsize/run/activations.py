@@ -279,7 +279,7 @@ class Layer:
                         self._segments.save(result, position)
                     return result
             # A selection counts operations: those of a fetch are not among them.
-            with self._frame(opens_shown=True), using, _own_errors(record):
+            with self._frame(), using, _own_errors(record):
                 try:
                     result = record.again(partial(self._forward, *args, **kwargs))
                 except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -300,10 +300,10 @@ class Layer:
         self._repeats = self._repeats or record.compares
         return result
 
-    def _frame(self, **how: bool) -> AbstractContextManager[None]:
+    def _frame(self) -> AbstractContextManager[None]:
         """Both forwards run inside a frame, the first one too where the loop calls `module.forward`."""
         frame = self._modules[0].__dict__.get(FRAME)
-        return nullcontext() if frame is None else frame(**how)
+        return nullcontext() if frame is None else frame()
 
     def _explaining(self, record: Record) -> AbstractContextManager[Any]:
         """Inside: a tensor saved for the backward that is not recomputed raises an error with the layer's name.

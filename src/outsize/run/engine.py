@@ -34,14 +34,12 @@ class Frame:
     """One forward that is running. In the block the units that its module owns are open, and what it acquires is held
     until the block ends, however it ends. See Note [Open units] in run/unit.py."""
 
-    def __init__(self, engine: Engine, module: nn.Module, again: bool = False, opens_shown: bool = False) -> None:
-        """A forward of `module`. `again`: it is one of a pass that may have ended, and no pass begins with it.
-        `opens_shown`: units of a `gathered` block too, which began after the forward that it repeats."""
+    def __init__(self, engine: Engine, module: nn.Module, again: bool = False) -> None:
+        """A forward of `module`. `again`: it is one of a pass that may have ended, and no pass begins with it."""
         self.module = module
         self.held: list[Unit] = []
         self._engine = engine
         self._again = again
-        self._opens_shown: bool = opens_shown or any(each._opens_shown for each in engine.frames)
         self._copies: AbstractContextManager[None] | None = None
         self._opened: list[Unit] = []
         self._pushed = False
@@ -76,7 +74,7 @@ class Frame:
         """The units that the module owns are opened."""
         engine = self._engine
         for unit in engine.owned.get(id(self.module), ()):
-            if not unit.opened and (self._opens_shown or not unit.shown):
+            if not unit.opened and not unit.shown:
                 self._opened.append(unit)
                 engine.streamer.acquire(unit)
                 self.hold(unit)

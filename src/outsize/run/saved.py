@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,6 +90,10 @@ def run_saving(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kwargs
     if not hooks_allowed():
         return _run_on_copies(gates, func, args, kwargs)
     outer = top_hooks()
+    if outer is not None and of_checkpoint(outer):  # it counts what is saved, and a frame of its other forward may not
+        below = _below_checkpoint(outer)
+        with nullcontext() if below is None else torch.autograd.graph.saved_tensors_hooks(*below):
+            return func(*args, **kwargs)
     for gate in gates:
         saving = Saving(gate, outer)
         outer = saving.pack, saving.unpack
@@ -225,6 +229,10 @@ def saving_by_reference(gate: Engine) -> Hooks | None:
         return None
     if outer is None or not of_checkpoint(outer):
         return by_reference(gate, outer)
+    return _below_checkpoint(outer)
+
+
+def _below_checkpoint(outer: Hooks) -> Hooks | None:
     if torch._C._current_graph_task_id() == -1:
         return None
     keep, unpack = outer
