@@ -45,7 +45,8 @@ def modules_of(
                 continue
         lists = (each for each in module.children() if isinstance(each, (nn.ParameterList, nn.ParameterDict)))
         listed = {home[id(param)] for each in lists for param in known(each.parameters())}  # fetched as they are used
-        if own or listed or len(inside) > 1:  # several: it may read weights of the modules in it, and holds them
+        reads = len(inside) > 1 and type(module) is not nn.Sequential  # maybe weights of modules in it, which it holds
+        if own or listed or reads:
             framed[module] = own | listed == {parent_unit}
             opened = [unit for index in sorted(own) for unit in pairs[index]]
             owned[id(module)] = [unit for unit in opened if not unit.resident and not unit.shard.tile_rows]
