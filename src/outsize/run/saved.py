@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -89,15 +89,14 @@ def run_saving(gates: Iterable[Engine], func: Any, args: tuple[Any, ...], kwargs
         return func(*args, **kwargs)
     if not hooks_allowed():
         return _run_on_copies(gates, func, args, kwargs)
-    outer = top_hooks()
-    if outer is not None and of_checkpoint(outer):  # it counts what is saved, and a frame of its other forward may not
-        below = _below_checkpoint(outer)
-        with nullcontext() if below is None else torch.autograd.graph.saved_tensors_hooks(*below):
-            return func(*args, **kwargs)
-    for gate in gates:
-        saving = Saving(gate, outer)
-        outer = saving.pack, saving.unpack
-    with torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack):
+    hooks = top_hooks()
+    if of_checkpoint(hooks):
+        hooks = _below_checkpoint(hooks)
+    else:
+        for gate in gates:
+            saving = Saving(gate, hooks)
+            hooks = saving.pack, saving.unpack
+    with nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks):
         return func(*args, **kwargs)
 
 
@@ -185,7 +184,7 @@ def is_ours(hooks: Hooks | None, gate: Engine) -> bool:
     return isinstance(saving, Saving) and saving._gate is gate
 
 
-def of_checkpoint(hooks: Hooks | None) -> bool:
+def of_checkpoint(hooks: Hooks | None) -> TypeGuard[Hooks]:
     """Whether these are the hooks of `torch.utils.checkpoint`, which keeps nothing that it can compute again."""
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
@@ -219,21 +218,20 @@ def is_foreign(hooks: Hooks | None) -> bool:
 
 
 def saving_by_reference(gate: Engine) -> Hooks | None:
-    """Hooks by which what views a buffer of the gate is saved by reference. None where those in place do that.
-
-    Below a checkpoint's own hooks nothing is: what it computes again in the backward it keeps until it is used, and
-    shows that it does by views, of frozen parameters too.
-    """
+    """Hooks by which what views a buffer of the gate is saved by reference. None where those in place do that."""
     outer = top_hooks()
     if not torch.is_grad_enabled() or is_ours(outer, gate):
         return None
-    if outer is None or not of_checkpoint(outer):
-        return by_reference(gate, outer)
-    return _below_checkpoint(outer)
+    return _below_checkpoint(outer) if of_checkpoint(outer) else by_reference(gate, outer)
 
 
-def _below_checkpoint(outer: Hooks) -> Hooks | None:
+def _below_checkpoint(hooks: Hooks) -> Hooks | None:
+    """Below these hooks of a checkpoint nothing is saved by reference: both of its forwards save the same.
+
+    What it computes again in the backward it keeps until it is used, and shows that it does by views, of frozen
+    parameters too. In its first forward it keeps nothing (None: leave its hooks in place).
+    """
     if torch._C._current_graph_task_id() == -1:
         return None
-    keep, unpack = outer
+    keep, unpack = hooks
     return wraps(keep)(lambda tensor: keep(tensor.detach())), unpack
