@@ -497,6 +497,49 @@ def test_checkpoints_of_the_user_work(workshop: Workshop, tier: str, use_reentra
     pair.train(batches(3), clip=1.0)
 
 
+class Scaled(nn.Module):
+    """Its method reads parameters of its own, and of another module, and is computed again in the backward."""
+
+    def __init__(self, use_reentrant: bool, frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale, self.gain = nn.Parameter(torch.full((16,), 1.1)), nn.Parameter(torch.tensor(0.9))
+        self.use_reentrant = use_reentrant
+        self.last.weight.requires_grad_(not frozen)
+
+    def part(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x)) * self.scale * self.gain
+        return torch.tanh(nn.functional.linear(x, self.last.weight)) @ self.last.weight.T
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, self.first(x), use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_method_may_read_parameters_itself(
+    workshop: Workshop, tier: str, use_reentrant: bool, frozen: bool
+) -> None:
+    pair = workshop.pair(lambda: Scaled(use_reentrant, frozen), tier=tier, units=["Linear"])
+    pair.train(batches(3, out=16), clip=1.0)
+
+
+class Between(nn.Module):
+    """Of its own parameters one has its gradient before the checkpoint's backward, the other behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.before, self.after = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x * self.before, use_reentrant=True) * self.after
+
+
+def test_the_backward_of_a_reentrant_checkpoint_does_not_end_the_backward(workshop: Workshop, tier: str) -> None:
+    workshop.pair(Between, tier=tier, units=["Linear"], update="backward").train(batches(3, out=16))
+
+
 def with_dropout() -> nn.Module:
     model = Stack(depth=3)
     for block in model.blocks:

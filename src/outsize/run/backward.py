@@ -40,11 +40,13 @@ class Backward:
         self._reduction = reduction  # None with one rank
         self._stepper = stepper
         self._task = -1
+        self._over: weakref.finalize[..., object] | None = None  # alive until the backward is over
 
     def watch(self) -> None:
-        """See the end of this backward, whatever it uses of the model."""
+        """See the end of this backward, whatever it uses of the model. A reentrant checkpoint runs one inside it."""
         task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
+        inside = self._over is not None and self._over.alive and not self._owner.is_other
+        if task not in (-1, self._task) and not inside:
             self._owner.take(BACKWARD)
             self._task = task
 
@@ -53,7 +55,7 @@ class Backward:
                 give()
 
             # Autograd drops `over` after an error, too, but on an accelerator only when `backward` has returned.
-            give = weakref.finalize(over, self._owner.give)
+            give = self._over = weakref.finalize(over, self._owner.give)
             give.atexit = False
             Variable._execution_engine.queue_callback(over)
 
