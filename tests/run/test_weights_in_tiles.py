@@ -108,6 +108,12 @@ def test_weights_in_tiles_train_as_in_torch(workshop: Workshop, build: Any, fiel
     pair.train(ids(2), rel=2e-5, loss_of=mean_square, clip=clip)
 
 
+def test_a_single_row_has_the_gradients_of_torch(workshop: Workshop) -> None:
+    pair = pair_of(workshop, lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH)))
+    assert in_tiles(pair.model) == {"0.weight", "2.weight"}
+    pair.train([torch.randn(WIDTH) for _ in range(2)], rel=2e-5, loss_of=mean_square, clip=0.5)
+
+
 def test_gradients_of_several_backwards_add_up(workshop: Workshop) -> None:
     pair = pair_of(workshop, tied)
     for _ in range(2):

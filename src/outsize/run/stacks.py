@@ -203,7 +203,7 @@ class Products(NamedTuple):
             return total, None
         assert self.of_result is not None
         others = [dim for dim in range(grad.dim()) if dim != grad.dim() + self.of_result.dim]
-        return total, grad.sum(others)
+        return total, grad.sum(others) if others else grad  # an empty list means all dimensions
 
     def _gradients(
         self, x: torch.Tensor, weight: torch.Tensor, tile: Tile, grad: torch.Tensor, wanted: Wanted
