@@ -89,6 +89,18 @@ class Alone(nn.Module):
         return torch.tanh(x @ self.gate) * (x @ self.up) @ self.down
 
 
+class Around(nn.Module):
+    """Holds a parameter of its own while it calls a module that does so, too."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(128, 128) * 0.05)
+        self.inside = Around(depth - 1) if depth else nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inside(torch.tanh(x @ self.own))) @ self.own
+
+
 def least_budget(model: nn.Module, disk: Path, **fields: Any) -> str:
     """What the refusal of a budget says to raise it to."""
     with pytest.raises(ValueError, match="raise host_memory") as refused:
@@ -131,8 +143,9 @@ def peak_of_training(
         lambda: nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128)),
         lambda: nn.TransformerEncoderLayer(128, 4, 256),
         lambda: nn.Sequential(nn.Linear(128, 256), Alone()),
+        Around,
     ],
-    ids=["lstm", "gru", "linear", "attention", "alone"],
+    ids=["lstm", "gru", "linear", "attention", "alone", "around"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_the_budget_that_a_refusal_names_holds_what_training_takes(

@@ -316,13 +316,17 @@ def _used_together(
     home = {number: unit_of[name] for number, name in names.items()}
     again = {module for module, mode in layers_of(model, home, config, lambda _: "keep").items() if mode != "keep"}
     found: dict[str, tuple[int, ...]] = {}
+    held: dict[str, set[int]] = {}  # by the name of a module: by its call, and those around it
     for name, module in model.named_modules():
+        around = held[name.rpartition(".")[0]] if name else set()
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            held[name] = around
             continue
         whole = module in again or isinstance(module, nn.MultiheadAttention)  # it calls no child of its own
-        units = sorted({home[id(param)] for param in known(module.parameters(recurse=whole))})
-        if len(units) > 1:
-            found[name] = RunAgain(units) if module in again else tuple(units)
+        own = {home[id(param)] for param in known(module.parameters(recurse=whole))}
+        held[name] = around | {home[id(param)] for param in known(module.parameters(recurse=False))}
+        if len(own | around) > 1 and own:
+            found[name] = (RunAgain if module in again else tuple)(sorted(own | (set() if module in again else around)))
     return found
 
 

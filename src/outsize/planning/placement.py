@@ -23,12 +23,13 @@ MIN_DEPTH, MAX_DEPTH = 3, 8
 """Slabs of staging: one being read, one being updated, one being written; more of these where they are not small."""
 
 # Note [What one forward uses]
-# A unit that a forward uses stays gathered until that forward returns. So all units with parameters of one module are
-# in memory at once, however finely the module is cut: an LSTM of many layers needs all its weights, its gradients one
-# unit after the other. They are counted together (`together`) but not joined into one unit, whose weights and
-# gradients would be in memory at once: then models that train within their budget would be refused. The entries of an
-# `nn.ParameterList` or `ParameterDict` are not counted: some forwards use all, some only one (adapters, experts). If
-# such a forward goes above the budget, the streamer logs which units and which budget would hold them.
+# A unit that a forward uses stays gathered until that forward returns. So all units with parameters of one module, and
+# of the modules that call it, are in memory at once, however finely the module is cut: an LSTM of many layers needs all
+# its weights, its gradients one unit after the other. They are counted together (`together`) but not joined into one
+# unit, whose weights and gradients would be in memory at once: then models that train within their budget would be
+# refused. The entries of an `nn.ParameterList` or `ParameterDict` are not counted: some forwards use all, some only one
+# (adapters, experts). If such a forward goes above the budget, the streamer logs which units and which budget would
+# hold them.
 #
 # A layer of several units that runs again in the backward holds all of them from then on, while the gradients of one
 # after the other come (`RunAgain`).
@@ -100,9 +101,13 @@ class UnitBytes:
 
 
 UsedTogether = Mapping[str, tuple[int, ...]]
-"""The indices of the units with parameters of one module, by its name. See Note [What one forward uses]."""
+"""The indices of the units that one module uses at once, by its name. See Note [What one forward uses]."""
 
 NONE_TOGETHER: UsedTogether = {}
+
+
+WEIGHT_TILES, TILES = 2, 5
+"""Of what tiles take at work: the share of the weights, which a forward uses; less where they have 16 bits."""
 
 
 class RunAgain(tuple[int, ...]):
@@ -237,11 +242,11 @@ def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[in
     found: tuple[int, str, tuple[int, ...]] = largest.working, largest.name, ()
     for module, indices in together.items():
         several = [units[index] for index in indices]
-        if isinstance(indices, RunAgain):  # tiles are there while they are used
-            gathered = [0 if unit.tiles else unit.gathered for unit in several]
+        gathered = [0 if unit.tiles else unit.gathered for unit in several]  # tiles are there while they are used
+        if isinstance(indices, RunAgain):
             beside = max(unit.working - own for unit, own in zip(several, gathered, strict=True))
         else:
-            gathered, beside = [unit.gathered for unit in several], 0
+            beside = max(unit.tiles for unit in several) * WEIGHT_TILES // TILES
         if sum(gathered) + beside > found[0]:
             found = sum(gathered) + beside, module, indices
     return found
