@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from outsize.integrations.key_values import held_bytes  # noqa: E402
 from outsize.integrations.transformers import KeyValueCache  # noqa: E402
 
 VOCABULARY, PROMPT, NEW = 99, 20, 11
+CACHE = "cache" if "cache" in signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""What this version of transformers calls the argument."""
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
@@ -48,6 +51,7 @@ def answers(model: Any, batch: int = 3, device: str = "cpu", new: int = NEW, **h
     tokens = torch.randint(1, VOCABULARY, (batch, PROMPT), generator=generator, device="cpu")
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
+    how = {CACHE if name == "cache" else name: value for name, value in how.items()}
     found: torch.Tensor = model.generate(
         tokens.to(device),
         attention_mask=mask.to(device),
@@ -201,7 +205,7 @@ def test_a_long_prompt_waits_for_the_drive(disk: Path, monkeypatch: pytest.Monke
 def begin(model: Any, cache: Any) -> torch.Tensor:
     """A prompt goes in; returns the next token."""
     with torch.inference_mode():
-        logits = model(torch.arange(1, 31).view(2, 15), cache=cache).logits
+        logits = model(torch.arange(1, 31).view(2, 15), **{CACHE: cache}).logits
     settle(cache)
     found: torch.Tensor = logits[:, -1:].argmax(-1)
     return found
@@ -228,7 +232,7 @@ def test_a_drive_that_fails_is_an_error_that_names_the_file(disk: Path, operatio
     cache._shared.resources.disk.inject(operation, 1, errno.EIO)
     with pytest.raises(OSError, match="Input/output error") as caught, torch.inference_mode():
         for _ in range(20):  # a page is written after some tokens
-            model(token, cache=cache)
+            model(token, **{CACHE: cache})
     assert str(caught.value.filename).startswith(str(disk))
     del cache, caught
 
@@ -242,7 +246,7 @@ def test_bytes_that_change_on_the_drive_are_found(disk: Path) -> None:
             opened.write(b"x" * 64)
         with pytest.raises(OSError, match="bad checksum"), torch.inference_mode():
             cache.reorder_cache(torch.arange(2))  # what was read ahead is read again
-            model(token, cache=cache)
+            model(token, **{CACHE: cache})
 
 
 def test_the_files_go_with_the_cache_after_an_error_too(disk: Path) -> None:
@@ -262,7 +266,13 @@ def test_the_files_go_with_the_cache_after_an_error_too(disk: Path) -> None:
         (lambda: transformers.MistralConfig(sliding_window=8), "each layer of mistral attends to a sliding window"),
         (lambda: transformers.T5Config(), "of an encoder, and t5 has one"),
         (lambda: transformers.JambaConfig(), "jamba has layers that keep something else"),
-        (lambda: transformers.Gemma3nTextConfig(), "has layers that keep something else"),
+        pytest.param(
+            lambda: transformers.Gemma3nTextConfig(),
+            "has layers that keep something else",
+            marks=pytest.mark.skipif(
+                CACHE != "cache", reason="this version of transformers lists its layers otherwise"
+            ),
+        ),
     ],
 )
 def test_models_whose_cache_is_another_are_refused(disk: Path, config: Any, message: str) -> None:
@@ -274,10 +284,13 @@ def test_models_whose_cache_is_another_are_refused(disk: Path, config: Any, mess
     ("how", "message"),
     [
         (lambda model, cache: answers(model, new=30, cache=cache), "made for 40 tokens a sequence, and 41 are needed"),
-        (lambda model, cache: answers(model, 1, cache=cache, assistant_model=build()), "can be cropped"),
+        (
+            lambda model, cache: answers(model, 1, cache=cache, assistant_model=build()),
+            "can be cropped|leave the assistant out",
+        ),
         (lambda model, cache: (answers(model, cache=cache), cache.crop(-1)), "cannot give up tokens"),
         (lambda model, cache: (begin(model, cache), answers(model, cache=cache)), "another form"),
-        (lambda model, cache: model(torch.ones(1, 3, dtype=torch.long), cache=cache), "gradients would flow"),
+        (lambda model, cache: model(torch.ones(1, 3, dtype=torch.long), **{CACHE: cache}), "gradients would flow"),
         (lambda model, cache: under_autocast(model, cache=cache), "keys of torch.float32 and values of torch.bfloat16"),
     ],
 )

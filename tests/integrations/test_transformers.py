@@ -74,6 +74,10 @@ def arguments(folder: Path, **changes: Any) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
     }
+    if "activation_checkpointing" in changes and not hasattr(
+        transformers.TrainingArguments, "activation_checkpointing"
+    ):
+        changes = {"gradient_checkpointing": changes["activation_checkpointing"]}  # before 5.21
     return transformers.TrainingArguments(str(folder), **{**fields, **changes})
 
 

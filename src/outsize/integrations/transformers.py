@@ -123,7 +123,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
             self._saving.wait()
         return found
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `transformers.Trainer.save_model`, by every rank: before 5.21 the first one alone saves."""
+        self._saved = False
+        super().save_model(output_dir, _internal_call)
+        if not self._saved:
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self._saved = True
         if self._adapters:
             with outsize.gathered(self._adapters), outsize.gathered(self._saved_with_adapters()):  # by every rank
                 super()._save(output_dir, state_dict)
