@@ -178,6 +178,18 @@ def test_the_least_budget_holds_a_layer_that_runs_again_with_all_of_its_units(
     assert taken <= parse_bytes(budget, "") and "above the budget" not in caplog.text
 
 
+class ListsItsOwnWay(nn.Sequential):
+    """Its list of modules leaves out those that hold others."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return ((name, each) for name, each in super().named_modules(*args, **kwargs) if not list(each.children()))
+
+
+def test_a_model_may_list_its_modules_in_a_way_of_its_own(tmp_path: Path) -> None:
+    model = ListsItsOwnWay(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16))
+    assert outsize.plan(model, adamw(model), host_memory="1MiB", disk=tmp_path, device="cpu", **ON_DISK).units
+
+
 def test_a_plan_counts_the_units_that_one_module_uses_at_once(tmp_path: Path) -> None:
     model = nn.Sequential()
     model.add_module("lstm", nn.LSTM(128, 128, 3))

@@ -318,7 +318,7 @@ def _used_together(
     found: dict[str, tuple[int, ...]] = {}
     held: dict[str, set[int]] = {}  # by the name of a module: by its call, and those around it
     for name, module in model.named_modules():
-        around = held[name.rpartition(".")[0]] if name else set()
+        around = held.get(name.rpartition(".")[0], set())  # a model may list its modules in a way of its own
         if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
             held[name] = around
             continue
