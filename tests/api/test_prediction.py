@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -541,19 +542,30 @@ def test_weights_in_tiles_are_updated_as_a_whole_and_read_once_more(
     assert found.bytes_read - before.bytes_read <= plan.read_bytes
 
 
-def test_tiles_beside_a_small_layer_stay_within_the_least_budget_in_the_plan_and_in_a_run(
-    workshop: Workshop, caplog: pytest.LogCaptureFixture
-) -> None:
+def tiles_around_a_norm() -> nn.Module:
     linear = partial(nn.Linear, bias=False)
-    model = nn.Sequential(linear(64, 1024), nn.RMSNorm(1024), linear(1024, 1024))
-    optimizer = torch.optim.AdamW(model.parameters())
+    return nn.Sequential(linear(64, 1024), nn.RMSNorm(1024), linear(1024, 1024))
+
+
+def tiles_after_small_layers() -> nn.Module:
+    linear = partial(nn.Linear, bias=False)
+    return nn.Sequential(linear(48, 4), linear(4, 512), linear(512, 32).requires_grad_(False), nn.LayerNorm(32))
+
+
+@pytest.mark.parametrize("build", [tiles_around_a_norm, tiles_after_small_layers])
+def test_tiles_beside_small_layers_stay_within_the_least_budget_in_the_plan_and_in_a_run(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture, build: Callable[[], nn.Module]
+) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
     fields: dict[str, Any] = {**dict.fromkeys(KINDS, "disk"), "disk": workshop.disk, "device": "cpu"}
     with pytest.raises(outsize.BudgetError) as refused:
         outsize.plan(model, optimizer, host_memory="64KiB", **fields)
     fields["host_memory"] = refused.value.needed
-    outsize.plan(model, optimizer, **fields, example=(torch.randn(4, 64),))
+    x = torch.randn(4, next(model.parameters()).shape[1])
+    outsize.plan(model, optimizer, **fields, example=(x,))
     outsize.prepare(model, optimizer, **fields)
-    train(model, optimizer, [(torch.randn(4, 64), torch.randn(4, 1024))] * 2)
+    train(model, optimizer, [(x, torch.randn_like(model(x)))] * 2)
     assert "above the budget" not in caplog.text
 
 

@@ -28,6 +28,7 @@ from outsize.planning.layout import (
     cut_units,
     lay_out,
     part_adapters,
+    round_up,
     slice_of,
     tile_rows,
     with_whole_rows,
@@ -161,7 +162,7 @@ def place_model(
                 slot, wide = layout.slots[0], STATE_BYTES.get(layout.slots[0].dtype, 0)
                 if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
                     count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
-                    tile = count * size * (slot.numel // slot.shape[0])
+                    tile = size * round_up(count * (slot.numel // slot.shape[0]), PAGE_ELEMENTS)
                     working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)
                     if working < sizes[index].working:
                         rows[index], layouts[index] = count, with_whole_rows(layout, size)

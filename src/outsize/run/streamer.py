@@ -77,6 +77,7 @@ class Streamer:
             self.live.check()
             self.schedule.use(unit.index)
             self.settle(unit)
+            self.room.last = None  # the unit before is in use no more, or a frame or a view says so
             self.room.make_for(None, nbytes)
             self.prefetch()
 
