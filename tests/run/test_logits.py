@@ -1,6 +1,8 @@
 """Logits that are computed late, and for a loss tile by tile, are those of torch."""
 
 import sys
+from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any, final
 
 import pytest
@@ -220,6 +222,20 @@ def test_under_autocast_and_in_bf16(workshop: Workshop, loss: str) -> None:
         found = LOSSES[loss](model(tokens()[0]), targets(tokens()[0]))
         found.backward()
         assert found.dtype == torch.bfloat16
+
+
+def test_the_weights_gradient_of_many_tiles_in_16_bits_is_as_close_as_torchs(workshop: Workshop) -> None:
+    pair, found = workshop.pair(lambda: Language(bias=False).bfloat16(), sgd, "host"), []
+    generator = torch.Generator("cpu").manual_seed(0)
+    batch = torch.randint(FEATURES, (64, ROWS), generator=generator, device="cpu").to(torch.get_default_device())
+    for model in (pair.model, deepcopy(pair.plain).double(), pair.plain):
+        head = model.get_submodule("head").weight
+        LOSSES["float"](model(batch), targets(batch)).backward()
+        with outsize.gathered(head, grads=True) if model is pair.model else nullcontext():
+            assert isinstance(head, nn.Parameter) and head.grad is not None
+            found.append(head.grad.double().cpu())
+    ours, exact, torchs = found
+    assert (ours - exact).norm() <= 2 * (torchs - exact).norm()
 
 
 def test_logits_have_a_shape_and_come_when_they_are_used(workshop: Workshop) -> None:

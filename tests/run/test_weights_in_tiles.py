@@ -163,6 +163,22 @@ def test_autocast_computes_as_in_torch(workshop: Workshop, device: str) -> None:
     assert_same_gradients(pair.model, pair.plain, atol=1e-4, rtol=5e-2)
 
 
+def test_a_gradient_that_tiles_sum_up_in_16_bits_is_as_close_as_torchs(workshop: Workshop) -> None:
+    pair = pair_of(workshop, lambda: nn.Sequential(nn.Linear(WIDTH, 40 * HIDDEN, bias=False, dtype=torch.bfloat16)))
+    (tiles,) = prepared(pair.model).engine.tiles.values()
+    assert len(tiles.all) > 20
+    x, found = torch.randn(8, WIDTH, dtype=torch.bfloat16), []
+    toward = torch.randn(8, 40 * HIDDEN, dtype=torch.bfloat16)
+    for model in (pair.model, pair.plain):
+        leaf = x.clone().requires_grad_()
+        model(leaf).backward(toward)
+        assert leaf.grad is not None
+        found.append(leaf.grad.double().cpu())
+    exact = toward.double().cpu() @ next(pair.plain.parameters()).detach().double().cpu()
+    errors = [(each - exact).square().mean().sqrt().item() for each in found]
+    assert errors[0] <= 1.5 * errors[1]
+
+
 def test_parts_may_be_frozen(workshop: Workshop) -> None:
     def frozen() -> nn.Module:
         model = Wide()

@@ -22,13 +22,16 @@ from outsize.run.once import differentiable_once
 from outsize.run.placeholder import Placeholder
 from outsize.run.saved import of_checkpoint, top_hooks
 from outsize.run.tiles import Run
-from outsize.run.vocabulary import Largest, Logits, Losses, Shares
+from outsize.run.vocabulary import Largest, Logits, Losses, Shares, add_product
 
 LEAST_BYTES = 64 << 20
 """Smaller logits are computed at once."""
 
 TILE_BYTES = 64 << 20
 """Of logits in fp32; softmax and gradient need as much again."""
+
+PRODUCT_BYTES = 16 << 20
+"""Of a weight's gradient in fp32, of some rows: so much is added to the sum at once. A processor's caches hold it."""
 
 # Note [Logits that come late]
 # The head of a language model returns a tensor with a shape and no values. Casts, views and slices of it are noted.
@@ -400,10 +403,12 @@ class _SumOfLosses(torch.autograd.Function):
         wide = torch.float32 if loss.dtype.itemsize < 4 else loss.dtype
         total, dtype = torch.zeros((), dtype=wide, device=rows.device), loss.dtype
         of_rows = torch.empty_like(rows) if wanted[0] else None
-        of_weight = torch.zeros_like(weight, dtype=weight.dtype) if wanted[1] else None
+        tiles = _tiles(loss.call, rows.detach(), target)
+        summed = weight.dtype if len(tiles) == 1 or weight.dtype.itemsize > 4 else torch.float32
+        of_weight = torch.zeros_like(weight, dtype=summed) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         start = 0
-        for some_rows, some_target in _tiles(loss.call, rows.detach(), target):
+        for some_rows, some_target in tiles:
             raw = functional.linear(some_rows, weight, bias).requires_grad_(any(wanted[:3]))
             with torch.enable_grad():
                 part = loss.of(raw, some_target, "sum")
@@ -414,6 +419,7 @@ class _SumOfLosses(torch.autograd.Function):
                 with torch.autocast(rows.device.type, enabled=False):
                     _add_gradients(grad, some_rows, weight, start, of_rows, of_weight, of_bias)
             start += len(some_rows)
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         ctx.save_for_backward(of_rows, of_weight, of_bias)
         ctx.like = None if bias is None else bias.dtype
         return total.to(dtype)
@@ -438,10 +444,10 @@ def _add_gradients(
     """Those of some rows, from the gradient of their logits."""
     if of_rows is not None:
         of_rows[start : start + len(rows)] = grad @ weight.to(grad.dtype)
-    if of_weight is not None and of_weight.dtype == grad.dtype:
-        of_weight.addmm_(grad.t(), rows.to(grad.dtype))
-    elif of_weight is not None:
-        of_weight += grad.t() @ rows.to(grad.dtype)
+    if of_weight is not None:
+        some = max(PRODUCT_BYTES // (4 * rows.shape[1]), 1)
+        for total, part in zip(of_weight.split(some), grad.split(some, dim=1), strict=True):
+            add_product(total, part.t(), rows.to(grad.dtype))
     if of_bias is not None:
         of_bias += grad.sum(0, dtype=torch.float32)
 

@@ -191,7 +191,8 @@ class Products(NamedTuple):
 
     def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
         """The gradients of `x` and the bias; those of the rows or matrices go to rest."""
-        total = torch.zeros_like(x) if wanted[1] else None
+        summed = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+        total = torch.zeros_like(x, dtype=summed) if wanted[1] else None
         for tile, weight in tiles.weights(self._wanted(tiles)) if wanted[0] or wanted[1] else ():
             of_part = grad if self.of_result is None else self.of_result.of(grad, tile)
             for_weight, for_x = self._gradients(x, weight, tile, of_part, wanted)
@@ -199,6 +200,7 @@ class Products(NamedTuple):
                 total += for_x
             if for_weight is not None:
                 tiles.take(tile, for_weight)
+        total = None if total is None else total.to(x.dtype)
         if not wanted[2]:
             return total, None
         assert self.of_result is not None

@@ -126,9 +126,9 @@ class Losses:
                     of_bias[tile.start : tile.end] += part.sum(0)
                 part = part.to(self.logits.raw)
                 if of_rows is not None:
-                    _add_product(of_rows[at], part, weight.to(part.dtype))
+                    add_product(of_rows[at], part, weight.to(part.dtype))
                 if of_weight is not None:
-                    _add_product(of_weight, part.t(), rows[at])
+                    add_product(of_weight, part.t(), rows[at])
             if of_weight is not None:
                 tiles.take(tile, of_weight)
         return (
@@ -137,8 +137,9 @@ class Losses:
         )
 
 
-def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Sums of what has 16 bits are wider."""
     if total.dtype is one.dtype:
         total.addmm_(one, other)
     else:
-        total += one @ other
+        total.add_((one @ other).to(total.dtype))  # torch adds unlike types a few times slower
