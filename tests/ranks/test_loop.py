@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
+from outsize.move.lanes import REDUCE, Going
 from outsize.run.buffers import unused
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import Setting, assert_near, batch, batches, fields_of, make, prepared, same_bits, weights_of
@@ -373,7 +375,16 @@ def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
     return weights_of(model)
 
 
-def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path) -> None:
+def run_experts_while_streams_wait(fields: dict[str, Any], disk: str) -> list[Tensor]:
+    """As `run_experts_in_any_order`. Nobody waits for a reduction on the host, as where an accelerator reduces."""
+    plain = Going.over_unless_wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Going, "over_unless_wanted", lambda going: going._turn.kind == REDUCE or plain(going))
+        return run_experts_in_any_order(fields, disk)
+
+
+@pytest.mark.parametrize("run", [run_experts_in_any_order, run_experts_while_streams_wait])
+def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path, run: Callable[..., Any]) -> None:
     ways: list[dict[str, Any]] = [
         {"stage": 3, "params": "host"},
         {"stage": 3, "params": "disk", "grads": "disk"},
@@ -389,7 +400,7 @@ def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path) -> Non
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    for of_ways in run_on_ranks(3, in_turn, *((run_experts_in_any_order, fields, str(tmp_path)) for fields in ways)):
+    for of_ways in run_on_ranks(3, in_turn, *((run, fields, str(tmp_path)) for fields in ways)):
         for found in of_ways:
             assert_near(found, model.parameters())
 

@@ -77,7 +77,8 @@ class WholeGradients:
 
     def over_unless_wanted(self) -> bool:
         """Wait, unless a rank waits for this one to meet it; whether it is reduced."""
-        return all(going.over_unless_wanted() for going, _ in self._going.values())
+        asked = () if self._asked is None else (self._asked[0],)
+        return all(going.over_unless_wanted() for going in (*(going for going, _ in self._going.values()), *asked))
 
     def _ask(self) -> None:
         """Of which parameters any rank has a gradient."""
