@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.move.lanes import REDUCE, Going
@@ -333,31 +334,40 @@ def two_layers_of_experts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-class Routes(nn.Module):
-    """Each rank runs the experts in an order of its own, the first one twice."""
+ROUTES = ((0, 3, 1, 0), (2, 1, 0, 2), (3, 3))
+"""The experts that each rank runs, in its order."""
 
-    def __init__(self) -> None:
+UNEVEN_ROUTES = ((3,), (0, 1, 2, 0, 1, 2), (2, 0, 1, 0, 1, 2), (3,))
+"""Of two copies of the model: in each one rank is over long before the other, and not the one of the same part."""
+
+
+class Routes(nn.Module):
+    """Each rank runs the experts in an order of its own."""
+
+    def __init__(self, routes: Sequence[Sequence[int]]) -> None:
         super().__init__()
+        self.routes = routes
         self.inp = nn.Linear(48, 48)
         self.experts = nn.ModuleList([nn.Linear(48, 48) for _ in range(4)])
         self.head = nn.Linear(48, 8)
 
     def forward(self, x: Tensor, part: int) -> Tensor:
         x = self.inp(x)
-        for index in ((0, 3, 1, 0), (2, 1, 0, 2), (3, 3))[part]:
+        for index in self.routes[part]:
             x = torch.tanh(self.experts[index](x))
         return self.head(x)  # type: ignore[no-any-return]
 
 
 def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
     """With nothing kept beyond its use, on ranks of which each is at its own pace."""
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = Routes()
+    model = Routes(ROUTES if ranks == len(ROUTES) else UNEVEN_ROUTES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if ranks == len(UNEVEN_ROUTES):
+        fields = {**fields, "mesh": init_device_mesh("cpu", (2, 2))}
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, unused="sync", units=["Linear"], **fields)
-    inside = prepared(model)
-    streamer = inside.engine.streamer
+    streamer = prepared(model).engine.streamer
 
     def forget(*_: Any) -> None:
         streamer.drop_idle()
@@ -377,30 +387,38 @@ def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
 
 def run_experts_while_streams_wait(fields: dict[str, Any], disk: str) -> list[Tensor]:
     """As `run_experts_in_any_order`. Nobody waits for a reduction on the host, as where an accelerator reduces."""
-    plain = Going.over_unless_wanted
+    plain = Going.over_unless
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Going, "over_unless_wanted", lambda going: going._turn.kind == REDUCE or plain(going))
+        patch.setattr(Going, "over_unless", lambda going, wanted: going._turn.kind == REDUCE or plain(going, wanted))
         return run_experts_in_any_order(fields, disk)
 
 
-@pytest.mark.parametrize("run", [run_experts_in_any_order, run_experts_while_streams_wait])
-def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path, run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("routes", "run"),
+    [
+        (ROUTES, run_experts_in_any_order),
+        (ROUTES, run_experts_while_streams_wait),
+        (UNEVEN_ROUTES, run_experts_in_any_order),
+    ],
+    ids=["three ranks", "three ranks, streams wait", "two copies on two ranks each"],
+)
+def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path, routes: Any, run: Callable[..., Any]) -> None:
     ways: list[dict[str, Any]] = [
         {"stage": 3, "params": "host"},
         {"stage": 3, "params": "disk", "grads": "disk"},
         {"stage": 0},
     ]
     torch.manual_seed(0)
-    model = Routes()
+    model = Routes(routes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
-        for part in range(3):
+        for part in range(len(routes)):
             x, y = batch(step, part, rows=2)
-            (nn.functional.mse_loss(model(x, part), y) / 3).backward()
+            (nn.functional.mse_loss(model(x, part), y) / len(routes)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    for of_ways in run_on_ranks(3, in_turn, *((run, fields, str(tmp_path)) for fields in ways)):
+    for of_ways in run_on_ranks(len(routes), in_turn, *((run, fields, str(tmp_path)) for fields in ways)):
         for found in of_ways:
             assert_near(found, model.parameters())
 

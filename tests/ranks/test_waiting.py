@@ -85,7 +85,7 @@ def test_a_wait_for_an_accelerator_never_ends_what_it_waits_for(first_of_two: An
 def test_what_went_wrong_on_an_accelerator_is_said(first_of_two: Any) -> None:
     turn = first_of_two.turn_to_gather(0, 8)
     with pytest.raises(RanksError, match=r"rank 1 of 2 is gone .* while rank 0 was in gather of unit 'a layer'"):
-        Going(OnAccelerator(asked=3, fails=True), turn, on_stream=True, wanted=first_of_two.wanted).wait()
+        Going(OnAccelerator(asked=3, fails=True), turn, on_stream=True).wait()
     assert "rank 1 of 2 is gone" in first_of_two.model.watch.told[0]
 
 

@@ -156,7 +156,7 @@ class Ranks:
         work, on_stream = lane.start(turn, lambda: start(group)), lane.on_device and not on_host
         if on_stream:
             self._last_on_device = work
-        return Going(work, turn, on_stream, self.wanted)
+        return Going(work, turn, on_stream)
 
     # -- what is agreed on -------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Ranks:
         """Wait until all ranks are here; the `number` of each."""
         lane = self._lanes[CONTROL]
         turn = lane.next(kind)
-        if number:
+        if number or self.copies is not None:
             lane.want(turn)
         return [each for each, *_ in lane.exchange(turn, number)]
 

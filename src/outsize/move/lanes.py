@@ -242,9 +242,9 @@ class Lane:
 class Going(Transfer):
     """A collective on its way."""
 
-    def __init__(self, work: Any, turn: Turn, on_stream: bool, wanted: Callable[[], bool]) -> None:
+    def __init__(self, work: Any, turn: Turn, on_stream: bool) -> None:
         """`on_stream`: an accelerator's. To wait for it makes the current stream wait, not the host."""
-        self._work, self._turn, self._wanted = work, turn, wanted
+        self._work, self._turn = work, turn
         self.on_stream = on_stream
         self._began = begun()
 
@@ -256,9 +256,9 @@ class Going(Transfer):
     def done(self) -> bool:
         return self.on_stream or bool(self._work.is_completed())
 
-    def over_unless_wanted(self) -> bool:
-        """Wait, unless a rank waits for this one to meet it; whether it is over."""
-        return self._turn.lane.wait(self._work, self._turn, self.on_stream, self._wanted)
+    def over_unless(self, wanted: Callable[[], bool]) -> bool:
+        """Wait, unless this rank is `wanted` elsewhere; whether it is over."""
+        return self._turn.lane.wait(self._work, self._turn, self.on_stream, wanted)
 
 
 def broke(error: BaseException | None) -> bool:

@@ -45,8 +45,10 @@ class WholeGradients:
             self._flat.append(flat)
             first += nbytes
         self.names: set[str] = set()
-        self._going: dict[int, tuple[Going, torch.Tensor]] = {}  # by segment: what brings the sum, which will be there
-        self._asked: tuple[Going, list[str], torch.Tensor] | None = None
+        self._sums: dict[int, torch.Tensor] = {}  # by segment; there once what goes on is over
+        self._asked: tuple[Sequence[str], torch.Tensor] | None = None  # parameters, and which are there
+        self._going: list[Going] = []  # in the group
+        self._among_copies: list[Going] | None = None  # then among the copies of the model, which have seen other data
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """A contribution of this rank."""
@@ -69,37 +71,47 @@ class WholeGradients:
         ranks, unit, split = self._ranks, self._shard.layout.index, self._shard.ranks > 1
         for index in sorted({self._shard.whole_slots[name].segment for name in trainable or self.names}):
             self._zero_the_rest(index)
-            self._going[index] = ranks.reduce(self._flat[index], unit, split, fixed=bool(trainable))
+            going, self._sums[index] = ranks.reduce(self._flat[index], unit, split, fixed=bool(trainable))
+            self._going.append(going)
         if trainable:
-            names = list(trainable)
-            present = torch.tensor([name in self.names for name in names], dtype=torch.int32, device="cpu")
-            self._asked = ranks.most(present, unit), names, present
+            present = torch.tensor([name in self.names for name in trainable], dtype=torch.int32, device="cpu")
+            self._asked = trainable, present
+            self._going.append(ranks.most(present, unit))
 
     def over_unless_wanted(self) -> bool:
         """Wait, unless a rank waits for this one to meet it; whether it is reduced."""
-        asked = () if self._asked is None else (self._asked[0],)
-        return all(going.over_unless_wanted() for going in (*(going for going, _ in self._going.values()), *asked))
+        wanted = self._ranks.wanted
+        if not all(going.over_unless(wanted) for going in self._going):
+            return False
+        return all(going.over_unless(wanted) for going in self._reduce_among_copies())
 
-    def _ask(self) -> None:
-        """Of which parameters any rank has a gradient."""
-        if self._asked is not None:
-            going, names, present = self._asked
-            going.wait()
-            if self._ranks.copies is not None:
-                self._ranks.copies.most(present, self._shard.layout.index).wait()
-            self.names = {name for name, there in zip(names, present.tolist(), strict=True) if there}
+    def _reduce_among_copies(self) -> list[Going]:
+        """Wait for the group, and start the same among the copies; what is on its way there."""
+        if self._among_copies is None:
+            for going in self._going:
+                going.wait()
+            copies, unit, begun = self._ranks.copies, self._shard.layout.index, []
+            if copies is not None and self._asked is not None:
+                begun.append(copies.most(self._asked[1], unit))
+            for own in self._sums.values():
+                own.div_(self._ranks.size)
+                if copies is not None:
+                    begun.append(copies.reduce(own, unit, split=False, fixed=self._asked is not None)[0])
+            self._among_copies = begun
+        return self._among_copies
 
     def result(self) -> Mapping[str, torch.Tensor]:
         """The mean over the ranks: of each parameter that has a gradient, what rests here, 1-D. Valid until `close`."""
         shard = self._shard
-        self._ask()
+        for going in self._reduce_among_copies():
+            going.wait()
+        if self._asked is not None:
+            names, present = self._asked
+            self.names = {name for name, there in zip(names, present.tolist(), strict=True) if there}
         found: dict[str, torch.Tensor] = {}
         spent: list[torch.Tensor] = []
-        for index, (going, own) in self._going.items():
-            going.wait()
-            own.div_(self._ranks.size)
-            if self._ranks.copies is not None:  # every copy of the model has seen other data
-                self._ranks.copies.reduce(own, shard.layout.index, split=False)[0].wait()
+        for index, own in self._sums.items():
+            if self._ranks.copies is not None:
                 own.div_(self._ranks.copies.size)
             for slot in shard.layout.slots:
                 if slot.segment == index and slot.name in self.names:

@@ -77,7 +77,8 @@ class Reduction:
     # Under `sync` a rank may be further in its backward than the others, and one of those may need a gather of this
     # round to which this rank has not come, or another round (Note [Units in the order of the model] in
     # run/streamer.py), before it comes to the reduction that this rank waits for. It says so in the store, and this
-    # rank goes on without waiting, with more memory in use.
+    # rank goes on without waiting, with more memory in use. So does one whose part goes on among the copies of the
+    # model: those may wait for ranks that are over with their backward, and say so too.
 
     def launched(self, whole: WholeGradients, lay_down: Callable[[], None]) -> None:
         """A reduction has started; `lay_down` waits for it. It runs behind the backward of the next unit."""
