@@ -107,8 +107,13 @@ def test_incomplete_and_damaged_checkpoints_are_passed_over_and_named(
     assert "never completed" in caplog.text
     assert f"{file.name} has 100 bytes" in caplog.text
     (ckpts / "step-1" / "manifest.json").write_text("{")
-    with pytest.raises(FileNotFoundError, match="holds none"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in it is complete") as raised:
         outsize.load(ckpts, run.model, run.optimizer)
+    for why in ("step-1: its manifest is damaged", f"{file.name} has 100 bytes", "step-10: it has no manifest"):
+        assert why in str(raised.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds none"):
+        outsize.load(tmp_path / "empty", run.model, run.optimizer)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         outsize.load(tmp_path / "nowhere", run.model, run.optimizer)
 

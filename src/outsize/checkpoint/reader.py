@@ -28,6 +28,8 @@ from outsize.optim.worker import NO_OPTIONS
 LATEST = "latest"
 LOOKS = 10
 """How often a directory is looked through that another process changes meanwhile."""
+MOST_TOLD = 4
+"""Checkpoints that an error names."""
 
 logger = logging.getLogger("outsize")
 
@@ -43,7 +45,7 @@ def number_at_place(manifest: Manifest, peers: Peers) -> int:
 def find_checkpoint(path: Path) -> Path:
     """The folder to load: `path`, or the newest complete checkpoint in it (also as `path/latest`).
 
-    What is passed over is logged. Raises `FileNotFoundError` where there is none.
+    What is passed over is logged. Raises `FileNotFoundError` where there is none, with what was passed over.
     """
     folder = locate(path)
     if (folder / MANIFEST_NAME).is_file():
@@ -52,7 +54,8 @@ def find_checkpoint(path: Path) -> Path:
         folder = path.parent
     if not folder.exists():
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(path))
-    for entry, why in lookalikes_in(folder).items():
+    passed_over = lookalikes_in(folder)
+    for entry, why in passed_over.items():
         logger.warning("passed over %s: %s", entry, why)
     for newest in checkpoints_in(folder):
         try:
@@ -60,9 +63,15 @@ def find_checkpoint(path: Path) -> Path:
         except (ValueError, OSError) as error:
             if not was_removed(newest, error):
                 logger.warning("passed over %s: %s", newest, str(error))
+                passed_over[newest] = str(error)
         else:
             logger.info("%s: the newest complete checkpoint is %s", path, newest)
             return newest
+    if passed_over:
+        told = [f"{entry.name}: {why}" for entry, why in passed_over.items()]
+        more = f"; and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+        message = f"no checkpoint in it is complete ({'; '.join(told[:MOST_TOLD])}{more}); load another one"
+        raise FileNotFoundError(errno.ENOENT, message, str(folder))
     raise FileNotFoundError(
         errno.ENOENT,
         "not a complete checkpoint, and it holds none: the manifest is written last and is missing; load another one",
