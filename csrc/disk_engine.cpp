@@ -1,6 +1,7 @@
 // Tickets, and the rules by which an attempt's result is judged. How attempts are made: disk_uring.cpp,
 // disk_threads.cpp.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +24,13 @@ bool is_direct(int fd) {
 
 bool in_blocks(const Piece& piece) {
     return (piece.offset | reinterpret_cast<std::uintptr_t>(piece.address) | piece.nbytes) % kBlockBytes == 0;
+}
+
+// Where the limit of the size of files ends inside a block, a direct write is called invalid, or stops there.
+bool ends_past_limit(const Piece& piece) {
+    rlimit limit;
+    return piece.operation == Operation::kWrite && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
+           piece.offset + piece.nbytes > limit.rlim_cur;
 }
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -56,6 +64,7 @@ bool Piece::advance(std::int64_t result) {
     if (injected_error != 0) return fail(std::exchange(injected_error, 0));
     if (injected_short >= 0) result = std::min(result, std::exchange(injected_short, -1));
     if (result == -EINTR || result == -EAGAIN) return false;
+    if (result == -EINVAL && ends_past_limit(*this)) return fail(EFBIG);
     if (result < 0) return fail(static_cast<int>(-result));
     if (result == 0 && operation == Operation::kRead) return fail(EIO);  // the file ends before the range does
 
@@ -66,7 +75,7 @@ bool Piece::advance(std::int64_t result) {
         if (target != nullptr) std::memcpy(target, address + skip, needed - skip);
         return true;
     }
-    if (futile == kFutileAttempts) return fail(EIO);
+    if (futile == kFutileAttempts) return fail(ends_past_limit(*this) ? EFBIG : EIO);
     // Whole blocks only keep the alignment of the piece's start, whatever that is; redoing a part of one is harmless.
     resume = is_direct(fd) ? reached / kBlockBytes * kBlockBytes : reached;
     return false;

@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_direct_file_round_trips(engine: DiskEngine, direct: int) -> None:
     engine.wait(engine.read(direct, BLOCK, target.address, nbytes))
     assert target.content() == source.content()
     assert content_of(direct)[BLOCK:] == source.content()
+
+
+@pytest.mark.parametrize("limit", [0, BLOCK, BLOCK + 512, REQUEST - 1])
+def test_a_limit_on_the_size_of_files_is_told(engine: DiskEngine, direct: int, limit: int) -> None:
+    source, before = Memory(noise(3 * REQUEST)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        assert error_of(engine, engine.write(direct, 0, source.address, 3 * REQUEST)) == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_many_requests_are_all_done_after_their_waits(engine: DiskEngine, buffered: int) -> None:
