@@ -461,6 +461,30 @@ def test_a_penalty_on_parameter_gradients_trains_as_in_torch(workshop: Workshop,
     workshop.pair(tier=tier, activations="keep").train(batches(3), loss_of=parameter_penalized)
 
 
+class Descends(nn.Module):
+    """Its forward asks for a gradient, of its input or of its weight."""
+
+    def __init__(self, of_weight: bool) -> None:
+        super().__init__()
+        self.lin, self.out, self.of_weight = nn.Linear(16, 16), nn.Linear(16, 16), of_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = (nn.functional.dropout(torch.tanh(self.lin(x)), 0.2) * x).square().mean()
+        (slope,) = torch.autograd.grad(energy, self.lin.weight if self.of_weight else x, create_graph=True)
+        return x + self.out(x @ slope if self.of_weight else x - slope)
+
+
+@pytest.mark.parametrize("of_weight", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "selective", "offload", "auto"])
+def test_a_layer_that_asks_for_a_gradient_in_its_forward_trains_as_in_torch(
+    workshop: Workshop, activations: str, of_weight: bool
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), *(Descends(of_weight) for _ in range(3)), nn.Linear(16, 4))
+
+    workshop.pair(build, activations=activations).train(batches(3))
+
+
 def test_a_forward_inside_gathered_trains_as_any_other(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(tier=tier)
     for model, optimizer in pair.both:

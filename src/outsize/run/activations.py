@@ -317,7 +317,7 @@ class Layer:
 
         @wraps(pack)
         def numbered(tensor: torch.Tensor) -> tuple[int, Any]:
-            return record.note(tensor), pack(tensor)
+            return record.save(tensor), pack(tensor)
 
         def explained(packed: tuple[int, Any]) -> torch.Tensor:
             number, placeholder = packed
@@ -348,7 +348,7 @@ def _own_errors(record: Record) -> Iterator[None]:
     def noting(tensor: torch.Tensor) -> Any:
         if raised:  # the forward caught it and tried something else
             raise raised[0]
-        record.note(tensor)
+        record.versions.append(tensor._version)
         try:
             return pack(tensor)
         except BaseException as error:

@@ -15,16 +15,15 @@ from outsize.run.selective import Counting
 
 @final
 class Record:
-    """What the last forward of a checkpointed call saved. It lives as long as anything that the call saves."""
+    """What the forwards of a checkpointed call saved. It lives as long as anything that the call saves."""
 
     def __init__(self, lease: Lease | None, measurement: Measurement | None, samples: bool) -> None:
         """`samples`: a second forward must give what the first one gives."""
-        self.versions: list[int] = []  # of the tensors that it saved, in order, when it saved them
+        self.versions: list[int] = []  # of the tensors that a second one saved, in order, when it saved them
         self._lease = lease
         self._measurement = measurement
         self._samples = samples
-        self._is_over = False  # the first forward
-        self._saved = 0
+        self._saved = 0  # tensors, by the first forward
         self._given: list[Sample] | None = None
         self.is_other = False  # whether the second forward has given something else than the first
 
@@ -33,12 +32,12 @@ class Record:
         """Whether a second forward is compared with the first one."""
         return self._given is not None
 
-    def note(self, tensor: torch.Tensor) -> int:
-        """An operation saves this; its number."""
-        if self._measurement is not None and not self._is_over:
+    def save(self, tensor: torch.Tensor) -> int:
+        """An operation of the first forward saves this; its number."""
+        if self._measurement is not None:
             self._measurement.save(tensor)
-        self.versions.append(tensor._version)
-        return len(self.versions) - 1
+        self._saved += 1
+        return self._saved - 1
 
     def forward(self, run: Callable[[], Any]) -> Any:
         if self._measurement is None:
@@ -47,13 +46,13 @@ class Record:
             counting = Counting(self._measurement) if self._measurement.counts_products else nullcontext()
             with counting:
                 result = self._measurement.forward(run)
-        self._saved, self._is_over = len(self.versions), True
         if self._samples:
             self._given = _samples(result)
         return result
 
     def again(self, run: Callable[[], Any]) -> Any:
-        """The second forward. It may end by an exception: the last tensor that it saves may be all that is wanted."""
+        """The second forward. It may end by an exception: the last tensor that it saves may be all that is wanted. The
+        first one may not be over: it may ask for a gradient inside."""
         self.versions.clear()
         result = run() if self._measurement is None else self._measurement.again(run)
         told_by_torch = len(self.versions) != self._saved  # it did other operations

@@ -103,6 +103,8 @@ class _Keeping(TorchDispatchMode):
         self._by_storage: dict[int, _Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # of a backward inside, or of the layer that runs again in it
+            return func(*args, **(kwargs or {}))
         is_kept = _packet(func) in _KEPT_OPERATIONS
         before = _random_of(args) if is_kept and torch.Tag.nondeterministic_seeded in func.tags else None
         value = func(*args, **(kwargs or {}))
@@ -144,11 +146,13 @@ class _Using(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._used: dict[Any, int] = {}
+        self._backward = torch._C._current_graph_task_id()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self._used.get(func, 0)
-        if _packet(func) in _KEPT_OPERATIONS and number < len(self._kept.get(func, ())):
+        own = torch._C._current_graph_task_id() == self._backward  # and not of a backward inside
+        if own and _packet(func) in _KEPT_OPERATIONS and number < len(self._kept.get(func, ())):
             self._used[func] = number + 1
             result = self._kept[func][number]
             if not result.changed:
