@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,25 @@ def test_a_checkpoint_that_goes_meanwhile_is_not_damaged(
     assert main(["checkpoint", action, str(folder)]) == 0
     caught = capsys.readouterr()
     assert "step-1" in caught.out and "damaged" not in caught.out + caught.err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_ends_it_without_a_word(unbuffered: str, folder: Path) -> None:
+    """As `head` does."""
+    command = [sys.executable, "-m", "outsize", "checkpoint", "ls", str(folder)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_a_full_device_for_its_words_is_told_in_one_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "outsize", "checkpoint", "ls", str(folder)]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (2, b"outsize: [Errno 28] No space left on device\n")

@@ -28,7 +28,8 @@ _ROOMS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; 0 when it went well, 1 where it found or left something broken, 2 after a mistake (one line
-    on stderr), 130 after Ctrl-C, 143 after SIGTERM and 129 where the terminal closed, which end it in the same way."""
+    on stderr), 130 after Ctrl-C, 143 after SIGTERM and 129 where the terminal closed, which end it in the same way. 141
+    where nobody reads what it says any more, as `head` does not: without a word."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is no reason to fail; stderr is so already
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(words)
         args.words = words[1:]
         status: int = _ROOMS[args.command].run(args)
+        print(end="", flush=True)
         return status
     except KeyboardInterrupt:
         return _fail("interrupted", code)
@@ -62,12 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package not in _EXTRA:
             raise
         return _fail(f"outsize {args.command} needs {package}: pip install {package}")
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE
     except (ValueError, TypeError, OSError) as error:
         logging.getLogger("outsize").debug("outsize %s failed", words, exc_info=True)
         return _fail(str(error) or type(error).__name__)
     finally:
         for each in handled:
             signal.signal(each, signal.SIG_DFL)
+        try:
+            print(end="", flush=True)
+        except OSError:  # told above; the interpreter would try once more
+            leave([1])
 
 
 def build_parser() -> argparse.ArgumentParser:
