@@ -63,6 +63,20 @@ def test_a_release_of_weights_larger_than_the_budget_warns_of_no_training_that_g
     assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
 
 
+def test_what_inference_mode_prepares_and_releases_trains_as_in_torch(workshop: Workshop, tier: str) -> None:
+    torch.manual_seed(0)
+    plain, model = Stack(), Stack()
+    model.load_state_dict(plain.state_dict())
+    pair = Pair(plain, adamw(plain), model, adamw(model))
+    with torch.inference_mode():
+        workshop.prepare(model, pair.optimizer, tier)
+    pair.train(batches(2))
+    with torch.inference_mode():
+        outsize.release(model)
+    expected, found = (train(*each, batches(2)) for each in pair.both)
+    found.close_to(expected, 1e-6)
+
+
 def test_the_same_optimizer_is_prepared_again(workshop: Workshop) -> None:
     pair = workshop.pair()
     schedules = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (pair.plain_optimizer, pair.optimizer)]

@@ -524,3 +524,24 @@ def test_assigning_a_state_dict_is_refused_with_the_remedy(workshop: Workshop) -
     ):
         pair.model.load_state_dict(pair.plain.state_dict(), assign=True)
     pair.train(batches(1))
+
+
+@pytest.mark.parametrize("how", [{}, {"modify": True}, {"grads": True}])
+def test_what_inference_mode_has_looked_at_trains_as_before(
+    workshop: Workshop, tier: str, how: dict[str, bool]
+) -> None:
+    """Autograd passes a tensor of inference mode by, mostly without a word."""
+    pair = workshop.pair(tier=tier)
+    pair.train(batches(1))
+    for model, _ in pair.both:
+        squared_error(model, batches(1)[0]).backward()
+    with torch.inference_mode():
+        for block in (outsize.gathered(pair.model, **how), outsize.gathered(next(pair.model.parameters()), **how)):
+            with block:
+                assert all(param.isfinite().all() for param in list(pair.model.parameters())[:1])
+        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model, _ in pair.both]
+    torch.testing.assert_close(norms[0], norms[1])
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(batches(2))

@@ -216,6 +216,12 @@ def test_parameters_that_cannot_be_trained_are_named(dtype: torch.dtype) -> None
     refused(model, adamw(model), rf"parameter 'odd' is a Parameter of {dtype};.*{remedy}")
 
 
+def test_parameters_of_inference_mode_are_named() -> None:
+    with torch.inference_mode():
+        model = Stack()
+    refused(model, adamw(model), r"parameter 'blocks\.0\.norm\.weight' was made under torch\.inference_mode")
+
+
 def test_parameters_on_the_meta_device_are_named() -> None:
     with torch.device("meta"):
         model = Stack()

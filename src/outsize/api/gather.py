@@ -14,6 +14,7 @@ from outsize.move.generations import crc32c
 from outsize.move.shard import UnitShard
 from outsize.move.store import MASTER
 from outsize.run.grads import RestingGrad
+from outsize.run.owner import outside_inference
 from outsize.run.parameters import grad_of, set_grad
 from outsize.run.unit import Unit
 from outsize.run.wrappers import known
@@ -54,7 +55,8 @@ def gathered(target: Target, *, modify: bool = False, grads: bool = False) -> It
         prepared.stepper.expect_stepped(params)
     with engine.hold(units, modify):
         before = {unit: _exact_before(unit) for unit in units} if modify else {}
-        shown = _show_gradients(prepared, params) if grads else {}
+        with outside_inference():
+            shown = _show_gradients(prepared, params) if grads else {}
         ended = False
         try:
             yield

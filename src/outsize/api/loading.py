@@ -39,6 +39,7 @@ from outsize.formats.dcp_reading import open_dcp
 from outsize.formats.hugging import is_safetensors, open_safetensors
 from outsize.move.progress import progress_over
 from outsize.move.store import DTYPES
+from outsize.run.owner import outside_inference
 from outsize.run.unit import Unit
 
 logger = logging.getLogger("outsize")
@@ -74,10 +75,8 @@ def load(
     >>> outsize.load("ckpt", model, optimizer)
     {'step': 100}
     """
-    grad = torch.is_grad_enabled()
-    # What is restored is trained on, wherever `load` is called: autograd takes no tensor of inference mode.
     prepared = _prepared(model, optimizer)
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), prepared.engine.owner.turn("outsize.load"):
+    with outside_inference(), prepared.engine.owner.turn("outsize.load"):
         return _load(prepared, os.fspath(path), model, optimizer, strict)
 
 

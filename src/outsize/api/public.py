@@ -21,6 +21,7 @@ from outsize.optim.native import AdamRule
 from outsize.planning.machine import Machine
 from outsize.planning.parallel import Parallel, sent_for_a_token, sent_in_a_step
 from outsize.planning.tables import Plan, PlannedUnit, planned
+from outsize.run.owner import outside_inference
 from outsize.run.paging import page_in
 from outsize.run.wrappers import known_parameters
 
@@ -72,7 +73,8 @@ def prepare(
                 f"it, or make the model a plain one: outsize.release(model)"
             )
     take_accelerator(made.compute_device)
-    assemble(model, optimizer, made, page_in, methods_of(model))
+    with outside_inference():
+        assemble(model, optimizer, made, page_in, methods_of(model))
     return model, optimizer
 
 

@@ -112,6 +112,11 @@ def check_devices(plan: PlacedModel, config: Config) -> None:
                 f"parameter {name!r} is on the meta device and has no values; build the model under outsize.init "
                 f"instead, or materialize it first (outsize.plan works on meta models)"
             )
+        if param.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made under torch.inference_mode(), so torch does not count the writes to it; "
+                f"build the model outside of it, or under torch.no_grad()"
+            )
         # A launcher's script may have put the model on the first accelerator, which is not that of this rank.
         same = param.device.type if "LOCAL_RANK" in os.environ else param.device
         if param.device.type != "cpu" and same not in (config.compute_device, config.compute_device.type):

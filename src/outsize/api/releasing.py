@@ -16,6 +16,7 @@ from outsize.planning.sizes import format_bytes
 from outsize.run import hooks
 from outsize.run.grads import RestingGrad
 from outsize.run.local import is_distributed, like
+from outsize.run.owner import outside_inference
 
 
 def release(model: nn.Module) -> None:
@@ -41,7 +42,7 @@ def release(model: nn.Module) -> None:
     """
     prepared = ready(model, None, "release")
     engine = prepared.engine
-    with engine.owner.turn("outsize.release"):
+    with outside_inference(), engine.owner.turn("outsize.release"):
         if any(unit.holds for unit in engine.parameters.units):
             raise RuntimeError("outsize.release was called inside a forward or a gathered block; call it after that")
         for table in engine.tables.values():

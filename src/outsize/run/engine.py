@@ -18,7 +18,7 @@ from outsize.run.embedding import Table
 from outsize.run.grads import RestingGrad
 from outsize.run.guard import Classes, hear_no_more, hear_of_gradients
 from outsize.run.local import is_distributed, local_gradient
-from outsize.run.owner import FORWARD, GATHERED, Owner
+from outsize.run.owner import FORWARD, GATHERED, Owner, outside_inference
 from outsize.run.parameters import Parameters, Reference, grad_of, set_grad
 from outsize.run.reduction import Reduction
 from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
@@ -257,28 +257,30 @@ class Engine:
         held: list[Unit] = []
         self.owner.take(GATHERED)
         try:
-            for unit in units:
-                if modify and unit.shard.in_place:
-                    self.streamer.settle(unit)
-                    unit.shard.own_params()
-                self.streamer.show(unit)
-                unit.shard.buffer.use()
-                unit.holds += 1
-                unit.shown += 1
-                unit.writable += modify
-                held.append(unit)
-                if unit.shown == 1:
-                    self.parameters.show_alone(unit)
+            with outside_inference():
+                for unit in units:
+                    if modify and unit.shard.in_place:
+                        self.streamer.settle(unit)
+                        unit.shard.own_params()
+                    self.streamer.show(unit)
+                    unit.shard.buffer.use()
+                    unit.holds += 1
+                    unit.shown += 1
+                    unit.writable += modify
+                    held.append(unit)
+                    if unit.shown == 1:
+                        self.parameters.show_alone(unit)
             if self.reduction is not None and any(unit.split for unit in held):
                 self.reduction.ranks.meet("gathered")  # even where all of it is here: another time it would not be
             yield
         finally:
-            for unit in held:
-                unit.let_go()
-                unit.shown -= 1
-                unit.writable -= modify
-                if not unit.shown:
-                    self.parameters.show_together(unit)
+            with outside_inference():
+                for unit in held:
+                    unit.let_go()
+                    unit.shown -= 1
+                    unit.writable -= modify
+                    if not unit.shown:
+                        self.parameters.show_together(unit)
             self.streamer.room.return_excess()
             self.owner.give()
 

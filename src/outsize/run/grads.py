@@ -12,6 +12,7 @@ import torch
 from outsize.move.grad_ops import AS_IT_IS, GradOps, is_power_of_two, vector_norm
 from outsize.move.gradients import GradShard
 from outsize.run.activations import in_backward
+from outsize.run.layer_state import version_of
 from outsize.run.local import is_repeated
 
 if TYPE_CHECKING:
@@ -212,9 +213,10 @@ class _Factors:
                 "a gradient at rest can be multiplied by one number only; for other factors write it inside `with "
                 "outsize.gathered(param, grads=True, modify=True)`"
             )
-        if self._last is None or self._last() is not factor or self._version != factor._version:
+        seen = self._last is not None and self._last() is factor and not factor.is_inference()
+        if not seen or self._version != factor._version:
             self._last = weakref.ref(factor)
-            self._version = factor._version
+            self._version = version_of(factor)
             self._value = float(factor.item())
         return self._value
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
+import torch
+
 from outsize.move.transfer import in_a_fork
 from outsize.run.activations import in_backward
 
@@ -23,6 +25,15 @@ def _of_autograd() -> bool:
     """Whether this is a thread of autograd's own, which works for the thread that called `backward`."""
     known = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
     return (known is None or isinstance(known, threading._DummyThread)) and in_backward()
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """What is made in the block is trained on, wherever the user asks for it: autograd takes no tensor of inference
+    mode, or passes it by without a word."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 @final
