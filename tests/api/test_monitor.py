@@ -107,6 +107,12 @@ def test_a_board_that_is_not_installed_is_named(workshop: Workshop, monkeypatch:
         outsize.Monitor(workshop.pair(tier="host").model, tensorboard="runs")
 
 
+def test_a_full_drive_is_told_with_the_file(workshop: Workshop) -> None:
+    monitor = outsize.Monitor(workshop.pair(tier="host").model, jsonl="/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device \(writing\): '/dev/full'"):
+        monitor.step()
+
+
 def test_a_plain_model_is_refused() -> None:
     with pytest.raises(ValueError, match="not prepared"):
         outsize.Monitor(Stack())

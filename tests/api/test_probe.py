@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -95,3 +96,13 @@ def test_seconds_lie_between_those_that_were_measured() -> None:
     assert seconds_on(curve, 1e9) == pytest.approx(1e2)
     assert 1e-3 < seconds_on(curve, 1e5) < 1e-1
     assert seconds_on(curve, 1.0) == pytest.approx(2e-4)
+
+
+def test_a_full_drive_is_told_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(probing.os, "pwrite", full)
+    with pytest.raises(OSError, match=rf"No space left on device \(measuring the drive.*MiB\): '{tmp_path}'"):
+        probing._disk(tmp_path, 1)
+    assert not [*tmp_path.iterdir()]

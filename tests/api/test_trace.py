@@ -77,3 +77,8 @@ def test_a_lane_does_one_thing_after_the_other(tmp_path: Path) -> None:
     trace.write(tmp_path / "trace.json")
     found = [(each["ts"], each["dur"]) for each in spans(tmp_path / "trace.json")["disk reads"]]
     assert found == [(0.0, 2e6), (2e6, 1e6)]
+
+
+def test_a_full_drive_is_told_with_the_file() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        Trace().write("/dev/full")

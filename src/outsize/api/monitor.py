@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outsize.api.report import memory
+from outsize.move.disk import naming
 
 Place = str | os.PathLike[str]
 SUMS = ("wait_seconds", "update_seconds", "bytes_read", "bytes_written")
@@ -74,7 +75,7 @@ class Monitor:
             **more,
         }
         if self._jsonl is not None:
-            with self._jsonl.open("a", encoding="utf-8") as file:
+            with naming(self._jsonl, "writing"), self._jsonl.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, default=float) + "\n")
         if self._board is not None:
             for name, value in record.items():

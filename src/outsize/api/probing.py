@@ -23,7 +23,7 @@ from torch import nn
 
 from outsize.config import Config
 from outsize.move.codes import CODE_DTYPES, blocks_of
-from outsize.move.disk import nearest
+from outsize.move.disk import naming, nearest
 from outsize.move.generations import sums_of
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.memory import HostBuffer, memory_of, own_cores, zero
@@ -32,6 +32,7 @@ from outsize.move.store import MASTER_DTYPE
 from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
 from outsize.planning.machine import CPU, Curve, Machine, typical_machine
+from outsize.planning.sizes import format_bytes
 
 BLOCK_BYTES = 4 << 20
 THREADS = 2  # requests in flight, as where a small staging arena has one being updated and one being written
@@ -294,6 +295,12 @@ def _collectives(device: torch.device) -> Mapping[str, Any]:
 
 def _disk(folder: Path, blocks: int) -> Mapping[str, Any]:
     """Of a file that is removed again."""
+    nbytes = blocks * BLOCK_BYTES
+    with naming(folder, f"measuring the drive with a file of {format_bytes(nbytes)}"):
+        return _with_file(folder, blocks, nbytes)
+
+
+def _with_file(folder: Path, blocks: int, nbytes: int) -> Mapping[str, Any]:
     handle, name = tempfile.mkstemp(prefix="outsize-probe-", dir=folder)
     os.close(handle)
     try:
@@ -329,7 +336,6 @@ def _disk(folder: Path, blocks: int) -> Mapping[str, Any]:
             alone.append(time.perf_counter() - began)
     finally:
         os.close(descriptor)
-    nbytes = blocks * BLOCK_BYTES
     latency = max(median(alone) - LONE_BYTES * readings / nbytes, LEAST_SECONDS)
     return dict(zip(DISK, (nbytes / readings, nbytes / written, nbytes / both, latency), strict=True))
 

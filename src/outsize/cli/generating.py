@@ -19,6 +19,7 @@ import outsize
 from outsize.api.budgets import find_budgets
 from outsize.cli.options import DTYPES, at_least
 from outsize.config import Config
+from outsize.move.disk import naming
 from outsize.planning.sizes import format_bytes
 
 SUMMARY = "answer prompts with a model that may be larger than memory"
@@ -88,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         for first in range(0, len(prompts), args.batch):
             batch = prompts[first : first + args.batch]
             for prompt, answer in zip(batch, _answers(model, tokenizer, batch, args, count), strict=True):
-                _write(out, prompt.text, answer, as_json)
+                with naming(args.out or "the standard output", "writing an answer"):
+                    _write(out, prompt.text, answer, as_json)
     return 0
 
 

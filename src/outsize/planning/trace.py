@@ -61,5 +61,8 @@ class Trace:
             if "dur" in each:
                 event["dur"] = each["dur"] * MICRO
             events.append(event)
-        with Path(path).open("w", encoding="utf-8") as file:
-            json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file)
+        try:
+            with Path(path).open("w", encoding="utf-8") as file:
+                json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
