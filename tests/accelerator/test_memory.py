@@ -137,3 +137,19 @@ def test_a_device_that_does_not_tell_of_its_memory_wants_a_budget(
     model = nn.Linear(4, 4)
     workshop.prepare(model, device="sim", device_memory="1MiB")
     outsize.release(model)
+
+
+def test_state_that_comes_in_mid_run_takes_no_memory_of_a_full_device(sim: Any) -> None:
+    """Without a disk it goes to host memory, where the rest of its unit is."""
+    model = in_a_row(*[64] * 9)
+    optimizer = adamw(model[:4])  # type: ignore[index]
+    most = 64 * KIB  # of 130 KiB of weights
+    outsize.prepare(model, optimizer, device="sim", device_memory=most, host_memory="64MiB")
+    x = torch.randn(8, 64, device="sim")
+    step(model, optimizer, x)
+    optimizer.add_param_group({"params": list(model[4:].parameters())})  # type: ignore[index]
+    for _ in range(2):
+        step(model, optimizer, x)
+    now = outsize.memory(model).now
+    assert sum(nbytes for name, nbytes in now.items() if name.startswith("device/")) <= most
+    assert now.get("device/states", 0) == 0

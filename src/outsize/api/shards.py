@@ -223,10 +223,10 @@ class Shards:
 
     def _late_tier(self, shard: UnitShard, needed: int) -> str:
         """The tier that was asked for. Where that is left to us: where the unit has arrays, if that has room, or disk,
-        if there is one; memory is planned already."""
+        if there is one, as memory is planned already. Else where `place` would have put it."""
         tiers = [shard.tiers.states if shard.arrays else self._config.states]
         if self._config.states == "auto":
-            tiers = tiers * bool(shard.arrays) + ["disk" if self._resources.run_directories else "device"]
+            tiers = tiers * bool(shard.arrays) + ["disk" if self._resources.run_directories else shard.tiers.states]
         # What is gone or given back when that room is needed; of weights all but those that rest there.
         passing = (KEPT, "host/grads in flight", "device/resident", "device/params")
         resting = sum(
