@@ -58,6 +58,25 @@ def test_layers_that_are_compiled_as_one_graph_train_as_in_torch(
     pair.train(batches(2))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it looks at
+def test_what_opens_the_units_inside_a_compiled_layer_is_not_compiled(workshop: Workshop) -> None:
+    """It would be compiled anew for each unit, which takes seconds."""
+
+    fields: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "auto")
+    fields |= {"host_memory": "480KiB", "disk": workshop.disk}  # each weight is a unit
+    pair = workshop.pair(lambda: Stack(width=64, hidden=256, depth=2), **fields)
+    for block in pair.model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="eager")
+    torch._dynamo.utils.clear_compilation_metrics()
+    pair.train(batches(2, width=64))
+    compiled = [each for each in torch._dynamo.utils.get_compilation_metrics() if each.co_filename]
+    ours = {each.co_name for each in compiled if Path(each.co_filename).is_relative_to(Path(outsize.__file__).parent)}
+    assert compiled
+    assert {name for name in ours if "_resume_in_run_" not in name} <= {"run"}
+
+
 class Remembers(nn.Module):
     """A block keeps a view of its weight, and the model uses the view before it calls the block."""
 

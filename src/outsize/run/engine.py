@@ -34,6 +34,7 @@ class Frame:
     """One forward that is running. In the block the units that its module owns are open, and what it acquires is held
     until the block ends, however it ends. See Note [Open units] in run/unit.py."""
 
+    @left_alone_by_dynamo
     def __init__(self, engine: Engine, module: nn.Module, again: bool = False) -> None:
         """A forward of `module`. `again`: it is one of a pass that may have ended, and no pass begins with it."""
         self.module = module

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from outsize.run import refusals
 from outsize.run.embedding import look_up
 from outsize.run.local import is_distributed
-from outsize.run.saved import run_saving
+from outsize.run.saved import left_alone_by_dynamo, run_saving
 from outsize.run.tiles import edge_of_tiles, run_in_tiles, runner
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ class Guarded(_Managed):
     """A tensor each of whose operations passes the gate. See Note [Every operation passes the gate]."""
 
     @classmethod
+    @left_alone_by_dynamo
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

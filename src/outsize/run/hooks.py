@@ -22,6 +22,7 @@ from outsize.run.activations import FRAME, Activations
 from outsize.run.engine import Engine, Frame
 from outsize.run.logits import Head
 from outsize.run.positions import PositionTiles
+from outsize.run.saved import left_alone_by_dynamo
 from outsize.run.tiles import runner
 from outsize.run.wrappers import known
 
@@ -176,6 +177,7 @@ def _unframed(module: nn.Module) -> Call:
     return run
 
 
+@left_alone_by_dynamo
 def _refuse_copies(module: nn.Module) -> None:
     """In our `_call_impl`: see Note [A copy with our attributes]."""
     caller = sys._getframe(2)

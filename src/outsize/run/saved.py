@@ -139,14 +139,17 @@ class Saving:
         self._held = held
         self.outer = outer  # the (pack, unpack) of the user's own saved-tensor hooks
 
+    @left_alone_by_dynamo
     def pack(self, tensor: torch.Tensor) -> Packed:
         return _untraced(self.pack_untraced, tensor) if torch.compiler.is_compiling() else self.pack_untraced(tensor)
 
+    @left_alone_by_dynamo
     def unpack(self, packed: Packed) -> torch.Tensor:
         return (
             _untraced(self.unpack_untraced, packed) if torch.compiler.is_compiling() else self.unpack_untraced(packed)
         )
 
+    @left_alone_by_dynamo
     def pack_untraced(self, tensor: torch.Tensor) -> Packed:
         known = self._gate.parameters.reference
         apart = type(tensor) is not torch.Tensor and is_wrapper(tensor)
@@ -157,6 +160,7 @@ class Saving:
             tensor = tensor.detach()
         return False, tensor if self.outer is None else self.outer[0](tensor), tensor._version
 
+    @left_alone_by_dynamo
     def unpack_untraced(self, packed: Packed) -> torch.Tensor:
         is_reference, content, version = packed
         if not is_reference:
