@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -809,3 +810,34 @@ def test_none_in_the_place_of_an_array_stays_none(workshop: Workshop, tier: str)
     pair.train(batches(1))
     expect_same_keys(pair)
     pair.train(batches(3))
+
+
+class Counts(Plain):
+    """Counts in an attribute, which its state dict has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = 0
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad * (1 + self.count % 2)
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": self.count}
+
+
+def test_a_state_dict_that_has_more_than_a_checkpoint_is_not_saved(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pair = workshop.pair(optimizer=lambda model: Counts(model.parameters()), tier="host")
+    said = r"the state dict of this Counts also has \['count'\], which outsize.save does not store"
+    assert re.search("outsize.save will refuse this Counts: " + said, caplog.text)
+    pair.train(batches(2))
+    assert pair.optimizer.state_dict()["count"] == 2
+    with pytest.raises(ValueError, match=said):
+        outsize.save(tmp_path / "checkpoint", pair.model, pair.optimizer)
+    assert not (tmp_path / "checkpoint").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,12 +30,29 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def warn_of_what_is_not_saved(optimizer: torch.optim.Optimizer, rule: Rule) -> None:
     """Not refused: the training is right, and weights can be exported."""
     try:
+        check_state_dict(optimizer)
         encode(dict(rule.tried), "the optimizer's state", lambda *_: None)
         for at, group in enumerate(optimizer.param_groups):
             hyper = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encode(hyper, f"optimizer.param_groups[{at}]", inline)
     except (TypeError, ValueError) as error:
         logger.warning("outsize.save will refuse this %s: %s", type(optimizer).__name__, str(error))
+
+
+def check_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` where the class puts more into its state dict than groups and the state of parameters: a
+    checkpoint would not have it, and a run that goes on from there would be another."""
+    kind = type(optimizer)
+    if kind.state_dict is torch.optim.Optimizer.state_dict:
+        return
+    empty: Any = object.__new__(kind)
+    vars(empty).update(vars(optimizer), state={}, param_groups=[])  # no values are read
+    beside = sorted(map(str, kind.state_dict(empty).keys() - {"param_groups", "state"}))
+    if beside:
+        raise ValueError(
+            f"the state dict of this {kind.__name__} also has {beside}, which outsize.save does not store: "
+            f"keep them in its param_groups"
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from outsize.api.assemble import Prepared, check_types, its_turn, require
 from outsize.api.ranks import everywhere, in_each_stage
+from outsize.api.refusing import check_state_dict
 from outsize.checkpoint.background import Saving
 from outsize.checkpoint.directory import check_in_series, next_saved_at, no_longer_kept, remove_all, set_all_aside
 from outsize.checkpoint.folder import check_not_current, check_replaceable, target_of
@@ -447,6 +448,8 @@ def optimizer_record(
 ) -> OptimizerRecord | None:
     if optimizer is None:
         return None
+    if encoded:
+        check_state_dict(optimizer)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         hyper = {key: value for key, value in group.items() if key not in NO_OPTIONS}
