@@ -841,3 +841,19 @@ def test_a_state_dict_that_has_more_than_a_checkpoint_is_not_saved(
     with pytest.raises(ValueError, match=said):
         outsize.save(tmp_path / "checkpoint", pair.model, pair.optimizer)
     assert not (tmp_path / "checkpoint").exists()
+
+
+class Looks(Plain):
+    """Its state dict looks at its first group."""
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.param_groups[0]["params"]
+        return super().state_dict()
+
+
+def test_a_state_dict_that_looks_at_parameters_is_saved(workshop: Workshop, tmp_path: Path) -> None:
+    pair = workshop.pair(optimizer=lambda model: Looks(model.parameters()), tier="host")
+    pair.train(batches(2))
+    outsize.save(tmp_path / "checkpoint", pair.model, pair.optimizer)
+    outsize.load(tmp_path / "checkpoint", pair.model, pair.optimizer)
+    pair.train(batches(1))
