@@ -197,7 +197,7 @@ class Products(NamedTuple):
             of_part = grad if self.of_result is None else self.of_result.of(grad, tile)
             for_weight, for_x = self._gradients(x, weight, tile, of_part, wanted)
             if total is not None and for_x is not None:
-                total += for_x
+                total += for_x.to(summed)  # torch adds unlike types a few times slower
             if for_weight is not None:
                 tiles.take(tile, for_weight)
         total = None if total is None else total.to(x.dtype)
