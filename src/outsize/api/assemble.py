@@ -34,7 +34,7 @@ from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
-from outsize.move.memory import keep_freed_memory, return_freed_memory, trim_heap
+from outsize.move.memory import bytes_on, keep_freed_memory, return_freed_memory, trim_heap
 from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
@@ -223,7 +223,7 @@ def _open_activations(
         return None
 
     def room(tier: str, budget: int) -> int:
-        return budget - sum(size for name, size in list(ledger.now.items()) if name.startswith(f"{tier}/"))
+        return budget - bytes_on((tier,), ledger.now)
 
     host = disk = None
     if lanes is not None and config.activations_tier != "disk":

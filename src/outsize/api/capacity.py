@@ -22,7 +22,7 @@ def capacity_of(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
     """
     if all(unit.always_resident and unit.shard.tiers.grads != "disk" for unit in units):
         return UNBOUNDED  # nothing moves; the plan has seen to it that all fits
-    resting = resting_bytes(plan.unit_bytes, plan.tiers, plan.budgets.computing_tiers)
+    resting = resting_bytes(plan.unit_bytes, plan.tiers, plan.budgets.sharing("device"))
     resting -= sum(plan.unit_bytes[unit.index].params for unit in units if unit.always_resident)  # in their buffers
     in_flight = max((_largest_gradient(unit, plan) for unit in units), default=0)
     in_flight += leaving

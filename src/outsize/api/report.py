@@ -8,6 +8,7 @@ from types import MappingProxyType
 from torch import nn
 
 from outsize.api.assemble import require
+from outsize.move.memory import bytes_on
 from outsize.planning.sizes import format_bytes
 from outsize.planning.text import html_lines, html_table, text_table
 
@@ -38,7 +39,7 @@ class MemoryReport:
 
     def bytes_on(self, *tiers: str) -> int:
         """Bytes in use now on these tiers."""
-        return sum(nbytes for name, nbytes in self.now.items() if name.partition("/")[0] in tiers)
+        return bytes_on(tiers, self.now)
 
     @property
     def by_tier(self) -> dict[str, tuple[int, int]]:

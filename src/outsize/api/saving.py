@@ -30,6 +30,7 @@ from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c
 from outsize.move.grad_ops import GradOps
 from outsize.move.gradients import GradShard
+from outsize.move.memory import bytes_on
 from outsize.optim.worker import NO_OPTIONS
 from outsize.planning.layout import Slot
 from outsize.run.buffers import KEPT
@@ -311,15 +312,9 @@ def _check_place(prepared: Prepared, target: Path) -> None:
 
 def _room(prepared: Prepared) -> tuple[int, int]:
     """Bytes of memory and of disk that the budgets leave beside what training has needed at most so far."""
-    budgets = prepared.placed.budgets
-    memory = ("host", "device") if budgets.device is None else ("host",)
-
-    def taken(tiers: tuple[str, ...]) -> int:
-        peak = prepared.resources.ledger.peak
-        return sum(nbytes for name, nbytes in peak.items() if name.split("/")[0] in tiers and name != KEPT)
-
-    copies, disk = budgets.host - taken(memory), (budgets.disk or 0) - taken(("disk",))
-    return max(copies, 0), max(disk, 0)
+    budgets, peak = prepared.placed.budgets, prepared.resources.ledger.peak
+    copies = budgets.host - bytes_on(budgets.sharing("host"), peak, but=(KEPT,))
+    return max(copies, 0), max((budgets.disk or 0) - bytes_on(("disk",), peak), 0)
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None, verb: str) -> Prepared:

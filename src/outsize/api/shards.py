@@ -15,7 +15,7 @@ from outsize.move.buffer import Buffer
 from outsize.move.codes import BLOCK, CodeKind
 from outsize.move.files import FileStore, Part
 from outsize.move.gradients import GradShard
-from outsize.move.memory import HostBuffer
+from outsize.move.memory import HostBuffer, bytes_on
 from outsize.move.rows import RowArray, Rows
 from outsize.move.shard import Scales, StateArray, UnitShard
 from outsize.move.store import (
@@ -224,6 +224,7 @@ class Shards:
     def _late_tier(self, shard: UnitShard, needed: int) -> str:
         """The tier that was asked for. Where that is left to us: where the unit has arrays, if that has room, or disk,
         if there is one, as memory is planned already. Else where `place` would have put it."""
+        budgets = self._plan.budgets
         tiers = [shard.tiers.states if shard.arrays else self._config.states]
         if self._config.states == "auto":
             tiers = tiers * bool(shard.arrays) + ["disk" if self._resources.run_directories else shard.tiers.states]
@@ -235,10 +236,10 @@ class Shards:
             if each.params == "device"
         )
         for tier in tiers:
-            field, sharing, room = self._budget(tier)
-            now = self._resources.ledger.now.items()
-            used = sum(size for name, size in now if name.split("/")[0] in sharing and name not in passing)
-            used += resting * ("device" in sharing)
+            sharing = budgets.sharing(tier)
+            name = "memory" if len(sharing) > 1 else tier
+            field, room = FIELDS[name], budgets.by_tier.get(name, 0)
+            used = bytes_on(sharing, self._resources.ledger.now, but=passing) + resting * ("device" in sharing)
             if tier == shard.tiers.states != "disk":  # one array after the other is replaced
                 used -= sum(store.nbytes for store in shard.lasting_stores() if store is not shard.params)
             if used + needed <= room:
@@ -251,13 +252,6 @@ class Shards:
             needed,
             room - used,
         )
-
-    def _budget(self, tier: str) -> tuple[str, tuple[str, ...], int]:
-        """(the field, the tiers that share it, its bytes)."""
-        budgets = self._plan.budgets
-        shared = tier != "disk" and budgets.device is None
-        name = "memory" if shared else tier
-        return FIELDS[name], ("device", "host") if shared else (tier,), budgets.by_tier.get(name, 0)
 
 
 @final

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -271,7 +271,12 @@ class Ledger:
             self.peak[account] = max(self.peak.get(account, 0), value)
             if tracing():
                 tier = account.partition("/")[0]
-                counted(tier, sum(each for name, each in self.now.items() if name.startswith(tier)))
+                counted(tier, bytes_on((tier,), self.now))
 
     def remove(self, account: str, nbytes: int) -> None:
         self.add(account, -nbytes)
+
+
+def bytes_on(tiers: Collection[str], accounts: Mapping[str, int], but: Collection[str] = ()) -> int:
+    """The bytes of all accounts "tier/kind" of some tiers. Other threads may add an account meanwhile."""
+    return sum(size for name, size in list(accounts.items()) if name.partition("/")[0] in tiers and name not in but)

@@ -177,10 +177,9 @@ class Budgets:
         found = {"memory": self.host} if self.device is None else {"device": self.device, "host": self.host}
         return found if self.disk is None else {**found, "disk": self.disk}
 
-    @property
-    def computing_tiers(self) -> tuple[str, ...]:
-        """Those that lie in the memory in which the computation is."""
-        return ("device", "host") if self.device is None else ("device",)
+    def sharing(self, tier: str) -> tuple[str, ...]:
+        """The tiers under the same budget as this one. With computation on the CPU, device and host are one memory."""
+        return ("device", "host") if self.device is None and tier != "disk" else (tier,)
 
     @property
     def computing(self) -> tuple[str, int]:
@@ -296,7 +295,7 @@ def resting_bytes(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], on: Co
 def accumulates_whole(units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], budgets: Budgets) -> bool:
     """Whether the whole gradients of all units fit into the computing memory, beside what rests there and a unit at
     work: then ranks that do not synchronise add them up, each its own."""
-    resting = resting_bytes(units, tiers, budgets.computing_tiers)
+    resting = resting_bytes(units, tiers, budgets.sharing("device"))
     at_work = max(unit.working for unit in units)
     return resting + at_work + sum(unit.collected for unit in units) <= budgets.computing[1]
 

@@ -200,7 +200,7 @@ class Plan:
     def memory_bytes(self) -> int:
         """Host memory that the budget must hold while computing: what rests there, what is at work at once, staging."""
         sizes, tiers = [unit.size for unit in self.units], [unit.tiers for unit in self.units]
-        resting = resting_bytes(sizes, tiers, ("host", "device") if self.budgets.device is None else ("host",))
+        resting = resting_bytes(sizes, tiers, self.budgets.sharing("host"))
         return resting + self._staging_bytes + (0 if self._all_resident else self._at_work[1])
 
     @property

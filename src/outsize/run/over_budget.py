@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
-from outsize.move.memory import Ledger
+from outsize.move.memory import Ledger, bytes_on
 from outsize.planning.placement import Budgets, format_at_least
 from outsize.planning.sizes import format_bytes
 
@@ -35,8 +35,7 @@ class OverBudget:
         Nothing, if it is within the user's budget or has been more already. `in_use` gives the names of other units.
         """
         on_cpu = self._budgets.device is None
-        tiers = ("device/", "host/") if on_cpu else ("device/",)
-        needed = nbytes + sum(kept for account, kept in list(self._ledger.now.items()) if account.startswith(tiers))
+        needed = nbytes + bytes_on(self._budgets.sharing("device"), self._ledger.now)
         if needed <= max(self._budgets.host if on_cpu else self._budgets.computing[1], self.most_needed):
             return
         what = "gradients" if wanted is None else f"unit {wanted!r}"
