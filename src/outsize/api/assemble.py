@@ -39,7 +39,7 @@ from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule
-from outsize.optim.update import ChunkUpdater, UpdateClock
+from outsize.optim.update import ChunkUpdater
 from outsize.planning.choice import Chosen
 from outsize.planning.placement import accumulates_whole, arena
 from outsize.run import hooks
@@ -84,7 +84,7 @@ class Prepared:
     engine: Engine
     stepper: Stepper | None
     attached: Attached | None
-    clock: UpdateClock
+    updater: ChunkUpdater | None
     choice: Choice
 
     @property
@@ -255,8 +255,8 @@ def _build(
     opening = Shards(plan, config, rule, resources, shared)
     shards = [opening.open(layout, tiers) for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)]
     resources.shards, resources.ranks = shards, ranks
-    conveyor, clock = resources.conveyor, UpdateClock()
-    updater = None if rule is None else ChunkUpdater(rule, conveyor.slab_bytes, conveyor.slabs, clock)
+    conveyor = resources.conveyor
+    updater = None if rule is None else ChunkUpdater(rule, conveyor.slab_bytes, conveyor.slabs)
     units = [
         Unit(
             shard,
@@ -370,7 +370,7 @@ def _build(
     heads, wide = (heads_of(model), wide_modules(model, units, scopes, plan)) if config.tiles else ([], {})
     hooks.install(engine, model, framed, layers, activations, heads, wide, methods)
     prepared = Prepared(
-        weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, clock, choice
+        weakref.ref(model), optimizer, config, plan, resources, engine, stepper, attached, updater, choice
     )
     engine.classes.prepared = prepared
     for name, grad in existing.items():

@@ -93,7 +93,7 @@ def memory(model: nn.Module) -> MemoryReport:
         now=MappingProxyType(dict(ledger.now)),
         peak=MappingProxyType(dict(ledger.peak)),
         wait_seconds=prepared.engine.streamer.live.wait_seconds,
-        update_seconds=prepared.clock.seconds,
+        update_seconds=prepared.updater.seconds if prepared.updater is not None else 0.0,
         bytes_read=prepared.resources.bytes_read,
         bytes_written=prepared.resources.bytes_written,
         state_bytes=prepared.placed.state_bytes,

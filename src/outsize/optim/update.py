@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, final
 
@@ -50,13 +49,6 @@ _KNOWN_PLANS = 8
 """Sets of parameters with gradients whose plan a unit remembers; most units have one."""
 _KNOWN_CHUNKS = 16
 """Of a plan that is remembered. A larger one costs memory, and little of the time that its update takes."""
-
-
-@dataclass
-class UpdateClock:
-    """Seconds spent in update arithmetic, over all threads."""
-
-    seconds: float = 0.0
 
 
 @final
@@ -107,9 +99,10 @@ class Plan(NamedTuple):
 class ChunkUpdater:
     """Makes the steps that update a unit, for one rule and one size of chunk."""
 
-    def __init__(self, rule: Rule, slab_bytes: int, slabs: int, clock: UpdateClock) -> None:
+    def __init__(self, rule: Rule, slab_bytes: int, slabs: int) -> None:
         self.rule = rule
-        self.clock = clock
+        self.seconds = 0.0
+        """Spent in update arithmetic, over all threads."""
         self._cores = own_cores()
         self.staging_slabs = slabs
         self._slab_bytes = slab_bytes
@@ -379,7 +372,7 @@ class ChunkUpdate:
         began = time.perf_counter()
         for run in self._runs():
             self._update([slot for slot, _, _ in run], run[0][1], run[-1][2])
-        self._updater.clock.seconds += time.perf_counter() - began
+        self._updater.seconds += time.perf_counter() - began
         ended(UPDATES, self._shard.layout.name, began)
         return self._write_back()
 
