@@ -143,8 +143,8 @@ def kept_by(rule: Rule | None, config: Config) -> Kept:
     """What the rule keeps in the format that the user asked for."""
     if rule is None:
         return Kept()
-    compact = rule.codes if config.state_format == "compact" else ()
-    return Kept(rule.arrays, frozenset(compact), rule.whole, rule.row_values)
+    codes = rule.codes if config.state_format == "compact" else {}
+    return Kept(rule.arrays, codes, rule.whole, rule.row_values)
 
 
 def assemble(
@@ -252,7 +252,7 @@ def _build(
     passing = sum(tiers.grads == "disk" for tiers in plan.tiers)
     allow_open_files((lasting + passing) * len(config.directories))
     shared = ranks is not None and not ranks.alone
-    opening = Shards(plan, config, rule, resources, shared)
+    opening = Shards(plan, config, resources, shared)
     shards = [opening.open(layout, tiers) for layout, tiers in zip(plan.layouts, plan.tiers, strict=True)]
     resources.shards, resources.ranks = shards, ranks
     conveyor = resources.conveyor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from outsize.move.codes import BLOCK
+from outsize.move.codes import BLOCK, CodeKind
 from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.planning.layout import PAGE_ELEMENTS, ParamInfo, UnitLayout, round_up
 from outsize.planning.placement import (
@@ -27,18 +27,18 @@ FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memo
 
 @dataclass(frozen=True)
 class Kept:
-    """What an optimizer keeps: its per-element arrays, those of them that rest as 8-bit codes, and whether its update
-    needs whole parameters."""
+    """What an optimizer keeps: its per-element arrays, those of them that rest as 8-bit codes and how, and whether its
+    update needs whole parameters."""
 
     arrays: tuple[str, ...] = ()
-    compact: frozenset[str] = frozenset()
+    codes: Mapping[str, CodeKind] = field(default_factory=dict)
     whole: bool = False
     row_values: tuple[str, ...] = ()
     """What tables have in place of arrays: one value a row, in host memory."""
 
     def nbytes(self, dtype: str, numel: int) -> int:
         """Bytes at rest of a parameter's state, the rest of its master included."""
-        codes = len(self.compact)
+        codes = len(self.codes)
         compact = CODE_BYTES[dtype] * numel + SCALE_BYTES.get(dtype, 0) * -(-numel // BLOCK)
         exact = STATE_BYTES[dtype] * numel
         return codes * compact + (len(self.arrays) - codes) * exact + MASTER_BYTES.get(dtype, 0) * numel
@@ -48,7 +48,7 @@ class Kept:
         trained = [segment for segment in layout.segments if segment.trainable]
         scales = sum(SCALE_BYTES.get(each.dtype, 0) * (each.numel // BLOCK) for each in trained)
         padding = round_up(scales, PAGE_ELEMENTS) - scales
-        return sum(self.nbytes(each.dtype, each.numel) for each in trained) + len(self.compact) * padding
+        return sum(self.nbytes(each.dtype, each.numel) for each in trained) + len(self.codes) * padding
 
 
 @dataclass(frozen=True)

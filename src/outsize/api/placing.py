@@ -274,7 +274,7 @@ def _dense_tables(
 def _bytes_of_table(whole: UnitLayout, kept: Kept, ranks: int) -> UnitBytes:
     """What rests on one rank, the first, which no other has more rows than."""
     layout = slice_of(whole, 0, ranks)
-    kept = replace(kept, arrays=(), compact=frozenset()) if kept.row_values else kept
+    kept = replace(kept, arrays=(), codes={}) if kept.row_values else kept
     return UnitBytes(layout.name or "model", layout.param_bytes, 0, kept.nbytes_of(layout), tiles=ROWS_AT_WORK)
 
 

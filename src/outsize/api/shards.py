@@ -12,7 +12,7 @@ from outsize.api.placed import FIELDS, PlacedModel
 from outsize.api.resources import Resources
 from outsize.config import Config
 from outsize.move.buffer import Buffer
-from outsize.move.codes import BLOCK, CodeKind
+from outsize.move.codes import BLOCK
 from outsize.move.files import FileStore, Part
 from outsize.move.gradients import GradShard
 from outsize.move.memory import HostBuffer, bytes_on
@@ -29,7 +29,6 @@ from outsize.move.store import (
     DiskStore,
     Store,
 )
-from outsize.optim.rules import Rule
 from outsize.planning.errors import BudgetError
 from outsize.planning.layout import ArrayLayout, Segment, UnitLayout, array_layout, page_range, slice_of
 from outsize.planning.placement import UnitTiers
@@ -52,16 +51,11 @@ Layouts = dict[str, tuple[ArrayLayout, ArrayLayout | None]]
 class Shards:
     """Opens the shards of a model, and later longer arrays for them. See Note [Frozen parameters]."""
 
-    def __init__(
-        self, plan: PlacedModel, config: Config, rule: Rule | None, resources: Resources, shared: bool
-    ) -> None:
+    def __init__(self, plan: PlacedModel, config: Config, resources: Resources, shared: bool) -> None:
         self._plan = plan
         self._config = config
         self._resources = resources
         self._shared = shared
-        self._codes: dict[str, CodeKind] = {}
-        if rule is not None and config.state_format == "compact":
-            self._codes = dict(rule.codes)
 
     def open(self, whole: UnitLayout, tiers: UnitTiers) -> UnitShard:
         """`whole` is the layout of the whole unit; what rests here is this rank's slice of it."""
@@ -151,7 +145,7 @@ class Shards:
         found: Layouts = {}
         kept = self._plan.kept
         for name in () if kept.row_values and layout.index in self._plan.tables else kept.arrays:
-            scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in self._codes else None
+            scales = array_layout(layout, SCALE_BYTES, BLOCK, segments) if name in kept.codes else None
             bytes_of = STATE_BYTES if scales is None else CODE_BYTES
             found[name] = array_layout(layout, bytes_of, 1, segments), scales if scales and scales.nbytes else None
         found[MASTER] = array_layout(layout, MASTER_BYTES, 1, segments), None
@@ -177,7 +171,7 @@ class Shards:
             if scaling is not None:
                 was = None if old is None or old.scales is None else old.scales.store
                 scales = Scales(scaling, open_store(scaling, was))
-            arrays[name] = StateArray(name, layout, store, scales, self._codes.get(name))
+            arrays[name] = StateArray(name, layout, store, scales, self._plan.kept.codes.get(name))
         return arrays
 
     def _preallocate(self, shard: UnitShard) -> None:

@@ -205,7 +205,7 @@ class SimulatedUnit:
         self.parameters = {slot.name: placed.parameters[slot.name] for slot in layout.slots}
         dtype = layout.segments[0].dtype if layout.segments else "float32"
         self.itemsize = OWN_BYTES[dtype]
-        self.kind = "compact" if placed.kept.compact else dtype
+        self.kind = "compact" if placed.kept.codes else dtype
         self.state = Residency.AT_REST
         self.pending: dict[str, SlotUpdate] = {}
         self.updates = self.holds = 0
