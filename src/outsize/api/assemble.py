@@ -17,7 +17,7 @@ from outsize.api.adopting import adopt, cast_buffers, move_wrappers
 from outsize.api.capacity import capacity_of, keep_hot_rows, most_open, spare_of
 from outsize.api.modules import heads_of, modules_of, wide_modules
 from outsize.api.placed import Kept, PlacedModel
-from outsize.api.placing import element_bytes, place_model
+from outsize.api.placing import place_model
 from outsize.api.ranks import check_same, in_all_stages, open_ranks
 from outsize.api.refusing import (
     check_devices,
@@ -41,7 +41,7 @@ from outsize.optim.choice import rule_for
 from outsize.optim.rules import Rule
 from outsize.optim.update import ChunkUpdater
 from outsize.planning.choice import Chosen
-from outsize.planning.placement import accumulates_whole, arena
+from outsize.planning.placement import accumulates_whole
 from outsize.run import hooks
 from outsize.run.activations import Activations
 from outsize.run.attached import Attached, refuse_own_step
@@ -202,12 +202,9 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     on_disk = plan.on_disk
     if plan.returns_freed_memory:
         return_freed_memory()
-    staged = on_disk or config.compute_device.type != "cpu"  # host memory is updated where it is
-    staging = plan.budgets.staging_bytes if staged else 0
-    slab, slabs = arena(staging, element_bytes(plan.infos, plan.kept))
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
-    found = Resources(config.directories if on_disk else (), slab, slabs, config.compute_device, outbox, on_disk)
+    found = Resources(config.directories if on_disk else (), *plan.arena, config.compute_device, outbox, on_disk)
     if plan.kept_bytes:
         keep_freed_memory(found, plan.kept_bytes)
     return found

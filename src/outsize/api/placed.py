@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from outsize.move.codes import BLOCK, CodeKind
-from outsize.move.store import CODE_BYTES, MASTER_BYTES, SCALE_BYTES, STATE_BYTES
+from outsize.move.store import CODE_BYTES, MASTER_BYTES, OWN_BYTES, SCALE_BYTES, STATE_BYTES
 from outsize.planning.layout import PAGE_ELEMENTS, ParamInfo, UnitLayout, round_up
 from outsize.planning.placement import (
     Budgets,
     UnitBytes,
     UnitTiers,
     UsedTogether,
+    arena,
     resting_bytes,
     with_gradients_to_disk,
 )
@@ -42,6 +43,11 @@ class Kept:
         compact = CODE_BYTES[dtype] * numel + SCALE_BYTES.get(dtype, 0) * -(-numel // BLOCK)
         exact = STATE_BYTES[dtype] * numel
         return codes * compact + (len(self.arrays) - codes) * exact + MASTER_BYTES.get(dtype, 0) * numel
+
+    def element_bytes(self, infos: Mapping[str, ParamInfo]) -> int:
+        """The most that one element of any parameter takes in staging: its state, gradient and weight."""
+        dtypes, arrays = {info.dtype for info in infos.values()}, len(self.arrays) + 1
+        return max(STATE_BYTES.get(each, 0) * arrays + MASTER_BYTES.get(each, 0) + OWN_BYTES[each] for each in dtypes)
 
     def nbytes_of(self, layout: UnitLayout) -> int:
         """Bytes at rest of the state of a unit, with what pads it."""
@@ -86,6 +92,12 @@ class PlacedModel:
     def on_disk(self) -> bool:
         """Whether anything passes through a drive: what rests there, or activations."""
         return self.budgets.offloads or any(tiers.on_disk for tiers in self.tiers)
+
+    @property
+    def arena(self) -> tuple[int, int]:
+        """(bytes of a slab, slabs) of the staging arena. On a CPU host memory is updated where it is."""
+        staged = self.on_disk or self.budgets.device is not None
+        return arena(self.budgets.staging_bytes if staged else 0, self.kept.element_bytes(self.infos))
 
     @property
     def stays(self) -> bool:

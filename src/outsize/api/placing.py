@@ -17,7 +17,7 @@ from outsize.api.ranks import agree_on_budgets, check_same, description
 from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_what_cannot_be_split
 from outsize.config import Config
 from outsize.move.comm import Ranks
-from outsize.move.store import DTYPES, MASTER_BYTES, OWN_BYTES, STATE_BYTES, TRAINED_DTYPES
+from outsize.move.store import DTYPES, OWN_BYTES, STATE_BYTES, TRAINED_DTYPES
 from outsize.planning.errors import BudgetError
 from outsize.planning.layout import (
     ALIGN_ELEMENTS,
@@ -115,7 +115,7 @@ def place_model(
         tables_split = ranks.rank, ranks.size
     rank, size = tables_split if config.stage else (0, 1)
     if budgets.disk is not None or budgets.device is not None:
-        budgets = replace(budgets, least_staging=least_staging(element_bytes(infos, kept)))
+        budgets = replace(budgets, least_staging=least_staging(kept.element_bytes(infos)))
     refuse_what_cannot_be_split(config, kept, size, any(not is_repeated(param) for param in parameters.values()))
     tree = _tree("", model, names, set())
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
@@ -297,15 +297,6 @@ def _bear_tiles(model: nn.Module) -> set[str]:
         for name, param in model.named_parameters()
         if not is_distributed(param) and all(can_use_tiles(module, param) for module in users[id(param)])
     }
-
-
-def element_bytes(infos: dict[str, ParamInfo], kept: Kept) -> int:
-    """The most that one element of any parameter takes in staging: its state, gradient and weight."""
-    dtypes = {info.dtype for info in infos.values()}
-    return max(
-        STATE_BYTES.get(each, 0) * (len(kept.arrays) + 1) + MASTER_BYTES.get(each, 0) + OWN_BYTES[each]
-        for each in dtypes
-    )
 
 
 def _used_together(

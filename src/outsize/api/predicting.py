@@ -14,7 +14,7 @@ from torch import nn
 from outsize.api.budgets import available_memory
 from outsize.api.counting import Timing, count_step
 from outsize.api.placed import FIELDS, PlacedModel
-from outsize.api.placing import element_bytes, place_model
+from outsize.api.placing import place_model
 from outsize.api.probing import recall
 from outsize.api.simulating import Simulation
 from outsize.config import Config
@@ -48,8 +48,7 @@ def predict(
         counted = count_step(model, example, machine, config.compute_dtype, timing)
 
     def simulated(placed: PlacedModel) -> Prediction:
-        element = element_bytes(placed.infos, placed.kept)
-        return Simulation(model, placed, config, counted, machine, element).run()
+        return Simulation(model, placed, config, counted, machine).run()
 
     found, gains = simulated(placed), {}
     for tier, budget in placed.budgets.by_tier.items():

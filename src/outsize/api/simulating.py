@@ -22,7 +22,6 @@ from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotUpdate
 from outsize.planning.choice import cheapest
 from outsize.planning.machine import Machine
-from outsize.planning.placement import arena
 from outsize.planning.time import Prediction
 from outsize.planning.trace import COLLECTIVES, IN, READS, Trace
 from outsize.run.live_state import LiveState
@@ -53,12 +52,9 @@ class Simulation:
     """Steps of training of a placed model."""
 
     def __init__(
-        self, model: nn.Module, placed: PlacedModel, config: Config, counted: Counted, machine: Machine, element: int,
-    ) -> None:  # fmt: skip
-        """`element`: bytes of one in staging."""
-        staged = placed.on_disk or machine.device != "cpu"
-        staging = placed.budgets.staging_bytes if staged else 0
-        self._slab, slabs = arena(staging, element)
+        self, model: nn.Module, placed: PlacedModel, config: Config, counted: Counted, machine: Machine
+    ) -> None:
+        self._slab, slabs = placed.arena
         self._world = world = World(machine, slabs, self._slab, config.verify)
         self._events, self._config, self._placed, self._counted = counted.events, config, placed, counted
         units = zip(placed.layouts, placed.unit_bytes, placed.tiers, strict=True)
