@@ -29,8 +29,7 @@ from outsize.checkpoint.folder import NewFolder, check_not_current, check_replac
 from outsize.checkpoint.peers import Peers, together
 from outsize.formats.pieces import (
     in_memory,
-    joined_parameter,
-    of_one_stage,
+    of_ranks,
     parameter_at_rest,
     tensor_parallel_parameter,
 )
@@ -182,7 +181,8 @@ def _weights(prepared: Prepared, model: nn.Module, dtype: torch.dtype | None) ->
         if unit.shard.ranks > 1:
             assert ranks is not None
             join = partial(ranks.combine, kind="export")
-            found[name] = joined_parameter(unit.shard, slot.name, out, join)
+            own, shape = found[name], unit.shard.whole_slots[slot.name].shape
+            found[name] = of_ranks(own, slot.first, shape, out, own.run, join)
         if slot.name in cuts:
             assert ranks is not None and ranks.tensor is not None
             join = partial(ranks.tensor.combine, kind="export")
@@ -200,7 +200,7 @@ def _of_all_stages(found: dict[str, Readable], prepared: Prepared, stages: Ranks
         for name, (shape, dtype, run) in weights.items():
             if name not in whole:
                 own = found[name] if stage == stages.rank else None
-                whole[name] = of_one_stage(shape, dtype, run, own, join)
+                whole[name] = of_ranks(own, 0, shape, dtype, run, join)
     return whole
 
 

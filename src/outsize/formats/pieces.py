@@ -37,18 +37,20 @@ def parameter_at_rest(shard: UnitShard, name: str, dtype: torch.dtype) -> Readab
     return Readable(slot.shape, dtype, read, EXPORT_NUMEL)
 
 
-def joined_parameter(shard: UnitShard, name: str, dtype: torch.dtype, join: Join) -> Readable:
-    """A parameter that is split over ranks: each of them reads the same ranges, and gets all elements."""
-    slot, own = shard.slots[name], parameter_at_rest(shard, name, dtype)
+def of_ranks(
+    own: Readable | None, first: int, shape: tuple[int, ...], dtype: torch.dtype, run: int, join: Join
+) -> Readable:
+    """An array of which this rank has its `own` elements from `first` on, or none: each rank reads the same ranges, and
+    gets all elements."""
 
     def read(start: int, end: int) -> torch.Tensor:
         values = torch.zeros(end - start, dtype=dtype, device="cpu")
-        low, high = max(start, slot.first), min(end, slot.first + slot.numel)
-        if low < high:
-            values[low - start : high - start] = own.read(low - slot.first, high - slot.first)
+        low, high = max(start, first), min(end, first + (0 if own is None else own.numel))
+        if own is not None and low < high:
+            values[low - start : high - start] = own.read(low - first, high - first)
         return join(values.view(torch.uint8)).view(dtype)
 
-    return Readable(shard.whole_slots[name].shape, dtype, read, EXPORT_NUMEL)
+    return Readable(shape, dtype, read, run)
 
 
 def tensor_parallel_parameter(own: Readable, shape: tuple[int, ...], cut: Cut, join: Join) -> Readable:
@@ -65,16 +67,6 @@ def tensor_parallel_parameter(own: Readable, shape: tuple[int, ...], cut: Cut, j
         return join(values.view(-1).view(torch.uint8)).view(own.dtype)
 
     return Readable(shape, own.dtype, read, run=max(prod(shape), 1))
-
-
-def of_one_stage(shape: tuple[int, ...], dtype: torch.dtype, run: int, own: Readable | None, join: Join) -> Readable:
-    """An array that one stage of a pipeline has, as its `own`: each rank reads the same ranges, and gets all of it."""
-
-    def read(start: int, end: int) -> torch.Tensor:
-        values = torch.zeros(end - start, dtype=dtype, device="cpu") if own is None else own.read(start, end).clone()
-        return join(values.view(-1).view(torch.uint8)).view(dtype)
-
-    return Readable(shape, dtype, read, run)
 
 
 def state_at_rest(shard: UnitShard, array: StateArray, slot: Slot) -> Readable:
