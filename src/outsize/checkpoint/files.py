@@ -189,15 +189,18 @@ def _open_regular(path: Path, folder: int | None) -> int:
 
 def file_record(path: Path) -> FileRecord:
     """The record of a finished file, which is read once more (out of the page cache if it was written just now)."""
-    sums: list[int] = []
-    slab = HostBuffer(CHUNK_BYTES)
     with descriptor(path) as fd:
         nbytes = os.fstat(fd).st_size
-        for start in range(0, nbytes, CHUNK_BYTES):
-            content = slab.bytes[: min(CHUNK_BYTES, nbytes - start)]
-            _read(fd, start, content, path)
-            sums.append(crc32c(content))
-    return FileRecord(nbytes, tuple(sums))
+        return FileRecord(nbytes, tuple(_sums(fd, path, nbytes, range(-(-nbytes // CHUNK_BYTES)))))
+
+
+def _sums(fd: int, path: Path, nbytes: int, chunks: Iterable[int]) -> Iterator[int]:
+    """The checksums of these chunks of a file of so many bytes. Memory: a chunk."""
+    slab = HostBuffer(CHUNK_BYTES)
+    for at in chunks:
+        content = slab.bytes[: min(CHUNK_BYTES, nbytes - at * CHUNK_BYTES)]
+        _read(fd, at * CHUNK_BYTES, content, path)
+        yield crc32c(content)
 
 
 def _read(fd: int, offset: int, out: torch.Tensor, path: Path) -> None:
@@ -301,11 +304,8 @@ class DataReader:
                     group.cancel()
 
     def _verify(self, name: str, numbers: Sequence[int]) -> None:
-        slab, record, path = HostBuffer(CHUNK_BYTES), self._files[name], self._folder / name
-        for at in numbers:
-            content = slab.bytes[: min(CHUNK_BYTES, record.nbytes - at * CHUNK_BYTES)]
-            _read(self._open[name], at * CHUNK_BYTES, content, path)
-            found = crc32c(content)
+        record, path = self._files[name], self._folder / name
+        for at, found in zip(numbers, _sums(self._open[name], path, record.nbytes, numbers), strict=True):
             if found != record.sums[at]:
                 raise ValueError(
                     f"{path} is damaged: chunk {at} (the bytes from {at * CHUNK_BYTES}) has the checksum {found:08x} "
