@@ -348,6 +348,14 @@ def train(
     return trace
 
 
+def take_step(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """A step of the plainest loop; the loss again."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all values, whether the model is prepared or not."""
     if prepared_of(next(model.parameters())) is None:

@@ -28,7 +28,7 @@ from outsize.move.transfer import ARRIVED
 from outsize.optim.update import ChunkUpdater
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, stack, values
-from tests.conftest import Stack, adamw, batches, prepared, squared_error, squeeze, train
+from tests.conftest import Stack, adamw, batches, prepared, squared_error, squeeze, take_step, train
 from tests.ranks.launching import context
 
 Weights = dict[str, Tensor]
@@ -135,9 +135,7 @@ def state_by_hand(folder: Path) -> Weights:
     """The optimizer's state is read and written right behind a step on the device."""
     model, optimizer = made(folder, "device", "device", "device")
     for batch in on_sim(batches(3)):
-        squared_error(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(squared_error(model, batch), optimizer)
         optimizer.load_state_dict(optimizer.state_dict())
     return values(model)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.checkpoint import writer
-from tests.conftest import Workshop, weights
+from tests.conftest import Workshop, take_step, weights
 from tests.run.test_embedding import adagrad, rowwise, sgd, sparse_adam
 
 # What torch's own Adagrad says of sparse gradients.
@@ -51,9 +51,7 @@ def batches(count: int) -> list[Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    torch.tanh(model(ids)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(torch.tanh(model(ids)).sum(), optimizer)
 
 
 def made(optimizer: Optimizer, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:

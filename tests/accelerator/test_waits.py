@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.move import outbox
 from tests.accelerator.test_outsize import on_sim, prepared_stack
-from tests.conftest import Workshop, adamw, batches, squared_error
+from tests.conftest import Workshop, adamw, batches, squared_error, take_step
 
 
 def stops(sim: Any) -> dict[str, int]:
@@ -85,6 +85,4 @@ def test_gradients_without_elements_are_not_waited_for(sim: Any, workshop: Works
     workshop.prepare(model, optimizer, "host", device="sim")
     for batch in on_sim(batches(2)):
         squared_error(model, batch).backward()
-        squared_error(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(squared_error(model, batch), optimizer)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.assemble import prepared_of
+from tests.conftest import take_step
 
 Chunk = tuple[Sequence[int], Tensor]
 """(offsets, values)"""
@@ -83,11 +84,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
     losses = []
     for _ in range(steps):
         tokens = torch.randint(0, 50, (9,))
-        loss = nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1)), optimizer).item())
     return losses
 
 

@@ -14,6 +14,7 @@ import outsize
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.checkpoint import writer
 from outsize.move.generations import Generations
+from tests.conftest import take_step
 
 DISK = {"params": "disk", "grads": "disk", "states": "disk"}
 
@@ -52,9 +53,7 @@ class Run:
         for _ in range(steps):
             self.count += 1
             inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(self.count))
-            self.model(inputs.to(next(self.model.parameters()).dtype)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.model(inputs.to(next(self.model.parameters()).dtype)).square().mean(), self.optimizer)
 
     def values(self) -> dict[str, torch.Tensor]:
         with outsize.gathered(self.model):

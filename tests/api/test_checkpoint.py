@@ -20,7 +20,7 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
 from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, assert_same, peak_of
-from tests.conftest import Workshop, batches, weights
+from tests.conftest import Workshop, batches, take_step, weights
 
 
 @pytest.fixture(params=["small", "large"])
@@ -209,9 +209,7 @@ def test_layers_that_train_in_turn_are_saved_without_the_others(
     model, optimizer = layers()
     for layer in range(3 - len(never)):
         model.requires_grad_(False)[layer].requires_grad_(True)
-        model(torch.ones(2, 16)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(torch.ones(2, 16)).square().sum(), optimizer)
     path = tmp_path / "checkpoint"
     save(path, model, optimizer, frozen=False).wait()
     again = layers()

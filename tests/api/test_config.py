@@ -11,6 +11,7 @@ from torch import nn
 
 import outsize
 from outsize.checkpoint import writer
+from tests.conftest import take_step
 
 
 def test_disk_directories_are_those_that_were_meant_when_they_were_given(
@@ -37,9 +38,7 @@ def test_a_run_on_a_relative_directory_goes_on_in_another_working_directory(
     outsize.prepare(model, optimizer, device=torch.get_default_device(), host_memory="64MiB", disk="disk", **tiers)
     monkeypatch.chdir("other")
     for step in range(2):
-        model(torch.ones(1, 30)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(torch.ones(1, 30)).sum(), optimizer)
         outsize.save(tmp_path / f"step-{step}", model, optimizer).wait()
     del model, optimizer
     gc.collect()

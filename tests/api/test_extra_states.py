@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outsize
+from tests.conftest import take_step
 
 
 class Scaled(nn.Module):
@@ -52,9 +53,7 @@ def prepared(tmp: Path, *layers: nn.Module, seed: int = 0) -> tuple[nn.Module, t
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     loss = model(torch.ones(3, 20)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(loss, optimizer)
     return loss.item()
 
 

@@ -27,6 +27,7 @@ from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
 from tests.api.checkpoint_runs import edit, same
+from tests.conftest import take_step
 
 TIERS = ("device", "host", "disk")
 
@@ -58,9 +59,7 @@ class Run:
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             dtype = next(self.model.parameters()).dtype
-            self.model(torch.randn(4, 48).to(dtype)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.model(torch.randn(4, 48).to(dtype)).square().mean(), self.optimizer)
 
     def weights(self) -> dict[str, torch.Tensor]:
         with outsize.gathered(self.model):

@@ -21,7 +21,7 @@ from outsize.checkpoint.regions import Piece, Region
 from outsize.move.rows import Reading, arrive
 from outsize.move.transfer import Transfer
 from tests.api.checkpoint_runs import edit
-from tests.conftest import Pair, Workshop, prepared
+from tests.conftest import Pair, Workshop, prepared, take_step
 
 ROWS = 700
 
@@ -38,9 +38,7 @@ def train(pair: Pair, steps: int) -> None:
     for at in range(steps):
         ids = torch.arange(at, ROWS, 7 + at)
         for model, optimizer in pair.both:
-            torch.tanh(model(ids)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(torch.tanh(model(ids)).sum(), optimizer)
 
 
 def test_numpy_reads_the_records_of_a_checkpoint(workshop: Workshop, tmp_path: Path) -> None:
@@ -155,9 +153,7 @@ def test_a_frozen_table_that_is_trained_later_has_records_of_its_state(workshop:
     for at in range(5):
         ids = torch.arange(at, ROWS, 3)
         for model, optimizer in pair.both:
-            torch.tanh(model[0](ids)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(torch.tanh(model[0](ids)).sum(), optimizer)
         outsize.save(tmp_path / "saved", pair.model, pair.optimizer).wait()
         outsize.load(tmp_path / "saved", pair.model, pair.optimizer)
     with outsize.gathered(pair.model):
@@ -173,9 +169,7 @@ def test_records_of_odd_bytes_have_the_bits_of_rows_in_memory(workshop: Workshop
         optimizer = lazy(model)
         workshop.prepare(model, optimizer, tier, host_memory=budget, compute_dtype=dtype)
         for ids in ([3], [3, 699], [58], list(range(700)), [58]):
-            torch.tanh(model(torch.tensor(ids))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(torch.tanh(model(torch.tensor(ids))).sum(), optimizer)
         with outsize.gathered(model):
             found.append((model.weight.detach().clone(), optimizer.state_dict()["state"][0]))
     (ours, state), (expected, other) = found
@@ -192,9 +186,7 @@ def test_a_drive_that_fails_ends_the_step_and_nothing_is_left_behind(tmp_path: P
     data = [torch.randint(0, 20_000, (1000,)) for _ in range(9)]
 
     def step(ids: torch.Tensor) -> None:
-        model(ids).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(ids).sum(), optimizer)
 
     for ids in data[:5]:
         step(ids)

@@ -15,6 +15,7 @@ import outsize
 from outsize.move.tracing import begun, tracing
 from outsize.planning.machine import typical_machine
 from outsize.planning.trace import LANES, Trace
+from tests.conftest import take_step
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -41,9 +42,7 @@ def test_a_real_and_a_simulated_step_on_disk_fill_the_same_lanes(tmp_path: Path)
     model, optimizer = outsize.prepare(model, optimizer, **fields)
     with outsize.trace(tmp_path / "real.json"):
         for _ in range(4):
-            model(torch.ones(8, 128)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(torch.ones(8, 128)).sum(), optimizer)
     assert not tracing() and begun() == 0.0
     real, simulated = spans(tmp_path / "real.json"), spans(tmp_path / "simulated.json")
     filled = {lane for lane in LANES if simulated[lane]}

@@ -20,6 +20,7 @@ from torch import nn
 import outsize
 from outsize.checkpoint.manifest import sealed
 from outsize.cli import checkpoints, main
+from tests.conftest import take_step
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -33,9 +34,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "disk").mkdir()
     outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", compute_dtype=torch.bfloat16)
     for step in (1, 2, 10):
-        model(torch.ones(1, 30, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(torch.ones(1, 30, dtype=torch.bfloat16)).sum(), optimizer)
         outsize.save(tmp_path / "ckpts" / f"step-{step}", model, optimizer)
     outsize.export(tmp_path / "expected", model)
     outsize.export(tmp_path / "expected-fp32", model, dtype=torch.float32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import outsize
-from tests.conftest import Workshop, prepared
+from tests.conftest import Workshop, prepared, take_step
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -65,14 +65,7 @@ def batch(rows: int = 8) -> torch.Tensor:
 
 
 def losses(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
-    found = []
-    for _ in range(steps):
-        loss = model(input_ids=batch(), labels=batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return [take_step(model(input_ids=batch(), labels=batch()).loss, optimizer).item() for _ in range(steps)]
 
 
 def base_bytes(model: Any) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Workshop, prepared
+from tests.conftest import Workshop, prepared, take_step
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -68,11 +68,7 @@ def losses(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> list
     made, found = torch.Generator().manual_seed(2), []
     for _ in range(steps):
         ids = torch.randint(0, VOCABULARY, (4, 8), generator=made)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
+        found.append(take_step(model(input_ids=ids, labels=ids).loss, optimizer).item())
     return found
 
 

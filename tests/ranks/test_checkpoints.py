@@ -22,6 +22,7 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.move.lanes import RanksError
+from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
 
@@ -152,9 +153,7 @@ def go_on_with_buffers(stage: int, mesh: tuple[int, ...], disk: str, load: bool)
         x, y = batch(step, rank)
         loss = nn.functional.mse_loss(model(x), y)
         losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
     return losses[-1:], buffers
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.move.activations import ActivationStore
 from outsize.run import choice
+from tests.conftest import take_step
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import same_bits, weights_of
 
@@ -178,11 +179,7 @@ def in_segments(mode: str) -> tuple[list[float], Any, int]:
     torch.manual_seed(rank)
     losses = []
     for _ in range(STEPS):
-        loss = model(torch.randn(ROWS * (1 + 3 * rank), 16)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(model(torch.randn(ROWS * (1 + 3 * rank), 16)).square().mean(), optimizer).item())
     chosen = outsize.plan(model).activations
     return losses, weights_of(model), 1 if chosen is None else chosen.segment
 

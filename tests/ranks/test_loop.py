@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.move.lanes import REDUCE, Going
 from outsize.run.buffers import unused
+from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import Setting, assert_near, batch, batches, fields_of, make, prepared, same_bits, weights_of
 
@@ -51,9 +52,7 @@ def ask(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int], sh
     loss_of(model, 1, parts).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    loss_of(model, 2, parts).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(loss_of(model, 2, parts), optimizer)
     with shown(model, modify=True), torch.no_grad():
         for each in params:
             each.mul_(1.5)
@@ -145,14 +144,10 @@ def state_dicts(disk: str) -> bool:
     model, optimizer = make(setting)
     outsize.prepare(model, optimizer, **fields_of(setting, disk))
     for step in range(2):
-        loss_of(model, step, [dist.get_rank()]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss_of(model, step, [dist.get_rank()]), optimizer)
     saved = optimizer.state_dict()
     before = [entry["exp_avg"].clone() for entry in saved["state"].values()]
-    loss_of(model, 2, [dist.get_rank()]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(loss_of(model, 2, [dist.get_rank()]), optimizer)
     optimizer.load_state_dict(saved)
     after = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
     plain_model, plain = make(setting)
@@ -451,9 +446,7 @@ def test_an_interrupted_backward_leaves_nothing_of_other_experts(tmp_path: Path)
     model, optimizer = two_layers_of_experts()
     for step in (0, 2, 3):
         x, y = batches(step, range(2), rows=1)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(nn.functional.mse_loss(model(x), y), optimizer)
     for of_stages in run_on_ranks(2, in_turn, *((interrupt_a_backward, str(tmp_path), stage) for stage in (2, 3))):
         for found in of_stages:
             assert_near(found, model.parameters())

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.move.memory import Ledger
 from outsize.run.buffers import Buffers
+from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import assert_near, named_weights, prepared
 
@@ -125,14 +126,9 @@ def train_preset(name: str, disk: str) -> list[float]:
     model = wide_model(BF16, layers=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, **outsize.presets[name])
-    losses = []
-    for _ in range(2):
-        loss = model(torch.ones(2, WIDTH, dtype=BF16)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [
+        take_step(model(torch.ones(2, WIDTH, dtype=BF16)).float().square().mean(), optimizer).item() for _ in range(2)
+    ]
 
 
 def train_presets(disk: str) -> dict[str, list[float]]:
@@ -336,9 +332,7 @@ def bytes_of_a_run(memory: str, disk: str) -> tuple[int, int]:
     outsize.prepare(model, optimizer, host_memory=memory, disk=disk, units=["Linear"], activations="keep", **places)
     inside = prepared(model)
     for _ in range(4):
-        model(torch.ones(2, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
     inside.engine.streamer.settle_all()
     inside.engine.streamer.drop_idle()
     moved = outsize.memory(model)

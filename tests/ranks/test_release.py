@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outsize
+from tests.conftest import take_step
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import Stack, batch
 
@@ -17,9 +18,7 @@ from tests.ranks.training import Stack, batch
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rows: slice) -> None:
     for step in steps:
         x, y = batch(step)
-        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(nn.functional.mse_loss(model(x[rows]), y[rows]), optimizer)
 
 
 def release_in_mid_run(tier: str, stage: int, disk: str) -> dict[str, torch.Tensor]:

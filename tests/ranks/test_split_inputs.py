@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import outsize
+from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 
 WIDTH, ROWS, DEPTH = 32, 65, 3
@@ -69,9 +70,7 @@ def run(mode: str, noise: int, disk: str | None, written: int = 9) -> dict[str, 
     for _ in range(3):
         loss = model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean()
         whole = sum(not each.expired() for each in model.seen)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         losses.append(loss.item())
     with outsize.gathered(model):
         values = [getattr(each, "_local_tensor", each).detach().double().sum().item() for each in model.parameters()]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
+from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import assert_near, named_weights, prepared, same_bits
 
@@ -185,9 +186,7 @@ def of_16_bits(disk: str) -> list[tuple[dict[str, Tensor], Any]]:
         places = dict.fromkeys(("params", "states"), tier)
         outsize.prepare(model, optimizer, disk=disk, host_memory="16MiB", compute_dtype=torch.bfloat16, **places)
         for step in range(STEPS):
-            torch.tanh(model(batch(step, dist.get_rank())[0])).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(torch.tanh(model(batch(step, dist.get_rank())[0])).sum(), optimizer)
         found.append((named_weights(model), optimizer.state_dict()["state"][0]))
     return found
 
@@ -328,9 +327,7 @@ def counted(disk: str) -> list[tuple[int, int, int]]:
         rank = dist.get_rank()
         data = [torch.arange(300) * 10 + 2 * step + rank for step in range(4)]
         for ids in outsize.lookahead(data, model) if ahead else data:
-            model(ids).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(ids).sum(), optimizer)
         report = outsize.memory(model)
         found.append((report.rows, report.row_hits, report.rows_ahead))
     return found
@@ -392,9 +389,7 @@ def test_a_step_that_one_rank_must_skip_is_skipped_by_all(tmp_path: Path) -> Non
     model, optimizer = make(adagrad)
     for step in (0, 2):
         losses = [model(batch(step, rank)) + model.items(batch(0, 0)[0]).sum() for rank in (0, 1)]  # type: ignore[operator]
-        (sum(losses) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(sum(losses) / 2, optimizer)
     for scales, skipped, found in run_on_ranks(2, scaled, str(tmp_path)):
         assert (scales, skipped) == ([256.0, 128.0, 128.0], [1])
         assert_near(found.values(), named_weights(model).values())
@@ -408,9 +403,7 @@ def fewer_lookups(at: int, disk: str) -> None:
         loss = model.items(items).sum()  # type: ignore[operator]
         if step != at or dist.get_rank():
             loss = loss + model.items(items).sum()  # type: ignore[operator]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
 
 
 def outside(disk: str) -> None:

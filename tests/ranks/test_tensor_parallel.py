@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import outsize
+from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 
 LENGTH, VOCABULARY = 16, 128
@@ -335,9 +336,7 @@ def train_local(tier: str, disk: str) -> list[Tensor]:
     for step in range(3):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(x).square().mean(), optimizer)
     with outsize.gathered(ours):
         weight: Any = ours.weight
         return [weight.to_local().detach().clone(), theirs.weight.detach()]
@@ -476,17 +475,11 @@ def empty_part(disk: str) -> list[Tensor]:
         if attempt:
             outsize.load(Path(disk) / "saved", model, optimizer)
         for _ in range(2):
-            model(torch.ones(2, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(torch.ones(2, 8)).square().mean(), optimizer)
         if not attempt:
             outsize.save(Path(disk) / "saved", model, optimizer).wait()
-            model(torch.ones(2, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model(torch.ones(2, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(torch.ones(2, 8)).square().mean(), optimizer)
+            take_step(model(torch.ones(2, 8)).square().mean(), optimizer)
         with outsize.gathered(model):
             found.append(torch.cat([whole(param.detach()).flatten() for param in model.parameters()]))
     return found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import squeeze
+from tests.conftest import squeeze, take_step
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import assert_near, named_weights
 
@@ -41,14 +41,7 @@ def data(step: int, rank: int, rows: int) -> Tensor:
 
 
 def train(model: Any, optimizer: Any, steps: list[Tensor]) -> list[float]:
-    losses = []
-    for x in steps:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [take_step(model(x).square().mean(), optimizer).item() for x in steps]
 
 
 WAYS = [(1, 1, "recompute"), (1, 2, "offload"), (3, 1, "offload"), (3, 2, "recompute")]

@@ -22,6 +22,7 @@ from outsize.checkpoint import background, writer
 from outsize.move import meeting
 from outsize.move.comm import Ranks
 from outsize.move.lanes import LANES, Going, Lane, Model, RanksError
+from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits
 
@@ -184,9 +185,7 @@ def cannot_begin(what: str, mesh: tuple[int, ...], disk: str) -> str:
         saving.no_longer_kept = whole
     for step in range(2):
         x, y = batch(step, rank)
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(torch.nn.functional.mse_loss(model(x), y), optimizer)
     outsize.save(f"{disk}/ckpts/step-2", model, optimizer).wait()
     outsize.load(f"{disk}/ckpts/step-2", model, optimizer)
     return said

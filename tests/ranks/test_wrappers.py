@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
+from tests.conftest import take_step
 from tests.ranks.launching import ends_on_ranks, run_on_ranks
 from tests.ranks.training import assert_near
 from tests.run.codes import Adapted, Nested
@@ -27,11 +28,7 @@ def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, rows: slice) -> list[float]:
     made, found = torch.Generator().manual_seed(5), []
     for x in torch.randn(3, 8, WIDTH, generator=made):
-        loss = model(x[rows]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
+        found.append(take_step(model(x[rows]).square().mean(), optimizer).item())
     return found
 
 

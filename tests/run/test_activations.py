@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import selective
-from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, sgd, squared_error, train, weights
+from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, sgd, squared_error, take_step, train, weights
 
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
@@ -258,9 +258,7 @@ def test_a_graph_that_is_used_twice_or_dropped(workshop: Workshop, fields: dict[
         model(x).sum()  # dropped
         loss = model(x).square().mean()
         loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         del loss
         with torch.no_grad():
             model(x)

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 import outsize
 from outsize.move.activations import ActivationStore
 from outsize.run import choice
-from tests.conftest import AT_REST_TIERS, Trace, Workshop, adamw, assert_same_gradients, batches, train, weights
+from tests.conftest import (
+    AT_REST_TIERS,
+    Trace,
+    Workshop,
+    adamw,
+    assert_same_gradients,
+    batches,
+    take_step,
+    train,
+    weights,
+)
 
 HELD = "device/activations"
 DEPTH, WIDTH, ROWS = 6, 32, 64
@@ -301,11 +311,11 @@ def test_nested_tensors_are_computed_again(workshop: Workshop) -> None:
         rows = [torch.randn(length, WIDTH) for length in lengths]
         losses = []
         for model, optimizer in pair.both:
-            loss = model(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(
+                take_step(
+                    model(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().mean(), optimizer
+                ).item()
+            )
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -438,9 +448,7 @@ def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: 
     products, build = 3 * 2 * 4 * x.numel(), partial(InTurn, Cheap)
     model, optimizer = prepared(workshop, budget_for(workshop, products, build, 256 << 20), build)
     for _ in range(3):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(x).square().mean(), optimizer)
     found = chosen(model)
     assert found.nbytes <= found.spare
     assert "selective" in found.modes.values()
@@ -470,11 +478,7 @@ def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undistur
         model, optimizer = prepared(workshop, 64 << 20, build, **fields)
         losses = []
         for _ in range(3):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(take_step(model(x).square().mean(), optimizer).item())
         return model, losses
 
     name = "host_memory" if workshop.device == "cpu" else "device_memory"

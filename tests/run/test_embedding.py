@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import outsize
-from tests.conftest import Pair, Workshop, prepared, weights
+from tests.conftest import Pair, Workshop, prepared, take_step, weights
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -83,9 +83,7 @@ def small(workshop: Workshop) -> dict[str, Any]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    model(batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(model(batch), optimizer)
 
 
 def train_both(pair: Pair, data: list[Batch], around: Callable[[list[Batch]], Any] = iter) -> None:
@@ -243,9 +241,7 @@ def test_memory_for_hot_rows_follows_the_budget_and_not_the_table(workshop: Work
         optimizer = lazy(model)
         workshop.prepare(model, optimizer, "disk", host_memory="4MiB")
         for at in range(0, rows, 5000):
-            model(torch.arange(at, at + 5000)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(torch.arange(at, at + 5000)).sum(), optimizer)
         peak = outsize.memory(model).peak
         others = ("disk",) if workshop.device == "cpu" else ("disk", "device")
         memory = sum(size for name, size in peak.items() if not name.startswith(others))
@@ -288,9 +284,7 @@ def test_rows_of_the_next_batch_are_read_ahead(
     with caplog.at_level(logging.WARNING, "outsize"):
         for batch, mine in zip(columns(12), outsize.lookahead(columns(12), pair.model, given), strict=True):
             for (model, optimizer), each in zip(pair.both, (batch, mine), strict=True):
-                model(each).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model(each), optimizer)
             if len(mine["price"]) == 32:
                 missed = outsize.memory(pair.model)
     report = outsize.memory(pair.model)

@@ -22,6 +22,7 @@ from tests.conftest import (
     gradients,
     prepared,
     squared_error,
+    take_step,
     train,
     weights,
 )
@@ -371,9 +372,7 @@ def test_retain_graph_and_two_backwards_add_up(workshop: Workshop, tier: str) ->
         for batch in batches(2):
             loss = squared_error(model, batch)
             loss.backward(retain_graph=True)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
     pair.check()
 
 

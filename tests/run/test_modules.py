@@ -30,6 +30,7 @@ from tests.conftest import (
     batches,
     gradients,
     squared_error,
+    take_step,
     weights,
 )
 
@@ -446,9 +447,7 @@ def test_two_losses_of_two_forwards_backward_in_either_order(workshop: Workshop,
     for model, optimizer in pair.both:
         a, b = squared_error(model, first), squared_error(model, second)
         a.backward()
-        b.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(b, optimizer)
     pair.check()
 
 
@@ -466,9 +465,7 @@ def test_a_forward_that_was_never_used_leaves_no_trace(workshop: Workshop, tier:
         for batch in batches(3):
             loss = squared_error(model, batch)
             squared_error(model, batch)  # its graph is dropped
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
     pair.check()
 
 
@@ -576,9 +573,7 @@ def test_saved_tensor_hooks_of_the_user_see_activations_only(workshop: Workshop,
         for batch in batches(2):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
                 loss = squared_error(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
     pair.check()
 
 
@@ -732,9 +727,7 @@ def test_what_a_library_computes_past_calls_trains_like_torch_inside_gathered(wo
             with outsize.gathered(model) if model is pair.model else nullcontext():
                 prior = sum(param.square().sum() for param in model.parameters())
                 loss = (model.head.forward(model.blocks[0].forward(x)) - y).square().mean() + 1e-3 * prior
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     pair.check()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, squared_error
+from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, squared_error, take_step
 
 
 @pytest.fixture
@@ -223,9 +223,7 @@ def test_a_model_whose_own_parameters_never_move_begins_its_passes(tmp_path: Pat
     optimizer = adamw(model)
     outsize.prepare(model, optimizer, host_memory="2MiB", disk=tmp_path, device="cpu")
     for batch in batches(6, 64):
-        squared_error(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(squared_error(model, batch), optimizer)
     report = outsize.memory(model)
     assert report.predicted > 0
     assert report.mispredicted == 0
@@ -254,7 +252,5 @@ def test_gradients_of_torch_func_in_a_forward_need_the_model_gathered(workshop: 
         for model, optimizer in pair.both:
             with outsize.gathered(model) if model is pair.model else nullcontext():
                 losses.append(squared_error(model, batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(losses[-1], optimizer)
         torch.testing.assert_close(losses[1], losses[0])

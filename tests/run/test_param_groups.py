@@ -13,7 +13,7 @@ import outsize
 from outsize.api.shards import Shards
 from outsize.move.shard import UnitShard
 from outsize.run.unit import Unit
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, sgd, squared_error, train, weights
+from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, sgd, squared_error, take_step, train, weights
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -238,9 +238,7 @@ def test_nan_in_the_state_spreads_as_in_torch(workshop: Workshop, tier: str) -> 
         state = copy.deepcopy(optimizer.state_dict())
         state["state"][0]["exp_avg"].view(-1)[3] = float("nan")
         optimizer.load_state_dict(state)
-        squared_error(model, batches(1)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(squared_error(model, batches(1)[0]), optimizer)
     mine, theirs = weights(pair.model), weights(pair.plain)
     assert all(torch.equal(mine[name].isnan(), value.isnan()) for name, value in theirs.items())
     assert sum(int(value.isnan().sum()) for value in mine.values()) == 1
@@ -328,9 +326,7 @@ def test_step_hooks_see_and_replace_the_arguments_as_in_torch(workshop: Workshop
 def test_large_finite_gradients_are_finite(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3), tier=tier)
     for model, optimizer in pair.both:
-        (squared_error(model, batches(1)[0]) * 1e22).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(squared_error(model, batches(1)[0]) * 1e22, optimizer)
     pair.check()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(squared_error(pair.model, batches(1)[0]) * 1e22).backward()

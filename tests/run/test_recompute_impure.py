@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.run import layer_state
 from outsize.run.layer_state import SMALL_BUFFER_BYTES
-from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, batches, squared_error
+from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, batches, squared_error, take_step
 
 REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed.*: pass activations=\"keep\""
 LARGE = SMALL_BUFFER_BYTES // 4 // 16 + 1  # rows of 16 fp32 values
@@ -342,9 +342,7 @@ def test_evaluation_between_steps_changes_nothing(workshop: Workshop, activation
     for index, batch in enumerate(batches(4)):
         outs = []
         for model, optimizer in pair.both:
-            squared_error(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(squared_error(model, batch), optimizer)
             model.eval()
             with torch.no_grad() if index % 2 else torch.enable_grad():
                 outs.append(model(batch[0]))
@@ -412,9 +410,7 @@ def test_what_changes_between_forward_and_backward_is_of_no_concern(
             first = squared_error(model, batch)
             change(model)
             second = squared_error(model, (batch[0] * 2, batch[1]))
-            (first + second).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(first + second, optimizer)
             model.train()
     check(pair)
 
@@ -654,9 +650,7 @@ def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: 
         runner = torch.compile(model, backend="eager") if compiled == "model" and ours else model
         for batch in batches(3):
             losses.append(squared_error(runner, batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(losses[-1], optimizer)
     torch._dynamo.reset()
     assert [float(loss) for loss in losses[:3]] == pytest.approx([float(loss) for loss in losses[3:]], rel=1e-6)
 

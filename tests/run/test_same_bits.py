@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Workshop, weights
+from tests.conftest import Workshop, take_step, weights
 
 TIERS = ("device", "host", "disk", "squeezed")
 MI = 1 << 20
@@ -67,9 +67,7 @@ def test_the_master_of_a_parameter_that_comes_later_depends_on_no_cut(workshop: 
         workshop.prepare(model, optimizer, tier=tier, compute_dtype=dtype, **fields)
         optimizer.add_param_group({"params": list(model[1].parameters())})
         for _ in range(4):
-            model(torch.ones(4, 16, dtype=dtype)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(torch.ones(4, 16, dtype=dtype)).float().square().mean(), optimizer)
         return weights(model)
 
     assert_all_equal([run(tier, units=units) for tier in TIERS for units in (None, ["Linear"], [nn.Sequential])])

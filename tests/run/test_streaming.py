@@ -26,6 +26,7 @@ from tests.conftest import (
     forget_last_graph,
     prepared,
     squared_error,
+    take_step,
     train,
     weights,
 )
@@ -129,9 +130,7 @@ def peak_of_training(
         for training in (True, True, False):
             out = model(data)
             if training:
-                (out[0] if isinstance(out, tuple) else out).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step((out[0] if isinstance(out, tuple) else out).square().mean(), optimizer)
     return most[id(prepared(model).resources.ledger)]
 
 
@@ -334,9 +333,7 @@ def test_an_update_that_no_forward_fetches_is_not_lost(workshop: Workshop) -> No
     for model, optimizer in pair.both:
         step(model, optimizer)
         for _ in range(3):  # these use one block only
-            model.blocks[0](batches(1)[0][0]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model.blocks[0](batches(1)[0][0]).square().mean(), optimizer)
     pair.check()
 
 

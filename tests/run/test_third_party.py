@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import Stack, Workshop, batches, squared_error, take_step, train, weights
 
 
 class Plain(torch.optim.Optimizer):
@@ -166,9 +166,7 @@ def test_a_threshold_that_small_gradients_do_not_reach_is_applied_to_whole_param
     pair = workshop.pair(Tall, lambda model: kind(model.parameters(), lr=1e-3), "host", host_memory="512MiB")
     for step in range(3):
         for model, optimizer in pair.both:
-            (model(torch.ones(4, 1500) * (step + 1)).square().sum() * 0.1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(torch.ones(4, 1500) * (step + 1)).square().sum() * 0.1, optimizer)
     pair.check()
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError
 
 import outsize
-from tests.conftest import Stack, Workshop, adamw, assert_same_gradients, batches, squared_error
+from tests.conftest import Stack, Workshop, adamw, assert_same_gradients, batches, squared_error, take_step
 
 Net = nn.Module
 
@@ -66,9 +66,7 @@ def test_trains_on_a_loss_made_of_jacobians(workshop: Workshop, tier: str, activ
         for model, optimizer in pair.both:
             with outsize.gathered(pair.model):
                 loss = jacrev(model)(inputs(2 + step)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
         pair.check()
     pair.train(batches(3))
 

@@ -22,6 +22,7 @@ from tests.conftest import (
     batches,
     prepared,
     squared_error,
+    take_step,
     train,
     weights,
 )
@@ -158,9 +159,7 @@ def test_a_state_that_the_backward_has_used_stays_until_step(workshop: Workshop,
             pair.optimizer.step()
     pair.optimizer.step()
     pair.optimizer.zero_grad()
-    squared_error(pair.plain, data[2]).backward()
-    pair.plain_optimizer.step()
-    pair.plain_optimizer.zero_grad()
+    take_step(squared_error(pair.plain, data[2]), pair.plain_optimizer)
     pair.check()
     for _, optimizer in pair.both:
         optimizer.state.clear()

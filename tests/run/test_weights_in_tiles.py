@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.planning.layout import PAGE_ELEMENTS, tile_rows
-from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, weights
+from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, take_step, weights
 
 WIDTH, HIDDEN, WORDS = 64, 4608, 4400
 SMALL = "1MiB"
@@ -144,11 +144,7 @@ def test_others_train_as_without_tiles(workshop: Workshop, dtype: torch.dtype, m
         workshop.prepare(each, optimizer, "disk", **fields)
         assert bool(in_tiles(each)) == (each is model)
         for batch in ids(2):
-            loss = mean_square(each, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(take_step(mean_square(each, batch), optimizer).item())
     assert losses[:2] == pytest.approx(losses[2:], rel=2e-3)
 
 
@@ -206,9 +202,7 @@ def test_the_weights_stay_within_the_budget(workshop: Workshop) -> None:
     ledger = prepared(pair.model).resources.ledger
     ledger.peak = dict(ledger.now)  # `prepare` has had a whole weight on the device
     for batch in ids(2):
-        mean_square(pair.model, batch).backward()
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        take_step(mean_square(pair.model, batch), pair.optimizer)
     peak = outsize.memory(pair.model).peak
     budget = 1 << 20
     assert max(param.nbytes for name, param in pair.plain.named_parameters() if name in in_tiles(pair.model)) > budget
