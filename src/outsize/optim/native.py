@@ -137,7 +137,6 @@ class NativeRule(Rule):
         return {"step": float(options["step"])} if "step" in options else {}
 
 
-@final
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), with AMSGrad and maximize, as in torch."""
 
@@ -153,13 +152,18 @@ class AdamRule(NativeRule):
         return _adam_arrays(Options(hyper).flag("amsgrad"))
 
     def read(self, options: Options) -> Mapping[str, Any]:
-        return {
-            **options.numbers("lr", "weight_decay"),
-            **options.numbers("eps", least=0),
-            **options.betas(),
-            **options.flags("maximize", "amsgrad"),
-            "decoupled": options.flag("decoupled_weight_decay", self._decoupled),
-        }
+        return adam_options(options, self._decoupled)
+
+
+def adam_options(options: Options, decoupled: bool) -> dict[str, Any]:
+    """`decoupled`: whether the weight decay is, unless the group says it."""
+    return {
+        **options.numbers("lr", "weight_decay"),
+        **options.numbers("eps", least=0),
+        **options.betas(),
+        **options.flags("maximize", "amsgrad"),
+        "decoupled": options.flag("decoupled_weight_decay", decoupled),
+    }
 
 
 _ADAM_KINDS: dict[str, CodeKind] = {"exp_avg": "signed", "exp_avg_sq": "root", "max_exp_avg_sq": "root"}
@@ -214,7 +218,6 @@ class SGDRule(NativeRule):
         return {"first": not piece.state.initialised or _BUFFER in piece.state.scalars}
 
 
-@final
 class AdagradRule(NativeRule):
     """Adagrad (Duchi et al. 2011) with learning-rate decay, coupled decay and maximize, as in torch."""
 

@@ -11,7 +11,7 @@ from torch.optim._functional import sparse_adam
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
-from outsize.optim.native import AdagradRule, AdamRule, NativeRule, adagrad_formula, adam_formula
+from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula, adam_options
 from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, split_master
 from outsize.optim.stepped import Stepped
 
@@ -51,8 +51,8 @@ def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> No
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _read_adam(options: Options, *numbers: str) -> dict[str, Any]:
-    found = {**options.numbers("lr", *numbers), **options.numbers("eps", least=0), **options.betas()}
+def _sparse_adam_options(options: Options) -> dict[str, Any]:
+    found = {**options.numbers("lr"), **options.numbers("eps", least=0), **options.betas()}
     return {**found, **options.flags("maximize")}
 
 
@@ -65,7 +65,7 @@ class SparseAdamRule(Rule):
     only_rows = True
 
     def check(self, hyper: Mapping[str, object], where: str) -> None:
-        _read_adam(Options(hyper, where))
+        _sparse_adam_options(Options(hyper, where))
 
     def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
         self.check(hyper, f"the parameter group of {name!r}")
@@ -75,7 +75,7 @@ class SparseAdamRule(Rule):
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
         averages, squares = ([piece.states[name]] for name in _MOMENTS)
-        options = _read_adam(Options(piece.hyper))
+        options = _sparse_adam_options(Options(piece.hyper))
         sparse_adam([piece.param], [piece.grad], averages, squares, [piece.step], **options)
         return {"step": piece.step}
 
@@ -92,7 +92,7 @@ def lazy_adamw(param: torch.Tensor, grad: torch.Tensor, states: Mapping[str, tor
     ids = grad._indices()[0]
     rows = Opened(param[ids], grad._values(), {name: states[name][ids] for name in _MOMENTS})
     if ids.numel():
-        adam_formula(rows, decoupled=True, amsgrad=False, **options)
+        adam_formula(rows, **options)
     param.index_copy_(0, ids, rows.param)
     for name, values in rows.states.items():
         states[name].index_copy_(0, ids, values)
@@ -133,11 +133,11 @@ class LazyAdamW(Stepped):
         maximize: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _read_adam(Options(defaults, "LazyAdamW"), "weight_decay")
+        adam_options(Options(defaults, "LazyAdamW"), decoupled=True)
         super().__init__(params, defaults)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        options = _read_adam(Options(group), "weight_decay")
+        options = adam_options(Options(group), decoupled=True)
         if not state:
             state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(param) for key in _MOMENTS}}
         state["step"] += 1
@@ -146,37 +146,21 @@ class LazyAdamW(Stepped):
             lazy_adamw(param, grad, state, step=step, **options)
         else:
             opened = Opened(param, grad, {key: state[key] for key in _MOMENTS})
-            adam_formula(opened, decoupled=True, amsgrad=False, step=step, **options)
-
-
-class _BesideRows(Rule):
-    """An update of rows, and beside it that of dense parameters by another rule."""
-
-    merges = True
-    _dense: NativeRule
-
-    def check(self, hyper: Mapping[str, object], where: str) -> None:
-        self._dense.check(hyper, where)
-
-    def apply(self, piece: Piece) -> dict[str, object]:
-        return self._dense.apply(piece)
+            adam_formula(opened, step=step, **options)
 
 
 @final
-class LazyAdamWRule(_BesideRows):
-    """The update of `LazyAdamW`."""
+class LazyAdamWRule(AdamRule):
+    """The update of `LazyAdamW`, of dense parameters as by AdamW."""
 
     def __init__(self) -> None:
-        self._dense = AdamRule(False, True)
-        self.arrays, self.codes = self._dense.arrays, self._dense.codes
-        self.counts = self.scalars = ("step",)
+        super().__init__(amsgrad=False, decoupled=True)
 
     def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
         self.check(hyper, f"the parameter group of {name!r}")
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
-        options = _read_adam(Options(piece.hyper), "weight_decay")
-        lazy_adamw(piece.param, piece.grad, piece.states, step=piece.step, **options)
+        lazy_adamw(piece.param, piece.grad, piece.states, step=piece.step, **self.read(Options(piece.hyper)))
         return {"step": float(piece.step)}
 
 
@@ -214,18 +198,16 @@ _ROW_SUM = "row_sum"
 
 
 @final
-class RowwiseAdagradRule(_BesideRows):
-    """The update of `RowwiseAdagrad`. A table has no array: its sums are a value of the parameter, in memory."""
+class RowwiseAdagradRule(AdagradRule):
+    """The update of `RowwiseAdagrad`, of dense parameters as by Adagrad. A table has no array: its sums are a value of
+    the parameter, in memory."""
 
     row_values = (_ROW_SUM,)
 
     def __init__(self) -> None:
-        self._dense = AdagradRule()
-        self.arrays, self.counts = self._dense.arrays, ("step",)
+        super().__init__()
+        self.codes = {}
         self.scalars, self.optional = ("step", _ROW_SUM, "sum"), frozenset({"sum"})
-
-    def check_rows(self, hyper: Mapping[str, object], name: str, optimizer: str) -> None:
-        self._dense.check_rows(hyper, name, optimizer)
 
     def apply_rows(self, piece: Piece) -> dict[str, object]:
         options, state = Options(piece.hyper).numbers("lr", "eps"), piece.state.scalars
