@@ -79,8 +79,9 @@ def check_stages(
     for at, group in enumerate(() if optimizer is None else optimizer.param_groups):
         said |= {f"{key} of group {at}": repr(value) for key, value in group.items() if key not in NO_OPTIONS}
     trains = optimizer is None or any(param.requires_grad for param in parameters.values())
-    every = stages.collect((said, trains), "prepare")
-    for rank, (other, trained) in zip(stages.members, every, strict=True):
+    by_place = isinstance(model, (nn.Sequential, nn.ModuleList))
+    every = stages.collect((said, trains, () if by_place else list(parameters)), "prepare")
+    for rank, (other, trained, _) in zip(stages.members, every, strict=True):
         if not trained:
             raise ValueError(
                 f"the pipeline stage of rank {rank} has no trainable parameter: give it a layer that trains, or cut "
@@ -95,11 +96,8 @@ def check_stages(
                     f"group may be empty"
                 )
     owners: dict[str, int] = {}
-    by_place = isinstance(model, (nn.Sequential, nn.ModuleList))
-    for rank, (names, placed) in zip(
-        stages.members, stages.collect((list(parameters), by_place), "prepare"), strict=True
-    ):
-        for name in names if not placed else ():
+    for rank, (_, _, names) in zip(stages.members, every, strict=True):
+        for name in names:
             if owners.setdefault(name, rank) != rank:
                 raise ValueError(
                     f"the pipeline stages of ranks {owners[name]} and {rank} both have the parameter {name!r}. A "
