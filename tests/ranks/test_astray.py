@@ -51,28 +51,17 @@ class Run:
         self.optimizer.zero_grad()
 
 
-def other_order(run: Run, number: int) -> None:
-    blocks: Any = run.model.blocks
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        for block in reversed(blocks):
-            x = block(x)
-        return run.model.head(x)  # type: ignore[operator]
-
-    run.model.forward = forward  # type: ignore[method-assign]
+def through(run: Run, number: int, blocks: list[Any]) -> None:
+    run.model.forward = nn.Sequential(*blocks, run.model.head).forward  # type: ignore[arg-type, method-assign]
     run.step(number)
+
+
+def other_order(run: Run, number: int) -> None:
+    through(run, number, list(run.model.blocks)[::-1])  # type: ignore[arg-type]
 
 
 def skipped_unit(run: Run, number: int) -> None:
-    blocks: Any = run.model.blocks
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        for block in list(blocks)[:-1]:
-            x = block(x)
-        return run.model.head(x)  # type: ignore[operator]
-
-    run.model.forward = forward  # type: ignore[method-assign]
-    run.step(number)
+    through(run, number, list(run.model.blocks)[:-1])  # type: ignore[arg-type]
 
 
 def fewer_steps(run: Run, number: int) -> None:
