@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -370,6 +370,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
         return {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
     with outsize.gathered(model, grads=True):
         return {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+
+
+def assert_same(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> None:
+    """Under the same names the same values, in the same dtypes."""
+    assert found.keys() == expected.keys()
+    assert [
+        name
+        for name, value in expected.items()
+        if found[name].dtype != value.dtype or not torch.equal(found[name], value)
+    ] == []
 
 
 def assert_same_weights(model: nn.Module, plain: nn.Module, atol: float = 1e-5) -> None:

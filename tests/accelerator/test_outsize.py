@@ -20,7 +20,19 @@ from outsize.move.conveyor import Job, Step
 from outsize.move.device import Lanes
 from outsize.move.memory import HostBuffer
 from tests.accelerator import sim as simulator
-from tests.conftest import Stack, Trace, Workshop, adamw, batches, prepared, squared_error, squeeze, train, weights
+from tests.conftest import (
+    Stack,
+    Trace,
+    Workshop,
+    adamw,
+    assert_same,
+    batches,
+    prepared,
+    squared_error,
+    squeeze,
+    train,
+    weights,
+)
 
 KIB = 1 << 10
 POLICIES = ("now", "hold", "random")
@@ -73,11 +85,6 @@ def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return found
 
 
-def assert_same_bits(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, value in mine.items():
-        assert torch.equal(value, theirs[name]), name
-
-
 def square(shift: int) -> list[tuple[str, ...]]:
     """Mixtures in which each two kinds meet on each two tiers once."""
     return [mixture for mixture in MIXTURES if sum(map(TIERS.index, mixture)) % 3 == shift]
@@ -100,7 +107,7 @@ def test_every_mixture_of_tiers_trains_like_torch_and_to_the_same_bits(
     torch.testing.assert_close(mine, in_torch[1], rtol=0, atol=1e-5)
     if set(tiers) != {"device"}:  # which steps by torch's formulas
         assert trace == on_the_host[0]
-        assert_same_bits(mine, on_the_host[1])
+        assert_same(mine, on_the_host[1])
 
 
 # -- the second of two devices ---------------------------------------------------------------------------------------
@@ -117,7 +124,7 @@ def test_another_device_than_the_current_one_trains_to_the_same_bits_and_leaves_
     trace.close_to(in_torch[0])
     torch.testing.assert_close(mine, in_torch[1], rtol=0, atol=1e-5)
     if tier != "device":
-        assert_same_bits(mine, on_the_host[1])
+        assert_same(mine, on_the_host[1])
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -142,7 +149,7 @@ def test_two_devices_train_at_once_in_one_process(tmp_path: Path, on_the_host: T
         found = [values(model) for model, _ in pairs.values()]
         del pairs, model, optimizer
         gc.collect()
-    assert_same_bits(found[0], found[1])
+    assert_same(found[0], found[1])
 
 
 def test_a_model_on_another_device_than_the_chosen_one_is_refused_by_name() -> None:
@@ -166,7 +173,7 @@ def test_a_launcher_s_rank_takes_its_own_device_wherever_the_model_lies(
         del model, optimizer
         gc.collect()
         sim.set_device(0)
-    assert_same_bits(mine, on_the_host[1])
+    assert_same(mine, on_the_host[1])
 
 
 # -- manners ---------------------------------------------------------------------------------------------------------
@@ -228,7 +235,7 @@ def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> Non
             gc.collect()
     for losses, shown in found[1:]:
         assert losses == found[0][0]
-        assert_same_bits(shown, found[0][1])
+        assert_same(shown, found[0][1])
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -298,7 +305,7 @@ def test_two_models_train_in_turn(sim: Any, workshop: Workshop, tier: str, on_th
             each += train(model, optimizer, [batch], clip=0.5).losses
     assert losses == [on_the_host[0].losses] * 2
     for model, _ in pairs:
-        assert_same_bits(values(model), on_the_host[1])
+        assert_same(values(model), on_the_host[1])
 
 
 @anytime
@@ -423,7 +430,7 @@ def test_an_optional_fetch_that_finds_no_memory_is_given_up(sim: Any, workshop: 
         sim.set_memory_cap(1 << 30)
         optimizer.zero_grad()
     assert sim.memory_stats()["num_ooms"] >= STEPS
-    assert_same_bits(values(model), on_the_host[1])
+    assert_same(values(model), on_the_host[1])
 
 
 @pytest.mark.parametrize("tier", TIERS)

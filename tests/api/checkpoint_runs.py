@@ -12,7 +12,9 @@ from torch import nn
 
 import outsize
 from outsize import load, save
+from outsize.api.assemble import prepared_of
 from outsize.checkpoint.manifest import sealed
+from outsize.optim.rules import join_master
 from tests.conftest import random_state
 
 KINDS = ("device", "host", "disk")
@@ -27,11 +29,11 @@ OPTIMIZERS = {
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, drop: float = 0.2) -> None:
         super().__init__()
         self.up = nn.Linear(width, 3 * width)
         self.down = nn.Linear(3 * width, width)
-        self.drop = nn.Dropout(0.2)
+        self.drop = nn.Dropout(drop) if drop else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(torch.tanh(self.up(x))))
@@ -123,11 +125,19 @@ class Run:
         return found
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype, name
-        assert torch.equal(value, other[name]), name
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Values of the fp32 masters; of what has none its own."""
+    found = {}
+    for unit in prepared_of(model.head.weight).engine.parameters.units:  # type: ignore[union-attr]
+        for name, slot in unit.shard.slots.items():
+            with outsize.gathered(unit.parameters[name]):
+                value = unit.parameters[name].detach().clone().as_subclass(torch.Tensor)
+            unit.await_written()
+            if array := unit.shard.array("master", slot):
+                rest = unit.shard.read_array(array, slot.offset, slot.end)
+                value = join_master(value.reshape(-1), rest.to(value.device)).view(slot.shape)
+            found[name] = value.float()
+    return found
 
 
 def peak_of(call: Any) -> int:
@@ -138,12 +148,6 @@ def peak_of(call: Any) -> int:
     status = Path("/proc/self/status").read_text()
     peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
     return peak - before
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return set(found) == set(expected) and all(
-        found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> Any:

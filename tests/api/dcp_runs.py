@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.assemble import prepared_of
+from tests.api.checkpoint_runs import Block
 from tests.conftest import take_step
 
 Chunk = tuple[Sequence[int], Tensor]
@@ -33,23 +34,13 @@ Chunk = tuple[Sequence[int], Tensor]
 TIERS = ("device", "host", "disk")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(nn.Module):
     """Buffers of both sorts, a scalar, an empty and a frozen parameter, two blocks."""
 
     def __init__(self, width: int = 24, vocabulary: int = 50) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.blocks = nn.ModuleList([Block(width, drop=0.0), Block(width, drop=0.0)])
         self.norm = nn.BatchNorm1d(width)
         self.head = nn.Linear(width, vocabulary)
         self.scale = nn.Parameter(torch.ones(()))
@@ -202,10 +193,3 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
                 entries = optimizer.state[param].items()
                 found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entries}
     return found
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert ours[name].dtype == value.dtype, name
-        assert torch.equal(ours[name], value), name

@@ -14,7 +14,7 @@ import outsize
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.checkpoint import writer
 from outsize.move.generations import Generations
-from tests.conftest import take_step
+from tests.conftest import assert_same, take_step
 
 DISK = {"params": "disk", "grads": "disk", "states": "disk"}
 
@@ -68,12 +68,6 @@ class Run:
 
     def load(self, path: Path, **options: Any) -> None:
         self.count = outsize.load(path, self.model, self.optimizer, **options)
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    differ = [name for name, value in one.items() if not torch.equal(value, other[name])]
-    assert not differ, differ
 
 
 def assert_holds(path: Path, values: dict[str, torch.Tensor], tmp: Path, steps: int = 0, **fields: Any) -> None:

@@ -19,8 +19,8 @@ from outsize.api.exporting import export
 from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
-from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, assert_same, peak_of
-from tests.conftest import Workshop, batches, take_step, weights
+from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, masters, peak_of
+from tests.conftest import Workshop, assert_same, batches, take_step, weights
 
 
 @pytest.fixture(params=["small", "large"])
@@ -166,33 +166,18 @@ def test_a_save_right_after_a_load_is_the_same_checkpoint(tmp_path: Path) -> Non
         assert one == two, name
 
 
-def masters(run: Run) -> dict[str, torch.Tensor]:
-    save_to = run.model.embed.weight.prepared.engine
-    found = {}
-    for unit in save_to.parameters.units:
-        for name, slot in unit.shard.slots.items():
-            with outsize.gathered(unit.parameters[name]):
-                value = unit.parameters[name].detach().clone().reshape(-1)
-            unit.await_written()
-            if array := unit.shard.array("master", slot):
-                rest = unit.shard.read_array(array, slot.offset, slot.end)
-                value = ((value.view(torch.int16).int() << 16) + rest.to(value.device).int()).view(torch.float32)
-            found[name] = value.float()
-    return found
-
-
 def test_fp32_and_bf16_runs_exchange_exact_masters(tmp_path: Path) -> None:
     wide = Run(tmp_path, ("disk", "disk", "disk"))
     wide.train(2)
     wide.save(tmp_path / "wide")
     narrow = Run(tmp_path, ("host", "disk", "host"), seed=1, compute_dtype=torch.bfloat16)
     narrow.load(tmp_path / "wide")
-    frozen = {"frozen": masters(wide)["frozen"].bfloat16().float()}  # it has no master
-    assert_same({**masters(wide), **frozen}, masters(narrow))
+    frozen = {"frozen": masters(wide.model)["frozen"].bfloat16().float()}  # it has no master
+    assert_same({**masters(wide.model), **frozen}, masters(narrow.model))
     narrow.train(1)
     narrow.save(tmp_path / "narrow")
     wide.load(tmp_path / "narrow")
-    assert_same(masters(narrow), masters(wide))
+    assert_same(masters(narrow.model), masters(wide.model))
 
 
 @pytest.mark.parametrize(("momentum", "never"), [(0.0, ["2"]), (0.9, ["2"]), (0.9, [])])

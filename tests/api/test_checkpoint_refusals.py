@@ -19,7 +19,8 @@ import outsize
 from outsize import load, save
 from outsize.api.exporting import export
 from outsize.checkpoint import files, folder, manifest
-from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, assert_same, edit
+from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, edit
+from tests.conftest import assert_same
 
 
 @pytest.fixture

@@ -20,16 +20,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
-from outsize.api.assemble import prepared_of
 from outsize.checkpoint.arrays import Readable
 from outsize.formats.dcp_writing import write_dcp
-from outsize.optim.rules import join_master
+from tests.api.checkpoint_runs import masters
 from tests.api.dcp_runs import (
     TIERS,
     Net,
     Tied,
     adamw,
-    assert_same,
     everything,
     load,
     other_run,
@@ -40,6 +38,7 @@ from tests.api.dcp_runs import (
     saved_run,
     train,
 )
+from tests.conftest import assert_same
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -302,20 +301,6 @@ def test_of_several_copies_of_the_weights_the_usual_place_counts(tmp_path: Path)
 
 FROZEN = ("empty", "frozen")
 """Have no master: in 16 bits they are rounded."""
-
-
-def masters(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for unit in prepared_of(model.head.weight).engine.parameters.units:  # type: ignore[union-attr]
-        for name, slot in unit.shard.slots.items():
-            with outsize.gathered(unit.parameters[name]):
-                value = unit.parameters[name].detach().clone().as_subclass(Tensor)
-            unit.await_written()
-            if array := unit.shard.array("master", slot):
-                rest = unit.shard.read_array(array, slot.offset, slot.end)
-                value = join_master(value.reshape(-1), rest.to(value.device)).view(slot.shape)
-            found[name] = value.float()
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,7 +26,6 @@ from outsize.formats.dcp_folder import DcpFolder
 from tests.api.checkpoint_runs import peak_of
 from tests.api.dcp_runs import (
     Chunk,
-    assert_same,
     everything,
     other_run,
     plain_load,
@@ -35,6 +34,7 @@ from tests.api.dcp_runs import (
     replaced,
     write_chunks,
 )
+from tests.conftest import assert_same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from outsize.formats.dcp_folder import DcpFolder, grid_cuts
 from tests.api.dcp_runs import (
     adamw,
-    assert_same,
     changed,
     everything,
     load,
@@ -32,6 +31,7 @@ from tests.api.dcp_runs import (
     replaced,
     saved_run,
 )
+from tests.conftest import assert_same
 
 
 class Target:

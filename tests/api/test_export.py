@@ -26,7 +26,8 @@ from outsize.checkpoint.folder import locked
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
-from tests.api.checkpoint_runs import peak_of, same
+from tests.api.checkpoint_runs import peak_of
+from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -94,8 +95,7 @@ def test_bf16_weights_stay_bf16_and_masters_are_exported_as_fp32(tmp_path: Path)
     export(tmp_path / "wide", model, dtype=torch.float32)
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
     wide = opened(tmp_path / "wide")
-    for name, value in masters.items():
-        assert torch.equal(wide[name], value), name
+    assert_same(wide, masters)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
     tokens = torch.randint(0, 96, (2, 8))
     assert other.dtype is torch.bfloat16
@@ -240,7 +240,7 @@ def test_short_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, content, at: real(fd, content[:81920], at))
     export(tmp_path / "weights", model)
-    assert same(opened(tmp_path / "weights"), expected)
+    assert_same(opened(tmp_path / "weights"), expected)
 
 
 class Killed(BaseException):
@@ -419,10 +419,10 @@ def test_masters_of_a_tensor_of_many_runs_are_exact(dtype: torch.dtype, tmp_path
     export(tmp_path / "wide", model, dtype=torch.float32)
     export(tmp_path / "own", model)
     assert max(value.numel() for value in masters.values()) > EXPORT_NUMEL
-    assert same(opened(tmp_path / "wide"), masters)
+    assert_same(opened(tmp_path / "wide"), masters)
     with outsize.gathered(model):
         own = {name: param.detach().clone() for name, param in model.named_parameters()}
-    assert same(opened(tmp_path / "own"), own)
+    assert_same(opened(tmp_path / "own"), own)
 
 
 class Many(nn.Module):

@@ -20,12 +20,12 @@ from outsize.move import generations
 from tests.api.generation_runs import (
     Run,
     assert_holds,
-    assert_same,
     blocks,
     digest,
     inodes,
     large,  # noqa: F401 (autouse)
 )
+from tests.conftest import assert_same
 
 
 def test_a_checkpoint_is_made_of_the_files_that_hold_the_state(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from outsize.formats import hugging
 from outsize.run import mapped_files
 from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
-from tests.api.checkpoint_runs import same
+from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -164,7 +164,7 @@ def test_an_export_comes_back_bit_for_bit(tier: str, tmp_path: Path) -> None:
     target = prepared(Small(2), tmp_path, tier)
     before = values(target)
     outsize.load(tmp_path / "weights", target)
-    assert same(values(target), values(source) | {"scratch": before["scratch"]})
+    assert_same(values(target), values(source) | {"scratch": before["scratch"]})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -238,7 +238,7 @@ def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: tor
     target._keys_to_ignore_on_save = ()
     export(tmp_path / "after", target, dtype=torch.float32)
     before, after = (opened(tmp_path / when) for when in ("before", "after"))
-    assert same(after, {**tensors, **{name: before[name] for name in missing}})
+    assert_same(after, {**tensors, **{name: before[name] for name in missing}})
 
 
 def mixture() -> Any:
@@ -269,10 +269,10 @@ def test_weights_that_transformers_saved_under_other_names_are_refused_with_the_
     remedy = r"under other names \(\d+ missing.*outsize\.init\(.*from_pretrained\('.*saved'\).*Nothing was changed"
     with pytest.raises(ValueError, match=remedy):
         outsize.load(tmp_path / "saved", target, strict=strict)
-    assert same(values(target), before)
+    assert_same(values(target), before)
     with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path / "disk", device="cpu"):
         remedied = type(source).from_pretrained(tmp_path / "saved")
-    assert same(values(prepared(remedied, tmp_path)), values(prepared(source, tmp_path)))
+    assert_same(values(prepared(remedied, tmp_path)), values(prepared(source, tmp_path)))
 
 
 @pytest.mark.parametrize("what", ["another head", "adapters", "half of the layers"])
@@ -314,13 +314,13 @@ def test_without_strict_what_only_one_side_has_is_passed_over_and_listed(
         match=r"1 missing parameters: wide.bias; 1 missing buffers: norm.running_mean; 1 unex.*: gate\..*strict=False",
     ):
         outsize.load(tmp_path, target)
-    assert same(values(target), before)
+    assert_same(values(target), before)
     with caplog.at_level(logging.WARNING, "outsize"):
         outsize.load(tmp_path, target, strict=False)
     assert "1 missing parameters, passed over: wide.bias" in caplog.text
     assert "1 missing buffers, passed over: norm.running_mean" in caplog.text
     assert "1 unexpected weights, passed over: gate" in caplog.text
-    assert same(values(target), {**before, **tensors, **{name: before[name] for name in missing}})
+    assert_same(values(target), {**before, **tensors, **{name: before[name] for name in missing}})
     safetensors.save_file({**tensors, "wide.bias": torch.ones(7)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"wide\.bias is 7 there and"):
         outsize.load(tmp_path, target, strict=False)
@@ -423,7 +423,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, tmp_path: P
     before = values(model)
     with pytest.raises(ValueError, match=message):
         outsize.load(folder, model)
-    assert same(values(model), before)
+    assert_same(values(model), before)
 
 
 @pytest.mark.parametrize("missing", ["everything", "a file of the index"])

@@ -26,8 +26,8 @@ from outsize.checkpoint.files import DataReader, file_record, open_manifest
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
-from tests.api.checkpoint_runs import edit, same
-from tests.conftest import take_step
+from tests.api.checkpoint_runs import edit
+from tests.conftest import assert_same, take_step
 
 TIERS = ("device", "host", "disk")
 
@@ -90,7 +90,7 @@ def test_a_directory_gives_its_newest_complete_checkpoint(name: str, run: Run, t
     saved = run.weights()
     run.train()
     assert outsize.load(tmp_path / name, run.model, run.optimizer) == "step-10"
-    assert same(saved, run.weights())
+    assert_same(saved, run.weights())
 
 
 def test_incomplete_and_damaged_checkpoints_are_passed_over_and_named(
@@ -229,8 +229,8 @@ def test_every_flipped_byte_that_matters_is_found_before_anything_changes(tier: 
                 outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
             content[at] ^= 0x10
         file.write_bytes(content)
-    assert same(before, run.weights())
-    assert same(state, run.state())
+    assert_same(before, run.weights())
+    assert_same(state, run.state())
     outsize.load(tmp_path / "ckpt", run.model, run.optimizer)
     run.train()
 
@@ -302,8 +302,8 @@ def test_the_optimizer_alone_is_restored_without_the_model(tier: str, run: Run, 
     other.train(2)
     weights, seen, rng = other.weights(), other.model.seen.clone(), torch.get_rng_state()
     outsize.load(tmp_path / "ckpts", optimizer=other.optimizer)
-    assert same(other.state(), run.state())
-    assert same(weights, other.weights())
+    assert_same(other.state(), run.state())
+    assert_same(weights, other.weights())
     assert torch.equal(seen, other.model.seen)
     assert torch.equal(rng, torch.get_rng_state())
 
@@ -372,13 +372,13 @@ def test_slices_of_any_number_of_ranks_load_bit_for_bit(
     last = Run(tmp_path, "host" if device == "cpu" else tier, seed=2, **fields)
     outsize.load(tmp_path / "back", last.model, last.optimizer)
     for run in (other, last):
-        assert same(one.weights(), run.weights())
-        assert same(one.state(), run.state())
+        assert_same(one.weights(), run.weights())
+        assert_same(one.state(), run.state())
     for run in (one, other, last):
         torch.manual_seed(5)
         run.train(2)
-    assert same(one.weights(), other.weights())
-    assert same(one.weights(), last.weights())
+    assert_same(one.weights(), other.weights())
+    assert_same(one.weights(), last.weights())
 
 
 def test_fifty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path: Path) -> 
     outsize.load(tmp_path / "saved", run.model, run.optimizer)
     expected = dict(saved.model.named_buffers())
     assert expected["turned"].is_conj() and expected["negated"].is_neg()
-    assert same(dict(run.model.named_buffers()), expected)
+    assert_same(dict(run.model.named_buffers()), expected)
 
 
 def test_a_sparse_buffer_is_left_out_where_the_state_dict_leaves_it_out(tmp_path: Path) -> None:
@@ -545,9 +545,9 @@ def test_weights_beside_checkpoints_are_not_taken_for_them(format: str, run: Run
     trained = run.weights()
     with pytest.raises(ValueError, match="both weights .* and checkpoints .*'step-10'.*step-10, .*latest"):
         outsize.load(tmp_path / "ckpts", run.model)
-    assert same(trained, run.weights())
+    assert_same(trained, run.weights())
     assert outsize.load(tmp_path / "ckpts" / "latest", run.model, run.optimizer) == "step-10"
-    assert same(saved, run.weights())
+    assert_same(saved, run.weights())
 
 
 class Pruned:
@@ -666,4 +666,4 @@ def test_what_is_loaded_in_inference_mode_can_be_trained(tier: str, tmp_path: Pa
         each.optimizer.step()
         each.optimizer.zero_grad()
         each.train()
-    assert same(run.weights(), other.weights())
+    assert_same(run.weights(), other.weights())

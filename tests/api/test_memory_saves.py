@@ -17,10 +17,10 @@ from outsize.checkpoint.files import DataWriter
 from tests.api.generation_runs import (
     Run,
     assert_holds,
-    assert_same,
     digest,
     large,  # noqa: F401 (autouse)
 )
+from tests.conftest import assert_same
 
 
 @pytest.fixture
@@ -218,18 +218,6 @@ def test_without_room_weights_on_the_device_are_written_before_save_returns(tmp_
     assert_holds(tmp_path / "ckpt", saved, tmp_path)
 
 
-def test_a_model_that_goes_away_is_still_written(tmp_path: Path, gate: threading.Event) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
-    saved = run.values()
-    saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
-    for unit in run.prepared.engine.parameters.units:
-        unit.shard.close()
-    gate.set()
-    saving.wait()
-    assert_holds(tmp_path / "ckpt", saved, tmp_path)
-
-
 @pytest.mark.parametrize("waited", [True, False])
 def test_a_failure_behind_the_training_is_logged_and_raised_once(
     waited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -256,8 +244,9 @@ def test_a_failure_behind_the_training_is_logged_and_raised_once(
     assert digest(tmp_path / "ckpt") != good
 
 
-def test_a_model_may_go_while_its_checkpoint_is_written(tmp_path: Path, gate: threading.Event) -> None:
-    run = Run(tmp_path, params="host")
+@pytest.mark.parametrize("others", ["disk", "host"])
+def test_a_model_may_go_while_its_checkpoint_is_written(others: str, tmp_path: Path, gate: threading.Event) -> None:
+    run = Run(tmp_path, params="host", grads=others, states=others)
     run.train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1)

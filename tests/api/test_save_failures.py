@@ -28,7 +28,8 @@ from outsize.checkpoint.manifest import sealed
 from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
 from outsize.move.memory import PAGE_BYTES
-from tests.api.generation_runs import Run, assert_same
+from tests.api.generation_runs import Run
+from tests.conftest import assert_same
 from tests.scripts import run_script
 
 

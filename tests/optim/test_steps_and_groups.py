@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import Stack, Workshop, assert_same, batches, squared_error, train, weights
 from tests.optim.test_trial import Settings
 from tests.run.test_third_party import Plain
 
@@ -161,8 +161,7 @@ def test_counts_in_groups_come_back_from_a_checkpoint(workshop: Workshop, tier: 
     assert other.optimizer.param_groups[1]["step"] == 2
     pair.train(batches(3))
     train(other.model, other.optimizer, batches(3))
-    for name, value in weights(pair.model).items():
-        assert torch.equal(value, weights(other.model)[name])
+    assert_same(weights(pair.model), weights(other.model))
 
 
 class Later(InGroups):
@@ -198,8 +197,7 @@ def test_a_checkpoint_of_later_steps_is_gone_on_with(
     outsize.load(tmp_path / "later", other.model, other.optimizer)
     pair.train(batches(3))
     train(other.model, other.optimizer, batches(3))
-    for name, value in weights(pair.model).items():
-        assert torch.equal(value, weights(other.model)[name])
+    assert_same(weights(pair.model), weights(other.model))
 
 
 class CountsMatrices(Plain):
@@ -292,7 +290,7 @@ def test_an_attribute_that_needs_whole_parameters_is_refused_before_anything_cha
     squared_error(pair.model, batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match="Nothing was updated"):
         pair.optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
 
 
 class Subclassed(torch.optim.AdamW):

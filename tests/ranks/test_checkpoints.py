@@ -22,7 +22,7 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.move.lanes import RanksError
-from tests.conftest import take_step
+from tests.conftest import assert_same, take_step
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
 
@@ -62,12 +62,6 @@ class Run:
 
     def weights(self) -> dict[str, Tensor]:
         return named_weights(self.model)
-
-
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def go_on(settings: list[Setting], large: bool, folder: str, load: bool) -> list[dict[str, Tensor]]:
@@ -246,7 +240,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def test_going_on_from_a_checkpoint_is_exact(name: str, saved: Saved) -> None:
     for one, other in zip(saved.before[name], saved.after[name], strict=True):
         for mine, theirs in zip(one, other, strict=True):
-            assert_equal(mine, theirs)
+            assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["copies", "copies, large"])
@@ -254,7 +248,7 @@ def test_all_copies_of_a_mesh_go_on_exactly(name: str, saved: Saved) -> None:
     """With random numbers and an `extra` (a tensor in it) of each rank's own."""
     for one, other in zip(saved.before[name], saved.after[name], strict=True):
         for mine, theirs in zip(one, other, strict=True):
-            assert_equal(mine, theirs)
+            assert_same(mine, theirs)
     manifest = json.loads((saved.folder / name / "ckpt-0" / "manifest.json").read_text())
     assert (manifest["world_size"], len(manifest["ranks"])) == (2, 4)
 
@@ -328,9 +322,9 @@ def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> Non
     for at, ranks in ((1, 2), (2, 3)):
         for found in run_on_ranks(ranks, pass_on, SETTINGS, str(tmp_path), at, False):
             for mine, theirs in zip(found, dist_free, strict=True):
-                assert_equal(mine, {name: theirs[name] for name in mine})
+                assert_same(mine, {name: theirs[name] for name in mine})
     for mine, theirs in zip(pass_on(SETTINGS, str(tmp_path), 3, False), dist_free, strict=True):
-        assert_equal(mine, theirs)
+        assert_same(mine, theirs)
 
 
 def save_copies(folder: str) -> dict[str, Tensor]:
@@ -342,7 +336,7 @@ def save_copies(folder: str) -> dict[str, Tensor]:
     before = run.weights()
     again = Run(Setting(3, "disk", mesh=(2, 2)), folder, seed=1)
     again.load(Path(folder) / "ckpt")
-    assert_equal(again.weights(), before)
+    assert_same(again.weights(), before)
     return before
 
 
@@ -351,7 +345,7 @@ def test_one_copy_of_a_mesh_is_saved_and_exported(tmp_path: Path) -> None:
     alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
     alone.load(tmp_path / "ckpt")
     for weights in (*found, load_file(tmp_path / "model" / "model.safetensors")):
-        assert_equal(alone.weights(), weights)
+        assert_same(alone.weights(), weights)
 
 
 def fail_to_save(folder: str, who: int) -> str:
@@ -391,7 +385,7 @@ def load_damaged(folder: str) -> None:
     try:
         run.load(Path(folder) / "ckpt-0")
     finally:
-        assert_equal(run.weights(), before)
+        assert_same(run.weights(), before)
 
 
 def test_damage_is_found_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
@@ -450,11 +444,11 @@ def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
         exported: dict[str, Tensor] = {}
         for file in (tmp_path / f"model-{index}").glob("*.safetensors"):
             exported |= load_file(file)
-        assert_equal(exported, {name[2:]: value for name, value in weights.items() if name.startswith(f"{index} ")})
+        assert_same(exported, {name[2:]: value for name, value in weights.items() if name.startswith(f"{index} ")})
         alone = Run(Setting(3, "host", dtype=dtype), str(tmp_path), seed=1)
         alone.load(tmp_path / f"ckpt-{index}")
         outsize.export(tmp_path / "alone", alone.model, dtype=torch.float32)
-        assert_equal(
+        assert_same(
             load_file(tmp_path / f"wide-{index}" / "model.safetensors"),
             load_file(tmp_path / "alone" / "model.safetensors"),
         )
@@ -510,7 +504,7 @@ def test_an_export_that_fails_leaves_all_ranks_training(tmp_path: Path) -> None:
     assert all("rank 0 failed" in said and "outsize.export" in said for said in second)
     alone = Run(Setting(3, "host"), str(tmp_path), seed=1)
     alone.load(tmp_path / "checkpoint")
-    assert_equal(load_file(tmp_path / "model" / "model.safetensors"), alone.weights())
+    assert_same(load_file(tmp_path / "model" / "model.safetensors"), alone.weights())
 
 
 def load_weights_of_others(folder: str) -> tuple[dict[str, Tensor], int]:
@@ -538,5 +532,5 @@ def test_each_rank_reads_its_slice_of_the_weights_of_others(tmp_path: Path) -> N
     size = sum(value.numel() * 4 for value in expected.values())
     found = run_on_ranks(3, load_weights_of_others, str(tmp_path))
     for weights, _ in found:
-        assert_equal(weights, expected)
+        assert_same(weights, expected)
     assert sum(read for _, read in found) == size

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
+from tests.conftest import assert_same
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.test_tensor_parallel import Way, llama, optimizer_of, prepared, sequence_parallel, tokens, train, whole
 
@@ -94,10 +95,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         (load, str(folder / "0" / "saved"), replace(TIED, shape=(1, 4)), str(folder)),
     )
     return Saved(folder, *zip(*run_on_ranks(4, in_turn, *calls, limit=120), strict=True))
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 def alone(way: Way, path: Path, disk: Path) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import outsize
-from tests.conftest import take_step
+from tests.conftest import assert_same, take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 
 LENGTH, VOCABULARY = 16, 128
@@ -256,8 +256,7 @@ def test_every_tier_gives_the_same_bits(of_two: Found) -> None:
         for (curve, weights), *others in of_two[ways[0].dtype]:
             for other_curve, other_weights in others:
                 assert curve == other_curve
-                for name, value in weights.items():
-                    assert torch.equal(value, other_weights[name]), (name, ways[0].dtype)
+                assert_same(weights, other_weights)
 
 
 def test_tensor_parallel_ranks_alone(of_two: Found) -> None:

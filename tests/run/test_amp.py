@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Stack, Workshop, batches, prepared, squared_error, weights
+from tests.conftest import Stack, Workshop, assert_same, batches, prepared, squared_error, weights
 
 OVERFLOWS = (2, 5)
 
@@ -123,7 +123,7 @@ def test_fp16_gives_the_same_bits_on_every_tier(workshop: Workshop) -> None:
         found.append((train_scaled(model, optimizer, half_precision_batches(8), clip=True), exact_masters(model)))
     for trace, masters in found[1:]:
         assert trace == found[0][0]
-        assert all(torch.equal(masters[name], value) for name, value in found[0][1].items())
+        assert_same(masters, found[0][1])
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan")])
@@ -143,7 +143,7 @@ def test_what_is_not_finite_leaves_weights_and_moments_untouched(workshop: Works
     optimizer.zero_grad()
     assert scaler.get_scale() == 8.0
     assert outsize.memory(model).skipped_steps == 1
-    assert all(torch.equal(value, before[0][name]) for name, value in exact_masters(model).items())
+    assert_same(exact_masters(model), before[0])
     for index, entry in optimizer.state_dict()["state"].items():
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[1][index][k])) for k, v in entry.items())
 
@@ -170,8 +170,8 @@ def test_fp16_state_goes_through_a_checkpoint_into_other_dtypes_and_back(worksho
     outsize.save(workshop.disk.parent / "single", single.model, single.optimizer)
     again = workshop.pair(lambda: Stack(depth=2), tier="host", compute_dtype=torch.float16)
     outsize.load(workshop.disk.parent / "single", again.model, again.optimizer)
-    assert all(torch.equal(value, masters[name]) for name, value in exact_masters(again.model).items())
-    assert all(torch.equal(value, weights(pair.model)[name]) for name, value in weights(again.model).items())
+    assert_same(exact_masters(again.model), masters)
+    assert_same(weights(again.model), weights(pair.model))
 
 
 def test_an_fp16_model_of_the_users_own_trains(workshop: Workshop, tier: str) -> None:
@@ -231,8 +231,7 @@ def test_a_scaled_step_that_is_refused_leaves_the_gradients_as_they_were(
         if given:
             assert (model.head.weight.grad == 0.5).all()  # as torch leaves it
         moved.append(weights(model))
-    for name, value in moved[0].items():
-        assert torch.equal(moved[1][name], value), name
+    assert_same(moved[1], moved[0])
 
 
 def test_others_than_a_scaler_may_clip_the_gradients(workshop: Workshop) -> None:

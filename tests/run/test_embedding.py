@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import outsize
-from tests.conftest import Pair, Workshop, prepared, take_step, weights
+from tests.conftest import Pair, Workshop, assert_same, prepared, take_step, weights
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -96,8 +96,7 @@ def train_both(pair: Pair, data: list[Batch], around: Callable[[list[Batch]], An
 def check_same(pair: Pair) -> None:
     """Weights and the optimizer's state, bit for bit."""
     ours = weights(pair.model)
-    for name, value in weights(pair.plain).items():
-        assert torch.equal(ours[name], value), name
+    assert_same(ours, weights(pair.plain))
     mine, theirs = (each.state_dict()["state"] for each in (pair.optimizer, pair.plain_optimizer))
     assert mine.keys() == theirs.keys()
     for index, entry in theirs.items():
@@ -176,9 +175,9 @@ def test_rows_of_16_bits_have_exact_masters_on_every_tier(workshop: Workshop) ->
             step(model, optimizer, (items, words, each.bfloat16()))
         found.append((weights(model), optimizer.state_dict()["state"]))
     for other, states in found[1:]:
-        assert all(torch.equal(other[name], value) for name, value in found[0][0].items())
+        assert_same(other, found[0][0])
         for index, entry in found[0][1].items():
-            assert all(torch.equal(states[index][key], value) for key, value in entry.items())
+            assert_same(states[index], entry)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -388,7 +387,7 @@ def test_a_table_that_init_makes_starts_with_the_same_rows(workshop: Workshop) -
     outsize.prepare(model, optimizer, **small(workshop))
     workshop.watch(model)
     check_same_weights = weights(model)
-    assert all(torch.equal(check_same_weights[name], value) for name, value in weights(plain).items())
+    assert_same(check_same_weights, weights(plain))
 
 
 # -- refused -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.run.room import Room
-from tests.conftest import Pair, Workshop, train, weights
+from tests.conftest import Pair, Workshop, assert_same, train, weights
 
 WIDTH, RANK = 256, 4
 
@@ -132,8 +132,7 @@ def test_a_checkpoint_with_more_state_than_the_run_has_room_for_makes_room(
         _, mine = pair.both[0], weights(again.model)
         if folder == "ckpt":
             train(pair.model, pair.optimizer, data(2))
-        for name, value in weights(pair.model).items():
-            assert torch.equal(mine[name], value), name
+        assert_same(mine, weights(pair.model))
 
 
 def test_a_state_dict_with_more_state_makes_room(workshop: Workshop, tier: str) -> None:
@@ -172,8 +171,7 @@ def test_room_that_the_budget_has_not_got_is_refused_before_anything_changes(wor
     with pytest.raises(outsize.BudgetError, match=r"needs .* of host_memory=3.0 MiB are taken; raise host") as caught:
         train(pair.model, pair.optimizer, data(1))
     assert caught.value.field == "host_memory" and caught.value.needed > caught.value.available
-    for name, value in weights(pair.model).items():
-        assert torch.equal(value, before[name])
+    assert_same(weights(pair.model), before)
 
 
 def test_a_gradient_rests_that_made_those_before_it_leave_memory(
@@ -224,4 +222,4 @@ def test_masters_of_what_is_frozen_again_go_on_exactly(workshop: Workshop, tier:
         train(each.model, each.optimizer, data(2, torch.bfloat16))
     mine, expected = again.optimizer.state_dict()["state"], pair.optimizer.state_dict()["state"]
     for index, entry in expected.items():
-        assert all(torch.equal(mine[index][key], value) for key, value in entry.items()), index
+        assert_same(mine[index], entry)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import outsize
 from outsize.move.shard import UnitShard
 from tests.api.dcp_runs import plain_save
-from tests.conftest import Pair, Stack, Workshop, adamw, batches, prepared, train, weights
+from tests.conftest import Pair, Stack, Workshop, adamw, assert_same, batches, prepared, train, weights
 
 MASTER_KEY = "fp32_master"
 
@@ -108,8 +108,7 @@ def test_an_entry_of_before_a_step_stays_as_it_was(workshop: Workshop, tier: str
     before = entry(pair)
     expected = {key: value.clone() for key, value in before.items()}
     pair.train(batches(2))
-    for key, value in expected.items():
-        assert torch.equal(before[key], value)
+    assert_same(before, expected)
     assert not torch.equal(entry(pair)["exp_avg"], expected["exp_avg"])
 
 
@@ -301,7 +300,7 @@ def test_state_dicts_resume_16_bit_training_bit_for_bit(
     )
     train(model, optimizer, data[3:])
     ours, theirs = weights(model), weights(pair.model)
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert_same(ours, theirs)
     exact = [each.state_dict()["state"][0][MASTER_KEY] for each in (optimizer, pair.optimizer)]
     assert torch.equal(*exact)
 

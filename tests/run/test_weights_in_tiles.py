@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.planning.layout import PAGE_ELEMENTS, tile_rows
-from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, take_step, weights
+from tests.conftest import Pair, Workshop, assert_same, assert_same_gradients, gradients, prepared, take_step, weights
 
 WIDTH, HIDDEN, WORDS = 64, 4608, 4400
 SMALL = "1MiB"
@@ -266,13 +266,11 @@ def test_state_and_checkpoints_are_as_without_tiles(workshop: Workshop, tmp_path
     optimizer = sgd(other)
     workshop.prepare(other, optimizer, "disk")  # whole
     outsize.load(tmp_path / "saved", other, optimizer)
-    for name, value in weights(pair.model).items():
-        assert torch.equal(weights(other)[name], value), name
+    assert_same(weights(other), weights(pair.model))
     outsize.save(tmp_path / "whole", other, optimizer)
     pair.train(ids(1), rel=2e-5, loss_of=mean_square)
     outsize.load(tmp_path / "whole", pair.model, pair.optimizer)
-    for name, value in weights(other).items():
-        assert torch.equal(weights(pair.model)[name], value), name
+    assert_same(weights(pair.model), weights(other))
 
 
 def test_an_interrupted_backward_leaves_no_half_gradient(workshop: Workshop) -> None:
