@@ -61,17 +61,12 @@ class Net(nn.Module):
         return self.head(self.norm(x)) * (1 + self.frozen.mean())
 
 
-def tiers(params: str, grads: str, states: str, tmp: Path) -> dict[str, Any]:
-    disk = tmp / "disk"
-    disk.mkdir(exist_ok=True)
-    return {
-        "params": params,
-        "grads": grads,
-        "states": states,
-        "disk": disk,
-        "host_memory": "64MiB",
-        "device": torch.get_default_device(),
-    }
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
+    """On one tier but for what `fields` say, in a folder `disk`."""
+    (tmp / "disk").mkdir(exist_ok=True)
+    places = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
+    others = {"host_memory": "64MiB", "device": torch.get_default_device()}
+    outsize.prepare(model, optimizer, **{**places, **others, **fields})
 
 
 class Run:
@@ -84,7 +79,8 @@ class Run:
         decayed = [param for param in self.model.parameters() if param.ndim > 1]
         others = [param for param in self.model.parameters() if param.ndim <= 1]
         self.optimizer = make([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
-        outsize.prepare(self.model, self.optimizer, **{**tiers(*kinds, tmp), **fields})
+        places = dict(zip(("params", "grads", "states"), kinds, strict=True))
+        prepare(self.model, self.optimizer, "disk", tmp, **{**places, **fields})
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.losses: list[float] = []
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import outsize
 from outsize.api.assemble import prepared_of
-from tests.api.checkpoint_runs import Block
+from tests.api.checkpoint_runs import Block, prepare
 from tests.conftest import take_step
 
 Chunk = tuple[Sequence[int], Tensor]
@@ -87,12 +87,6 @@ def plain_run(
     optimizer = make(model)
     train(model, optimizer, steps)
     return model, optimizer
-
-
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
-    (tmp / "disk").mkdir(exist_ok=True)
-    kinds = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    outsize.prepare(model, optimizer, device=torch.get_default_device(), **{"host_memory": "64MiB", **kinds, **fields})
 
 
 def other_run(

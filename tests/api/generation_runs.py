@@ -14,9 +14,8 @@ import outsize
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.checkpoint import writer
 from outsize.move.generations import Generations
+from tests.api.checkpoint_runs import prepare
 from tests.conftest import assert_same, take_step
-
-DISK = {"params": "disk", "grads": "disk", "states": "disk"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +29,11 @@ class Run:
 
     def __init__(self, tmp: Path, seed: int = 0, model: nn.Module | None = None, **fields: Any) -> None:
         torch.manual_seed(seed)
-        (tmp / "disk").mkdir(exist_ok=True)
         self.model = model or nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 90), nn.Linear(90, 3))
         if model is None:
             self.model[1].weight.requires_grad_(False)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        given = {**DISK, "disk": tmp / "disk", "host_memory": "64MiB", "device": torch.get_default_device()}
-        outsize.prepare(self.model, self.optimizer, **{**given, **fields})
+        prepare(self.model, self.optimizer, "disk", tmp, **fields)
         self.count = 0
 
     @property

@@ -19,7 +19,7 @@ from outsize.api.exporting import export
 from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
-from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, masters, peak_of
+from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, masters, peak_of, prepare
 from tests.conftest import Workshop, assert_same, batches, take_step, weights
 
 
@@ -300,10 +300,8 @@ def test_small_tensors_survive_in_the_manifest() -> None:
 def test_memory_of_save_load_and_export_is_a_slab_whatever_the_model(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])  # 64 MiB of weights, 4 MiB a unit
-    (tmp_path / "disk").mkdir()
-    fields = {"params": "disk", "grads": "disk", "states": "disk", "disk": tmp_path / "disk", "host_memory": "32MiB"}
     optimizer = torch.optim.AdamW(model.parameters())
-    outsize.prepare(model, optimizer, device=torch.get_default_device(), **fields)
+    prepare(model, optimizer, "disk", tmp_path, host_memory="32MiB")
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     save(tmp_path / "warm", model, optimizer)

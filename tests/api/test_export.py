@@ -26,7 +26,7 @@ from outsize.checkpoint.folder import locked
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
-from tests.api.checkpoint_runs import peak_of
+from tests.api.checkpoint_runs import peak_of, prepare
 from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -48,12 +48,8 @@ def small(kind: str) -> Any:
 
 
 def prepared(model: nn.Module, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
-    (tmp / "disk").mkdir(exist_ok=True)
-    tiers = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outsize.prepare(
-        model, optimizer, **{"device": torch.get_default_device(), "host_memory": "64MiB", **tiers, **fields}
-    )
+    prepare(model, optimizer, tier, tmp, **fields)
     return optimizer
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outsize
+from tests.api.checkpoint_runs import prepare
 from tests.conftest import take_step
 
 
@@ -43,18 +44,12 @@ def prepared(tmp: Path, *layers: nn.Module, seed: int = 0) -> tuple[nn.Module, t
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(20, 20), *layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    (tmp / "disk").mkdir(exist_ok=True)
-    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    outsize.prepare(
-        model, optimizer, device=torch.get_default_device(), disk=tmp / "disk", host_memory="64MiB", **tiers
-    )
+    prepare(model, optimizer, "disk", tmp)
     return model, optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    loss = model(torch.ones(3, 20)).square().mean()
-    take_step(loss, optimizer)
-    return loss.item()
+    return take_step(model(torch.ones(3, 20)).square().mean(), optimizer).item()
 
 
 def test_extra_states_are_restored_and_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:

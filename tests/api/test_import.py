@@ -23,6 +23,7 @@ from outsize.formats import hugging
 from outsize.run import mapped_files
 from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
+from tests.api.checkpoint_runs import prepare
 from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -139,10 +140,7 @@ class Small(nn.Module):
 
 
 def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
-    (tmp / "disk").mkdir(exist_ok=True)
-    tiers = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outsize.prepare(model, optimizer, device=torch.get_default_device(), host_memory="64MiB", **tiers, **fields)
+    prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), tier, tmp, **fields)
     return model
 
 
@@ -187,11 +185,8 @@ def test_floating_point_weights_are_cast(stored: torch.dtype, live: torch.dtype,
     torch.manual_seed(0)
     weight = torch.randn(9, 70).to(stored)
     safetensors.save_file({"weight": weight}, tmp_path / "model.safetensors")
-    (tmp_path / "disk").mkdir()
     model = nn.Linear(70, 9, bias=False).requires_grad_(False)  # no master
-    outsize.prepare(
-        model, None, device=torch.get_default_device(), host_memory="64MiB", compute_dtype=live, disk=tmp_path / "disk"
-    )
+    prepare(model, None, "auto", tmp_path, compute_dtype=live)
     outsize.load(tmp_path, model)
     assert torch.equal(values(model)["weight"], weight.to(live))
 

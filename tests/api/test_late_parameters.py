@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outsize
+from tests.api.checkpoint_runs import prepare
 
 TIERS = ("device", "host", "disk")
 
@@ -33,9 +34,7 @@ class Net(nn.Module):
 def prepared(tier: str, tmp: Path) -> tuple[Any, torch.optim.Optimizer]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    (tmp / "disk").mkdir(exist_ok=True)
-    places = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk"}
-    outsize.prepare(model, optimizer, device=torch.get_default_device(), host_memory="64MiB", **places)
+    prepare(model, optimizer, tier, tmp)
     return model, optimizer
 
 

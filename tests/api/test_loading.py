@@ -26,7 +26,7 @@ from outsize.checkpoint.files import DataReader, file_record, open_manifest
 from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
-from tests.api.checkpoint_runs import edit
+from tests.api.checkpoint_runs import edit, prepare
 from tests.conftest import assert_same, take_step
 
 TIERS = ("device", "host", "disk")
@@ -50,11 +50,9 @@ class Net(nn.Module):
 class Run:
     def __init__(self, tmp: Path, tier: str = "host", seed: int = 0, net: Any = None, **fields: Any) -> None:
         torch.manual_seed(seed)
-        (tmp / "disk").mkdir(exist_ok=True)
         self.model = net or Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        given = {"params": tier, "grads": tier, "states": tier, "disk": tmp / "disk", "host_memory": "64MiB"}
-        outsize.prepare(self.model, self.optimizer, device=torch.get_default_device(), **{**given, **fields})
+        prepare(self.model, self.optimizer, tier, tmp, **fields)
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
