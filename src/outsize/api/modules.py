@@ -33,8 +33,7 @@ def modules_of(
     owned: dict[int, list[Unit]] = {}
     framed = {model: False}
     layers = layers_of(model, home, config, lambda unit: "keep" if units[unit].shard.tiers.params == "device" else auto)
-    for module, parent_unit, _ in _walk(model, home):
-        inside = {home[id(param)] for param in known(module.parameters())}
+    for module, inside, parent_unit, _ in _walk(model, home):
         own = {home[id(param)] for param in known(module.parameters(recurse=False))}
         if len(inside) == 1 and module is not model:
             index = next(iter(inside))
@@ -66,8 +65,7 @@ def layers_of(
     `auto`: what is done in a unit where the user leaves it to outsize."""
     found: dict[nn.Module, str] = {}
     within: set[nn.Module] = set()
-    for module, parent_unit, in_list in _walk(model, home):
-        inside = {home[id(param)] for param in known(module.parameters())}
+    for module, inside, parent_unit, in_list in _walk(model, home):
         if inside and module is not model and module not in within and parent_unit not in inside:
             alone = in_list and len(inside) == 1  # what runs again holds all of its units
             mode = _mode(module, config, auto(min(inside)) if alone else "keep")
@@ -85,7 +83,7 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def _walk(model: nn.Module, home: Mapping[int, int]) -> Any:
-    """Each module once: (module, the only unit of its parent or -1, whether its parent is a list)."""
+    """Each module once: (module, its units, the only one of its parent or -1, whether its parent is a list)."""
     seen: set[int] = set()
     stack: list[tuple[nn.Module, int, bool]] = [(model, -1, False)]
     while stack:
@@ -93,8 +91,8 @@ def _walk(model: nn.Module, home: Mapping[int, int]) -> Any:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        yield module, parent_unit, in_list
         inside = {home[id(param)] for param in known(module.parameters())}
+        yield module, inside, parent_unit, in_list
         own = next(iter(inside)) if len(inside) == 1 and module is not model else -1
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
         stack.extend(reversed([(each, own, is_list) for each in module.children()]))
