@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,20 @@ class Run:
     def result(self) -> dict[str, torch.Tensor]:
         """Everything that a later step depends on."""
         found: dict[str, torch.Tensor] = {"losses": torch.tensor(self.losses), "rng": random_state()}
-        with outsize.gathered(self.model):
-            found |= {name: value.detach().clone() for name, value in self.model.named_parameters()}
-        found |= {name: value.clone() for name, value in self.model.named_buffers()}
-        for name, param in self.model.named_parameters():
-            for key, value in self.optimizer.state[param].items():
-                found[f"{name}/{key}"] = torch.as_tensor(value).clone()
-        return found
+        return found | everything(self.model, self.optimizer)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Copies of weights, buffers and optimizer state, whether the model is prepared or not."""
+    found = {name: value.detach().clone() for name, value in model.named_buffers()}
+    with nullcontext() if prepared_of(next(model.parameters())) is None else outsize.gathered(model):
+        found |= {name: value.detach().clone() for name, value in model.named_parameters()}
+    if optimizer is not None:
+        for name, param in model.named_parameters():
+            if param in optimizer.state:
+                entries = optimizer.state[param].items()
+                found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entries}
+    return found
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import outsize
-from outsize.api.assemble import prepared_of
 from tests.api.checkpoint_runs import Block, prepare
 from tests.conftest import take_step
 
@@ -171,19 +170,3 @@ def saved_run(
     weights, states = get_state_dict(model, optimizer, options=options)
     plain_save({"model": weights, "optim": states}, folder)
     return model, optimizer
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Copies of weights, buffers and optimizer state, whether the model is prepared or not."""
-    found = {name: value.detach().clone() for name, value in model.named_buffers()}
-    if prepared_of(next(model.parameters())) is None:
-        found |= {name: value.detach().clone() for name, value in model.named_parameters()}
-    else:
-        with outsize.gathered(model):
-            found |= {name: value.detach().clone().as_subclass(Tensor) for name, value in model.named_parameters()}
-    if optimizer is not None:
-        for name, param in model.named_parameters():
-            if param in optimizer.state:
-                entries = optimizer.state[param].items()
-                found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entries}
-    return found

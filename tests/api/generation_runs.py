@@ -14,7 +14,7 @@ import outsize
 from outsize.api.assemble import Prepared, prepared_of
 from outsize.checkpoint import writer
 from outsize.move.generations import Generations
-from tests.api.checkpoint_runs import prepare
+from tests.api.checkpoint_runs import everything, prepare
 from tests.conftest import assert_same, take_step
 
 
@@ -53,12 +53,7 @@ class Run:
             take_step(self.model(inputs.to(next(self.model.parameters()).dtype)).square().mean(), self.optimizer)
 
     def values(self) -> dict[str, torch.Tensor]:
-        with outsize.gathered(self.model):
-            found = {name: value.detach().clone() for name, value in self.model.named_parameters()}
-        for name, param in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"{name}/{key}"] = torch.as_tensor(value).clone()
-        return found
+        return everything(self.model, self.optimizer)
 
     def save(self, path: Path, **options: Any) -> None:
         outsize.save(path, self.model, self.optimizer, self.count, **options).wait()

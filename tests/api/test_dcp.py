@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import outsize
 from outsize.checkpoint.arrays import Readable
 from outsize.formats.dcp_writing import write_dcp
-from tests.api.checkpoint_runs import masters
+from tests.api.checkpoint_runs import everything, masters
 from tests.api.dcp_runs import (
     TIERS,
     Net,
     Tied,
     adamw,
-    everything,
     load,
     other_run,
     plain_load,

@@ -23,10 +23,9 @@ import outsize
 from outsize.checkpoint import files
 from outsize.checkpoint.arrays import SLAB_BYTES
 from outsize.formats.dcp_folder import DcpFolder
-from tests.api.checkpoint_runs import peak_of
+from tests.api.checkpoint_runs import everything, peak_of
 from tests.api.dcp_runs import (
     Chunk,
-    everything,
     other_run,
     plain_load,
     plain_run,

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.api.checkpoint_runs import everything
 from tests.api.dcp_runs import (
     Net,
     adamw,
-    everything,
     load,
     other_run,
     plain_load,

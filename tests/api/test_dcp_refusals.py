@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from outsize.formats.dcp_folder import DcpFolder, grid_cuts
+from tests.api.checkpoint_runs import everything
 from tests.api.dcp_runs import (
     adamw,
     changed,
-    everything,
     load,
     other_run,
     plain_run,

@@ -23,7 +23,7 @@ from outsize.formats import hugging
 from outsize.run import mapped_files
 from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
-from tests.api.checkpoint_runs import prepare
+from tests.api.checkpoint_runs import everything, prepare
 from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -144,12 +144,6 @@ def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
     return model
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    with outsize.gathered(model):
-        params = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return params | {name: value.clone() for name, value in model.named_buffers()}
-
-
 def opened(folder: Path) -> dict[str, torch.Tensor]:
     file = safetensors.load_file(folder / "model.safetensors")
     return {name: value.to(torch.get_default_device()) for name, value in file.items()}
@@ -160,9 +154,9 @@ def test_an_export_comes_back_bit_for_bit(tier: str, tmp_path: Path) -> None:
     source = prepared(Small(1), tmp_path)
     export(tmp_path / "weights", source, max_shard_size="100KB")
     target = prepared(Small(2), tmp_path, tier)
-    before = values(target)
+    before = everything(target)
     outsize.load(tmp_path / "weights", target)
-    assert_same(values(target), values(source) | {"scratch": before["scratch"]})
+    assert_same(everything(target), everything(source) | {"scratch": before["scratch"]})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -188,7 +182,7 @@ def test_floating_point_weights_are_cast(stored: torch.dtype, live: torch.dtype,
     model = nn.Linear(70, 9, bias=False).requires_grad_(False)  # no master
     prepare(model, None, "auto", tmp_path, compute_dtype=live)
     outsize.load(tmp_path, model)
-    assert torch.equal(values(model)["weight"], weight.to(live))
+    assert torch.equal(everything(model)["weight"], weight.to(live))
 
 
 def test_weights_that_transformers_saved_give_its_logits(pretrained: Path, tmp_path: Path) -> None:
@@ -208,7 +202,7 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
     safetensors.save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path)
     outsize.load(tmp_path, target)
-    assert torch.equal(values(target)["embed.weight"], tensors["head.weight"])
+    assert torch.equal(everything(target)["embed.weight"], tensors["head.weight"])
 
 
 def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: Path) -> None:
@@ -260,14 +254,14 @@ def test_weights_that_transformers_saved_under_other_names_are_refused_with_the_
     if stored == set(source.state_dict()):
         pytest.skip("this transformers saves the names of the model")
     target = prepared(build(), tmp_path)
-    before = values(target)
+    before = everything(target)
     remedy = r"under other names \(\d+ missing.*outsize\.init\(.*from_pretrained\('.*saved'\).*Nothing was changed"
     with pytest.raises(ValueError, match=remedy):
         outsize.load(tmp_path / "saved", target, strict=strict)
-    assert_same(values(target), before)
+    assert_same(everything(target), before)
     with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path / "disk", device="cpu"):
         remedied = type(source).from_pretrained(tmp_path / "saved")
-    assert_same(values(prepared(remedied, tmp_path)), values(prepared(source, tmp_path)))
+    assert_same(everything(prepared(remedied, tmp_path)), everything(prepared(source, tmp_path)))
 
 
 @pytest.mark.parametrize("what", ["another head", "adapters", "half of the layers"])
@@ -291,7 +285,7 @@ def test_a_folder_of_transformers_that_is_meant_to_differ_is_passed_over(what: s
     (tmp_path / "config.json").write_text("{}")
     target = prepared(model, tmp_path)
     outsize.load(tmp_path, target, strict=False)
-    found = values(target)
+    found = everything(target)
     assert all(torch.equal(found[name], value) for name, value in old.items() if name in found)
 
 
@@ -303,19 +297,19 @@ def test_without_strict_what_only_one_side_has_is_passed_over_and_listed(
     missing = {name: tensors.pop(name) for name in ("norm.running_mean", "wide.bias")}
     safetensors.save_file({**tensors, "gate": torch.ones(3)}, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path, tier)
-    before = values(target)
+    before = everything(target)
     with pytest.raises(
         ValueError,
         match=r"1 missing parameters: wide.bias; 1 missing buffers: norm.running_mean; 1 unex.*: gate\..*strict=False",
     ):
         outsize.load(tmp_path, target)
-    assert_same(values(target), before)
+    assert_same(everything(target), before)
     with caplog.at_level(logging.WARNING, "outsize"):
         outsize.load(tmp_path, target, strict=False)
     assert "1 missing parameters, passed over: wide.bias" in caplog.text
     assert "1 missing buffers, passed over: norm.running_mean" in caplog.text
     assert "1 unexpected weights, passed over: gate" in caplog.text
-    assert_same(values(target), {**before, **tensors, **{name: before[name] for name in missing}})
+    assert_same(everything(target), {**before, **tensors, **{name: before[name] for name in missing}})
     safetensors.save_file({**tensors, "wide.bias": torch.ones(7)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"wide\.bias is 7 there and"):
         outsize.load(tmp_path, target, strict=False)
@@ -415,10 +409,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str, tmp_path: P
     safetensors.save_file({"weight": torch.randn(2, 4)}, folder / "model.safetensors")
     make(folder)
     model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
-    before = values(model)
+    before = everything(model)
     with pytest.raises(ValueError, match=message):
         outsize.load(folder, model)
-    assert_same(values(model), before)
+    assert_same(everything(model), before)
 
 
 @pytest.mark.parametrize("missing", ["everything", "a file of the index"])
@@ -436,7 +430,7 @@ def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("blob")
     model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
     outsize.load(tmp_path, model)
-    assert torch.equal(values(model)["weight"], torch.ones(2, 4))
+    assert torch.equal(everything(model)["weight"], torch.ones(2, 4))
 
 
 def test_short_reads_are_resumed_and_failing_ones_name_the_file(
@@ -448,7 +442,7 @@ def test_short_reads_are_resumed_and_failing_ones_name_the_file(
     preadv = os.preadv
     monkeypatch.setattr(hugging.os, "preadv", lambda fd, data, at: preadv(fd, [data[0][:5]], at))
     outsize.load(tmp_path, model)
-    assert torch.equal(values(model)["weight"], expected)
+    assert torch.equal(everything(model)["weight"], expected)
 
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
