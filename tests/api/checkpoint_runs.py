@@ -62,6 +62,22 @@ class Net(nn.Module):
         return self.head(self.norm(x)) * (1 + self.frozen.mean())
 
 
+class Small(nn.Module):
+    """Two layers, a tied head, buffers of several kinds; the first weight is larger than a slab's piece."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wide = nn.Linear(1031, 1033)
+        self.embed = nn.Embedding(30, 8)
+        self.head = nn.Linear(8, 30)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.norm.running_mean.fill_(seed)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+
+
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, tier: str, tmp: Path, **fields: Any) -> None:
     """On one tier but for what `fields` say, in a folder `disk`."""
     (tmp / "disk").mkdir(exist_ok=True)

@@ -46,11 +46,12 @@ class Run:
     def files(self) -> list[Generations]:
         return [file for unit in self.prepared.engine.parameters.units for file in unit.shard.generations()]
 
-    def train(self, steps: int = 1) -> None:
+    def train(self, steps: int = 1) -> Run:
         for _ in range(steps):
             self.count += 1
             inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(self.count))
             take_step(self.model(inputs.to(next(self.model.parameters()).dtype)).square().mean(), self.optimizer)
+        return self
 
     def values(self) -> dict[str, torch.Tensor]:
         return everything(self.model, self.optimizer)

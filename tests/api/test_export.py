@@ -26,7 +26,7 @@ from outsize.checkpoint.folder import locked
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
-from tests.api.checkpoint_runs import peak_of, prepare
+from tests.api.checkpoint_runs import Small, peak_of, prepare
 from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -101,20 +101,9 @@ def test_bf16_weights_stay_bf16_and_masters_are_exported_as_fp32(tmp_path: Path)
         assert torch.equal(other(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(30, 8)
-        self.head = nn.Linear(8, 30)
-        self.head.weight = self.embed.weight
-        self.norm = nn.BatchNorm1d(8)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("scratch", torch.ones(2), persistent=False)
-
-
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_a_plain_module_is_exported_under_its_own_names(tier: str, tmp_path: Path) -> None:
-    model = Plain()
+    model = Small(seed=1)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     prepared(model, tmp_path, tier)
     export(tmp_path / "weights", model)

@@ -29,8 +29,7 @@ from tests.conftest import assert_same
 
 
 def test_a_checkpoint_is_made_of_the_files_that_hold_the_state(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train()
+    run = Run(tmp_path).train()
     run.values()
     before, written = inodes(tmp_path / "disk"), run.prepared.resources.bytes_written
     run.save(tmp_path / "ckpt")
@@ -39,8 +38,7 @@ def test_a_checkpoint_is_made_of_the_files_that_hold_the_state(tmp_path: Path) -
 
 
 def test_training_never_touches_a_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train()
+    run = Run(tmp_path).train()
     run.save(tmp_path / "ckpt")
     held, saved = digest(tmp_path / "ckpt"), run.values()
     run.train(3)
@@ -78,9 +76,7 @@ def test_an_update_of_frozen_files_moves_no_more_bytes_than_one_in_place(tmp_pat
 
 
 def test_a_checkpoint_may_be_deleted_before_the_next_step(tmp_path: Path) -> None:
-    plain, run = Run(tmp_path), Run(tmp_path)
-    for each in (plain, run):
-        each.train()
+    plain, run = Run(tmp_path).train(), Run(tmp_path).train()
     run.save(tmp_path / "ckpt")
     shutil.rmtree(tmp_path / "ckpt")
     run.save(tmp_path / "other")  # the bytes have no name any more: they are copied
@@ -90,8 +86,7 @@ def test_a_checkpoint_may_be_deleted_before_the_next_step(tmp_path: Path) -> Non
 
 
 def test_keep_bounds_the_space_and_recycles_the_files(tmp_path: Path) -> None:
-    run = Run(tmp_path, model=nn.Sequential(nn.Linear(70, 400), nn.Linear(400, 400), nn.Linear(400, 3)))
-    run.train()
+    run = Run(tmp_path, model=nn.Sequential(nn.Linear(70, 400), nn.Linear(400, 400), nn.Linear(400, 3))).train()
     settle(run.prepared)
     one = blocks(tmp_path / "disk", set())
     used: set[int] = set()
@@ -117,8 +112,7 @@ def test_keep_removes_a_checkpoint_once_the_next_one_was_read(tmp_path: Path, mo
         plain(generation)
 
     monkeypatch.setattr(generations.Generation, "check_rest", check_rest)
-    run = Run(tmp_path)
-    run.train()
+    run = Run(tmp_path).train()
     run.save(tmp_path / "step-1", keep=1)
     assert not there
     run.train()
@@ -130,8 +124,7 @@ def test_keep_removes_a_checkpoint_once_the_next_one_was_read(tmp_path: Path, mo
 def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path)
-    run.train()
+    run = Run(tmp_path).train()
     run.save(tmp_path / "step-1", keep=1)
     run.train()
     saved = run.values()
@@ -172,8 +165,7 @@ def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:
 
 
 def test_a_save_without_room_for_the_next_update_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.train()
+    run = Run(tmp_path).train()
     before = run.values()
 
     class Full:
@@ -192,9 +184,7 @@ def test_a_save_without_room_for_the_next_update_is_refused(tmp_path: Path, monk
 
 def test_files_that_cannot_be_linked_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "link", lambda generation, target: False)
-    plain, run = Run(tmp_path), Run(tmp_path)
-    for each in (plain, run):
-        each.train()
+    plain, run = Run(tmp_path).train(), Run(tmp_path).train()
     run.save(tmp_path / "ckpt")
     assert all(file.frozen for file in run.files)
     for each in (plain, run):
@@ -227,8 +217,7 @@ def test_without_disk_space_for_a_second_generation_copies_are_made_before_save_
 
 
 def test_the_run_itself_never_takes_more_than_one_generation_where_files_are_linked(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train()
+    run = Run(tmp_path).train()
     settle(run.prepared)
     one = blocks(tmp_path / "disk", set())
     for step in range(3):
@@ -250,16 +239,14 @@ def test_several_disks_are_copied_into_one_file(tmp_path: Path) -> None:
     disks = [tmp_path / "one", tmp_path / "two"]
     for disk in disks:
         disk.mkdir()
-    run = Run(tmp_path, disk=disks)
-    run.train()
+    run = Run(tmp_path, disk=disks).train()
     run.save(tmp_path / "ckpt")
     assert_holds(tmp_path / "ckpt", run.values(), tmp_path)
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_verify_finds_a_byte_that_changed_on_the_disk(verify: bool, tmp_path: Path) -> None:
-    run = Run(tmp_path, verify=verify, host_memory="1MiB")
-    run.train()
+    run = Run(tmp_path, verify=verify, host_memory="1MiB").train()
     settle(run.prepared)
     unit = run.prepared.engine.parameters.units[0]
     if unit.state.value == "resident":
@@ -287,9 +274,8 @@ def test_verify_changes_nothing_else(fields: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_late_arrays_have_generations_too(tmp_path: Path) -> None:
-    plain, run = Run(tmp_path), Run(tmp_path)
+    plain, run = Run(tmp_path).train(), Run(tmp_path).train()
     for each in (plain, run):
-        each.train()
         each.model[1].weight.requires_grad_(True)
         each.optimizer.add_param_group({"params": [each.model[1].weight]})
     for step in range(3):

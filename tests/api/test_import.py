@@ -23,7 +23,7 @@ from outsize.formats import hugging
 from outsize.run import mapped_files
 from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
-from tests.api.checkpoint_runs import everything, prepare
+from tests.api.checkpoint_runs import Small, everything, prepare
 from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -121,22 +121,6 @@ def test_a_system_without_proc_keeps_the_pages(tmp_path: Path, monkeypatch: pyte
 
 
 # ------------------------------------------------------------------------------------------ into a prepared model
-
-
-class Small(nn.Module):
-    """Two layers, a tied head, buffers of several kinds; the first weight is larger than a slab's piece."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.wide = nn.Linear(1031, 1033)
-        self.embed = nn.Embedding(30, 8)
-        self.head = nn.Linear(8, 30)
-        self.head.weight = self.embed.weight
-        self.norm = nn.BatchNorm1d(8)
-        self.norm.running_mean.fill_(seed)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
 
 
 def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:

@@ -62,8 +62,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_instant(
     tier: str, tmp_path: Path, gate: threading.Event
 ) -> None:
-    run = Run(tmp_path, params=tier, grads=tier, states=tier)
-    run.train()
+    run = Run(tmp_path, params=tier, grads=tier, states=tier).train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
     run.train(2)
@@ -77,8 +76,7 @@ def test_training_goes_on_while_memory_is_written_and_the_checkpoint_is_of_its_i
 def test_without_room_for_copies_what_is_about_to_change_is_waited_for(
     tmp_path: Path, gate: threading.Event, held_back: threading.Event
 ) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host", host_memory="1MiB")
-    run.train()
+    run = Run(tmp_path, params="host", grads="host", states="host", host_memory="1MiB").train()
     saved = run.values()
     run.prepared.resources.ledger.add("host/test", 1 << 20)
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
@@ -133,8 +131,7 @@ def test_a_unit_that_changes_while_it_is_written_waits_for_the_piece_on_its_way(
 def test_weights_on_the_device_that_the_user_changes_after_a_save_are_saved_as_they_were(
     tmp_path: Path, gate: threading.Event
 ) -> None:
-    run = Run(tmp_path, params="device", grads="device", states="host")
-    run.train()
+    run = Run(tmp_path, params="device", grads="device", states="host").train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
     with outsize.gathered(list(run.model.parameters()), modify=True):
@@ -149,8 +146,7 @@ def test_weights_on_the_device_that_the_user_changes_after_a_save_are_saved_as_t
 def test_who_waits_for_a_checkpoint_and_is_interrupted_changes_nothing_in_it(
     waiter: str, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
+    run = Run(tmp_path, params="host", grads="host", states="host").train()
     gate.set()
     outsize.save(tmp_path / "first", run.model, run.optimizer, run.count).wait()
     gate.clear()
@@ -187,8 +183,7 @@ def test_who_waits_for_a_checkpoint_and_is_interrupted_changes_nothing_in_it(
 def test_what_cannot_be_copied_is_waited_for(
     tmp_path: Path, gate: threading.Event, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
+    run = Run(tmp_path, params="host", grads="host", states="host").train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count)
 
@@ -210,8 +205,7 @@ def test_what_cannot_be_copied_is_waited_for(
 
 
 def test_without_room_weights_on_the_device_are_written_before_save_returns(tmp_path: Path) -> None:
-    run = Run(tmp_path, params="device", grads="device", states="device", host_memory="64MiB")
-    run.train()
+    run = Run(tmp_path, params="device", grads="device", states="device", host_memory="64MiB").train()
     run.prepared.resources.ledger.add("host/test", 64 << 20)
     saved = run.values()
     assert outsize.save(tmp_path / "ckpt", run.model, run.optimizer, run.count).done()
@@ -222,8 +216,7 @@ def test_without_room_weights_on_the_device_are_written_before_save_returns(tmp_
 def test_a_failure_behind_the_training_is_logged_and_raised_once(
     waited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path, params="host", grads="host", states="host")
-    run.train()
+    run = Run(tmp_path, params="host", grads="host", states="host").train()
     run.save(tmp_path / "ckpt")
     good = digest(tmp_path / "ckpt")
     run.train()
@@ -246,8 +239,7 @@ def test_a_failure_behind_the_training_is_logged_and_raised_once(
 
 @pytest.mark.parametrize("others", ["disk", "host"])
 def test_a_model_may_go_while_its_checkpoint_is_written(others: str, tmp_path: Path, gate: threading.Event) -> None:
-    run = Run(tmp_path, params="host", grads=others, states=others)
-    run.train()
+    run = Run(tmp_path, params="host", grads=others, states=others).train()
     saved = run.values()
     saving = outsize.save(tmp_path / "ckpt", run.model, run.optimizer, 1)
     run.prepared.resources.close()

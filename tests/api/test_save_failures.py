@@ -62,9 +62,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_save_that_fails_leaves_the_run_as_if_it_had_never_been_asked(
     failure: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, run = run_of(tmp_path, tier), run_of(tmp_path, tier)
-    for each in (plain, run):
-        each.train()
+    plain, run = run_of(tmp_path, tier).train(), run_of(tmp_path, tier).train()
     with monkeypatch.context() as patch:
         FAILURES[failure](patch)
         with pytest.raises(OSError, match="No space left"):
@@ -83,9 +81,7 @@ def test_a_save_that_fails_leaves_the_run_as_if_it_had_never_been_asked(
 def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_raise(
     size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, run = run_of(tmp_path), run_of(tmp_path)
-    for each in (plain, run):
-        each.train()
+    plain, run = run_of(tmp_path).train(), run_of(tmp_path).train()
     with monkeypatch.context() as patch:
         patch.setattr(disk.os, "posix_fallocate", full)
         run.save(tmp_path / "ckpt")
@@ -109,8 +105,7 @@ def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_rai
 
 @pytest.mark.parametrize("size", ["large"], indirect=True)  # small state is read back and compared instead
 def test_what_did_not_reach_the_drive_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
 
     def broken(file: int) -> None:
@@ -134,8 +129,7 @@ def test_an_error_after_the_rename_leaves_the_earlier_checkpoint_as_it_was(
 ) -> None:
     if not exchange:
         monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "ckpt")
     saved, plain = run.values(), folder.sync
     run.train()
@@ -159,8 +153,7 @@ def test_an_error_after_the_rename_leaves_the_earlier_checkpoint_as_it_was(
 def test_what_appears_at_the_target_meanwhile_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     plain = writer.write_text
 
     def write_text(path: Path, text: str) -> None:
@@ -215,8 +208,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
     files = [open(file, "rb") for file in sorted((tmp_path / "step-1").iterdir())]  # noqa: SIM115
     before = [file.read() for file in files]
@@ -232,8 +224,7 @@ def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) 
 def test_keep_leaves_links_and_whatever_else_lies_in_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     ckpts = tmp_path / "ckpts"
     for step in (1, 2, 3):
         run.save(ckpts / f"step-{step}")
@@ -250,8 +241,7 @@ def test_keep_leaves_links_and_whatever_else_lies_in_a_checkpoint(
 def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
 
     class Back(directory.datetime):  # type: ignore[misc, name-defined]
@@ -267,8 +257,7 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
 
 @pytest.mark.parametrize("text", ["zzz", "9999-12-31T23:59:59.999999+00:00", "2026-01-01T00:00:00"])
 def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
     manifest = tmp_path / "step-1" / "manifest.json"
     content = json.loads(manifest.read_text())
@@ -282,8 +271,7 @@ def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Pa
 
 
 def test_keep_counts_only_what_can_be_opened(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     for step in (1, 2, 3, 4):
         run.save(tmp_path / f"step-{step}")
     os.truncate(tmp_path / "step-4" / "model.bin", 10)
@@ -294,8 +282,7 @@ def test_keep_counts_only_what_can_be_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".step-1", ".zz.new-0123456789ab"])
 def test_a_name_that_begins_with_a_dot_is_refused(name: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     with pytest.raises(ValueError, match="begins with a dot"):
         run.save(tmp_path / name)
     with pytest.raises(ValueError, match="begins with a dot"):
@@ -307,8 +294,7 @@ def test_a_name_that_begins_with_a_dot_is_refused(name: str, tmp_path: Path) -> 
 def test_an_interrupted_save_leaves_nothing_open_and_nothing_behind(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -334,8 +320,7 @@ def test_an_interrupted_save_leaves_nothing_open_and_nothing_behind(
 
 
 def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     own = next((tmp_path / "disk").iterdir())
     for place in (own, own / "ckpt", tmp_path / "outsize-run-1"):
         with pytest.raises(ValueError, match="keeps a run's own files"):
@@ -346,8 +331,7 @@ def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path, "host")
-    run.train()
+    run = run_of(tmp_path, "host").train()
     run.save(tmp_path / "step-1")
     gate_in, gate_out = os.pipe()
     plain, here = DataWriter.write, threading.get_ident()
@@ -377,8 +361,7 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
 def test_a_forked_child_saves_and_loads_nothing(tier: str, tmp_path: Path) -> None:
     """Its parent does not know what it links or freezes, and would write over it. Right after a step an update may be
     on its way, which nobody brings in the child: that is no reason to wait for ever."""
-    run = run_of(tmp_path, tier)
-    run.train()
+    run = run_of(tmp_path, tier).train()
     run.save(tmp_path / "good")
     run.train()
     child = os.fork()
@@ -509,8 +492,7 @@ def test_every_file_has_the_mode_that_the_umask_says(tier: str, tmp_path: Path) 
 def test_what_cannot_be_removed_is_no_failure_of_the_save(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
     plain_rename, plain_sync = os.rename, folder.sync
 
@@ -539,8 +521,7 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(
 
 
 def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "ckpts" / "step-1")
     run.save(tmp_path / "ckpts" / "step-2")
     manifest = tmp_path / "ckpts" / "step-2" / "manifest.json"
@@ -575,8 +556,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
 def test_a_write_protected_checkpoint_stays_in_sight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path)
-    run.train()
+    run = run_of(tmp_path).train()
     run.save(tmp_path / "step-1")
     plain = os.access
     # Whoever runs the tests may be root, who may write anywhere.
@@ -655,8 +635,7 @@ def test_a_folder_that_another_run_has_swept_is_not_published(tmp_path: Path, mo
 
 @pytest.mark.parametrize("size", ["large"], indirect=True)
 def test_what_ends_before_it_writes_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path, "host")
-    run.train()
+    run = run_of(tmp_path, "host").train()
     with monkeypatch.context() as patch:
         patch.setattr(writer.UnfinishedCheckpoint, "finish", full)
         with pytest.raises(OSError, match="No space left"):
