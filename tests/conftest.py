@@ -348,9 +348,13 @@ def train(
     return trace
 
 
-def take_step(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """A step of the plainest loop; the loss again."""
+def take_step(
+    loss: Tensor, optimizer: torch.optim.Optimizer, clip: tuple[Iterable[Tensor], float] | None = None
+) -> Tensor:
+    """A step of the plainest loop, with the norm of the gradients of these parameters clipped; the loss again."""
     loss.backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(*clip)
     optimizer.step()
     optimizer.zero_grad()
     return loss

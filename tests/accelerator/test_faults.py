@@ -59,10 +59,7 @@ def accumulation(folder: Path) -> Weights:
     model, optimizer = made(folder, "host", "host", "host")
     for batch in on_sim(batches(3)):
         squared_error(model, batch).backward()
-        squared_error(model, batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(squared_error(model, batch), optimizer, clip=(model.parameters(), 0.5))
     return values(model)
 
 

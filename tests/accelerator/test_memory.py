@@ -15,7 +15,7 @@ import outsize
 from outsize.planning.layout import PAGE_ELEMENTS
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, prepared_stack
-from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error
+from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, take_step
 
 KIB = 1 << 10
 
@@ -47,10 +47,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    model(x).square().mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(model(x).square().mean(), optimizer, clip=(model.parameters(), 1.0))
 
 
 @pytest.mark.parametrize("tiers", [("host", "host", "host"), ("disk", "disk", "disk"), ("host", "host", "device")])

@@ -659,9 +659,6 @@ def test_what_is_loaded_in_inference_mode_can_be_trained(tier: str, tmp_path: Pa
     torch.manual_seed(8)
     for each in (run, other):
         torch.manual_seed(8)
-        each.model(torch.randn(4, 48)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(each.model.parameters(), 0.1)
-        each.optimizer.step()
-        each.optimizer.zero_grad()
+        take_step(each.model(torch.randn(4, 48)).square().mean(), each.optimizer, clip=(each.model.parameters(), 0.1))
         each.train()
     assert_same(run.weights(), other.weights())

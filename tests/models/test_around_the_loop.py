@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outsize
+from tests.conftest import take_step
 
 Make = Callable[..., Any]
 
@@ -241,10 +242,7 @@ def test_bf16_model_trains_like_one_with_masters_kept_by_hand(
         batch = case.batch(random)
         batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
         loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer, clip=(model.parameters(), 1.0))
         plain_loss = plain(**batch).loss
         plain_loss.backward()
         for master, param in zip(masters, plain.parameters(), strict=True):

@@ -283,10 +283,7 @@ def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, int, int]:
     for _ in range(3):
         loss = model(torch.randn(4, 64)).square().sum()
         inside.engine.streamer.drop_idle()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer, clip=(model.parameters(), 1.0))
     counts, unit = inside.engine.reduction.ranks.model.counts, 64 * 65 * 4
     peak = inside.resources.ledger.peak["device/whole gradients"] // unit
     return weights_of(model), counts["gather calls"], counts["reduce"], peak
@@ -373,10 +370,7 @@ def run_experts_in_any_order(fields: dict[str, Any], disk: str) -> list[Tensor]:
             module.register_forward_hook(lambda _, __, y: forget() or (y.register_hook(forget) and None))
     for step in range(3):
         x, y = batch(step, rank, rows=2)
-        nn.functional.mse_loss(model(x, rank), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(nn.functional.mse_loss(model(x, rank), y), optimizer, clip=(model.parameters(), 0.5))
     return weights_of(model)
 
 

@@ -278,10 +278,7 @@ def train_adapters(disk: str | None) -> dict[str, torch.Tensor]:
     for step in range(3):
         rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
         rows = rows if disk is None else rows[2 * rank : 2 * rank + 2]
-        model(rows).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(rows).square().mean(), optimizer, clip=(model.parameters(), 0.1))
     return named_weights(model)
 
 

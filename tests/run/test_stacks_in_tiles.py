@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import Pair, Product, Workshop, assert_same_gradients, gradients, prepared, sgd, weights
+from tests.conftest import Pair, Product, Workshop, assert_same_gradients, gradients, prepared, sgd, take_step, weights
 
 EXPERTS, WIDTH, HIDDEN, ROWS = 24, 32, 256, 6
 SMALL = 640 << 10
@@ -151,10 +151,7 @@ def test_stacks_in_tiles_train_as_in_torch(workshop: Workshop, use: Use) -> None
     data = inputs(2)
     for batch in data:
         for model, optimizer in pair.both:
-            mean_square(model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(mean_square(model, batch), optimizer, clip=(model.parameters(), 0.5))
     computing = ("device/",) if workshop.device != "cpu" else ("device/", "host/")
     peak = outsize.memory(pair.model).peak
     held = sum(size for name, size in peak.items() if name.startswith(computing))
