@@ -368,6 +368,22 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
         return {name: param.detach().clone().as_subclass(Tensor) for name, param in model.named_parameters()}
 
 
+def exact_masters(model: nn.Module) -> dict[str, Tensor]:
+    """Of a prepared model, by arithmetic: (bf16 bits << 16) + remainder, or what an fp16 weight has beside it. What has
+    no master is its own."""
+    found = weights(model)
+    for unit in prepared(model).engine.parameters.units:
+        unit.await_written()
+        for name, slot in unit.shard.slots.items():
+            value = found[name]
+            if array := unit.shard.array("master", slot):
+                rest = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape).to(value.device)
+                joined = rest if rest.is_floating_point() else (value.view(torch.int16).int() << 16) + rest.int()
+                value = joined.view(torch.float32)
+            found[name] = value.float()
+    return found
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of all gradients, whether the model is prepared or not."""
     if prepared_of(next(model.parameters())) is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch import nn
 
 import outsize
 from outsize import load, save
-from outsize.api.assemble import prepared_of
 from outsize.checkpoint.manifest import sealed
-from outsize.optim.rules import join_master
-from tests.conftest import random_state
+from tests.conftest import random_state, weights
 
 KINDS = ("device", "host", "disk")
 OPTIMIZERS = {
@@ -134,29 +131,12 @@ class Run:
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
     """Copies of weights, buffers and optimizer state, whether the model is prepared or not."""
-    found = {name: value.detach().clone() for name, value in model.named_buffers()}
-    with nullcontext() if prepared_of(next(model.parameters())) is None else outsize.gathered(model):
-        found |= {name: value.detach().clone() for name, value in model.named_parameters()}
+    found = {name: value.detach().clone() for name, value in model.named_buffers()} | weights(model)
     if optimizer is not None:
         for name, param in model.named_parameters():
             if param in optimizer.state:
                 entries = optimizer.state[param].items()
                 found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entries}
-    return found
-
-
-def masters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of the fp32 masters; of what has none its own."""
-    found = {}
-    for unit in prepared_of(model.head.weight).engine.parameters.units:  # type: ignore[union-attr]
-        for name, slot in unit.shard.slots.items():
-            with outsize.gathered(unit.parameters[name]):
-                value = unit.parameters[name].detach().clone().as_subclass(torch.Tensor)
-            unit.await_written()
-            if array := unit.shard.array("master", slot):
-                rest = unit.shard.read_array(array, slot.offset, slot.end)
-                value = join_master(value.reshape(-1), rest.to(value.device)).view(slot.shape)
-            found[name] = value.float()
     return found
 
 

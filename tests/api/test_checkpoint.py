@@ -19,8 +19,8 @@ from outsize.api.exporting import export
 from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
-from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, masters, peak_of, prepare
-from tests.conftest import Workshop, assert_same, batches, take_step, weights
+from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, peak_of, prepare
+from tests.conftest import Workshop, assert_same, batches, exact_masters, take_step, weights
 
 
 @pytest.fixture(params=["small", "large"])
@@ -172,12 +172,12 @@ def test_fp32_and_bf16_runs_exchange_exact_masters(tmp_path: Path) -> None:
     wide.save(tmp_path / "wide")
     narrow = Run(tmp_path, ("host", "disk", "host"), seed=1, compute_dtype=torch.bfloat16)
     narrow.load(tmp_path / "wide")
-    frozen = {"frozen": masters(wide.model)["frozen"].bfloat16().float()}  # it has no master
-    assert_same({**masters(wide.model), **frozen}, masters(narrow.model))
+    frozen = {"frozen": exact_masters(wide.model)["frozen"].bfloat16().float()}  # it has no master
+    assert_same({**exact_masters(wide.model), **frozen}, exact_masters(narrow.model))
     narrow.train(1)
     narrow.save(tmp_path / "narrow")
     wide.load(tmp_path / "narrow")
-    assert_same(masters(narrow.model), masters(wide.model))
+    assert_same(exact_masters(narrow.model), exact_masters(wide.model))
 
 
 @pytest.mark.parametrize(("momentum", "never"), [(0.0, ["2"]), (0.9, ["2"]), (0.9, [])])

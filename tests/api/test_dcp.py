@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import outsize
 from outsize.checkpoint.arrays import Readable
 from outsize.formats.dcp_writing import write_dcp
-from tests.api.checkpoint_runs import everything, masters
+from tests.api.checkpoint_runs import everything
 from tests.api.dcp_runs import (
     TIERS,
     Net,
@@ -37,7 +37,7 @@ from tests.api.dcp_runs import (
     saved_run,
     train,
 )
-from tests.conftest import assert_same
+from tests.conftest import assert_same, exact_masters
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -313,7 +313,7 @@ def test_masters_of_16_bit_weights_are_the_folders_fp32_weights(dtype: torch.dty
     load(tmp_path / "folder", model, optimizer)
     expected = {name: value.detach() for name, value in plain.named_parameters()}
     exact = {name: value.to(dtype).float() if name in FROZEN else value for name, value in expected.items()}
-    assert_same(masters(model), exact)
+    assert_same(exact_masters(model), exact)
     for name, value in everything(model).items():
         if name in expected:
             assert torch.equal(value, expected[name].to(dtype)), name
@@ -332,7 +332,7 @@ def test_bf16_folders_become_weights_of_the_same_values(compute_dtype: torch.dty
     plain_save({"model": {**plain.state_dict(), **stored}}, tmp_path / "folder")
     model, _ = other_run("disk", tmp_path, compute_dtype=compute_dtype)
     load(tmp_path / "folder", model)
-    assert_same(masters(model), {name: value.detach().float() for name, value in stored.items()})
+    assert_same(exact_masters(model), {name: value.detach().float() for name, value in stored.items()})
 
 
 def test_weights_alone_leave_the_optimizer_as_it_is(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_without_strict_what_one_side_lacks_stays_as_it_is(
     del states["state"]["blocks.0.up.bias"]  # type: ignore[union-attr, arg-type]
     plain_save({"model": {**weights, "more": torch.ones(3)}, "optim": states}, tmp_path / "folder")
     model, optimizer = other_run("disk", tmp_path, compute_dtype=compute_dtype)
-    before, halves = masters(model), everything(model, optimizer)
+    before, halves = exact_masters(model), everything(model, optimizer)
     load(tmp_path / "folder", model, optimizer, strict=False)
     assert [record.getMessage().partition(": ")[2] for record in caplog.records if record.name == "outsize"] == [
         "1 missing parameters, passed over: blocks.0.up.bias",
@@ -381,7 +381,7 @@ def test_without_strict_what_one_side_lacks_stays_as_it_is(
     expected = {name: value.detach() for name, value in plain.named_parameters()}
     for name in FROZEN:
         expected[name] = expected[name].to(compute_dtype).float()
-    assert_same(masters(model), {**expected, "blocks.0.up.bias": before["blocks.0.up.bias"]})
+    assert_same(exact_masters(model), {**expected, "blocks.0.up.bias": before["blocks.0.up.bias"]})
     after = everything(model, optimizer)
     for name in ("norm.running_mean", "blocks.0.up.bias/exp_avg", "blocks.0.up.bias/step"):
         assert torch.equal(after[name], halves[name]), name

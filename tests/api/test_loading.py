@@ -27,7 +27,7 @@ from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
 from tests.api.checkpoint_runs import edit, prepare
-from tests.conftest import assert_same, take_step
+from tests.conftest import assert_same, take_step, weights
 
 TIERS = ("device", "host", "disk")
 
@@ -60,8 +60,7 @@ class Run:
             take_step(self.model(torch.randn(4, 48).to(dtype)).square().mean(), self.optimizer)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        with outsize.gathered(self.model):
-            return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        return weights(self.model)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Stack, Workshop, assert_same, batches, prepared, squared_error, weights
+from tests.conftest import Stack, Workshop, assert_same, batches, exact_masters, squared_error, weights
 
 OVERFLOWS = (2, 5)
 
@@ -97,20 +97,9 @@ def test_fp16_trains_as_with_masters_kept_by_hand(workshop: Workshop, tier: str,
     assert scales == expected_scales
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     for name, value in zip(weights(model), masters, strict=True):
-        torch.testing.assert_close(exact_masters(model)[name].view(value.shape), value, rtol=1e-5, atol=1e-6)
-        assert torch.equal(weights(model)[name], exact_masters(model)[name].view(value.shape).half())
+        torch.testing.assert_close(exact_masters(model)[name], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights(model)[name], exact_masters(model)[name].half())
     assert outsize.memory(model).skipped_steps == len(OVERFLOWS)
-
-
-def exact_masters(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for unit in prepared(model).engine.parameters.units:
-        prepared(model).engine.streamer.settle(unit)
-        unit.await_written()
-        for slot in unit.shard.layout.slots:
-            rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end)
-            found[slot.name] = rest.to(unit.shard.device)
-    return found
 
 
 def test_fp16_gives_the_same_bits_on_every_tier(workshop: Workshop) -> None:
@@ -166,7 +155,7 @@ def test_fp16_state_goes_through_a_checkpoint_into_other_dtypes_and_back(worksho
     outsize.save(workshop.disk.parent / "half", pair.model, pair.optimizer)
     single = workshop.pair(lambda: Stack(depth=2), tier="host")
     outsize.load(workshop.disk.parent / "half", single.model, single.optimizer)
-    assert all(torch.equal(value.view(-1), masters[name]) for name, value in weights(single.model).items())
+    assert_same(weights(single.model), masters)
     outsize.save(workshop.disk.parent / "single", single.model, single.optimizer)
     again = workshop.pair(lambda: Stack(depth=2), tier="host", compute_dtype=torch.float16)
     outsize.load(workshop.disk.parent / "single", again.model, again.optimizer)

@@ -16,8 +16,8 @@ from tests.conftest import (
     Workshop,
     adamw,
     batches,
+    exact_masters,
     gradients,
-    prepared,
     squared_error,
     train,
     weights,
@@ -263,20 +263,6 @@ def rounded(master: Tensor) -> Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def masters(model: nn.Module) -> dict[str, Tensor]:
-    """The fp32 masters of a prepared bf16 model: (bf16 bits << 16) + remainder."""
-    values = weights(model)
-    found = {}
-    for unit in prepared(model).engine.parameters.units:
-        unit.await_written()
-        for name, slot in unit.shard.slots.items():
-            rest = unit.shard.read_array(unit.shard.arrays["master"], slot.offset, slot.end).view(slot.shape)
-            found[name] = ((values[name].view(torch.int16).int() << 16) + rest.int().to(values[name].device)).view(
-                torch.float32
-            )
-    return found
-
-
 def adamw_by_hand(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
     """torch's single-tensor AdamW, with a correctly rounded root (torch may take its own from MKL, which is not)."""
     exp_avg, exp_avg_sq = moments
@@ -316,7 +302,7 @@ def test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit(
     optimizer = adamw(model)
     workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
     train(model, optimizer, data, clip=0.5)
-    values, found = weights(model), masters(model)
+    values, found = weights(model), exact_masters(model)
     for name, value in expected.items():
         assert torch.equal(values[name], rounded(value)), name
         assert torch.equal(found[name], value), name
@@ -327,7 +313,7 @@ def test_bf16_starts_from_the_fp32_weights_themselves(workshop: Workshop, tier: 
     model = Stack()
     start = weights(model)
     workshop.prepare(model, adamw(model), tier, compute_dtype=torch.bfloat16)
-    for name, value in masters(model).items():
+    for name, value in exact_masters(model).items():
         assert torch.equal(value, start[name]), name
 
 
@@ -337,7 +323,7 @@ def test_every_tier_gives_the_same_bits_in_bf16(workshop: Workshop) -> None:
         pair = workshop.pair(lambda: Stack(depth=2), tier=tier, compute_dtype=torch.bfloat16)
         data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
         trace = train(pair.model, pair.optimizer, data, clip=0.5)
-        results.append((trace, masters(pair.model)))
+        results.append((trace, exact_masters(pair.model)))
     trace, values = results[0]
     for other, other_values in results[1:]:
         assert other == trace
