@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outsize
+from benchmarks.common import PeakRss, rss_bytes
 from outsize import load, save
 from outsize.checkpoint.manifest import sealed
 from tests.conftest import random_state, weights
@@ -142,12 +143,10 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 def peak_of(call: Any) -> int:
     """Bytes that the process's memory grew at its highest while `call` ran."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    call()
-    status = Path("/proc/self/status").read_text()
-    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-    return peak - before
+    with PeakRss() as memory:
+        before = rss_bytes()
+        call()
+    return memory.peak - before
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import outsize
+from benchmarks.common import rss_bytes
 from outsize.checkpoint.arrays import Readable
 from outsize.formats.dcp_writing import write_dcp
 from tests.api.checkpoint_runs import everything
@@ -133,17 +134,13 @@ def entry(numel: int, read: Callable[[], Tensor]) -> Readable:
     return Readable((numel,), torch.float32, lambda *_: read(), run=numel)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def test_writing_holds_one_tensor_whatever_the_size_of_the_model(tmp_path: Path) -> None:
     numel, count = 1 << 19, 40
     seen: list[int] = []
 
     def read(fill: float) -> Tensor:
         tensor = torch.full((numel,), fill)
-        seen.append(resident_bytes())
+        seen.append(rss_bytes())
         return tensor
 
     entries = {(f"weight{at}",): entry(numel, partial(read, float(at))) for at in range(count)}
