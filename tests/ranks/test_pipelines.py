@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import outsize
+from tests.conftest import train
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import WIDTH, Block, assert_near, same_bits
 
@@ -60,16 +61,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain(tied: bool = False) -> Trained:
     blocks = whole(tied)
-    optimizer, losses = optimizer_of(blocks), []
-    for step in range(STEPS):
-        x, y = batch(step)
-        loss = nn.functional.mse_loss(part(blocks, 0, 1)(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(blocks.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: each.detach() for name, each in blocks.named_parameters()}
+    trace = train(part(blocks, 0, 1), optimizer_of(blocks), map(batch, range(STEPS)), clip=CLIP)
+    return trace.losses, {name: each.detach() for name, each in blocks.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ MORE = {SINGLE[0]: (HOST, OFFLOADED), SINGLE[1]: (RECOMPUTED,), SEVERAL[0]: (OFF
 """Beside the device and the disk, without --every-tier."""
 
 
-def train(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
+def train_stages(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
     """The losses, where this rank has the last stage, and the weights of this rank's stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // place.data, place.data), mesh_dim_names=("pp", "dp"))
@@ -137,7 +130,7 @@ def loss_of(parts: int, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train_in(name: str, places: list[Place], disk: str, tied: bool = False) -> list[Trained]:
-    return [train(name, place, disk, tied) for place in places]
+    return [train_stages(name, place, disk, tied) for place in places]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SCHEDULES), *((name, 4) for name in SCHEDULES)])
@@ -161,8 +154,8 @@ def test_stages_at_rest_train_as_torch_does_under_every_schedule(
 def test_gradients_that_a_schedule_sets_are_averaged(tmp_path: Path) -> None:
     """Zero-bubble schedules do, with two ranks a stage. What is set is reduced with what the next backward of its unit
     leaves, so where units are cut otherwise sums are rounded otherwise."""
-    calls = [(train, SEVERAL[-1], Place(tier, data=2), str(tmp_path)) for tier in ("device", "disk")]
-    calls.append((train, V_SHAPED[0], Place("disk", data=2), str(tmp_path)))
+    calls = [(train_stages, SEVERAL[-1], Place(tier, data=2), str(tmp_path)) for tier in ("device", "disk")]
+    calls.append((train_stages, V_SHAPED[0], Place("disk", data=2), str(tmp_path)))
     _, expected = plain()
     for of_rank in run_on_ranks(4, in_turn, *calls):
         for _, found in of_rank:

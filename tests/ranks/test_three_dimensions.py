@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
+from tests.conftest import train, weights
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import WIDTH, Block
 
@@ -132,16 +133,8 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 def plain(steps: int, order: float = 2.0) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     model = net()
-    optimizer, found = optimizer_of(model), []
-    for step in range(steps):
-        x, y = batch(step)
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((loss.item(), float(norm)))
-    return found, {name: param.detach() for name, param in model.named_parameters()}
+    trace = train(model, optimizer_of(model), map(batch, range(steps)), clip=0.5, norm_type=order)
+    return list(zip(trace.losses, trace.norms, strict=True)), weights(model)
 
 
 SHAPES: list[Shape] = [(2, 2, 1), (1, 2, 2), (2, 1, 2)]
