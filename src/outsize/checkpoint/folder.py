@@ -36,13 +36,8 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old|gone|export)-[0-9a-f]{
 class NewFolder:
     """A fresh folder, `path`, that is to be at `target` once it is complete. Either `publish` or `abandon` follows."""
 
-    def __init__(self, target: Path, path: Path | None = None) -> None:
-        """`path`: the folder that another rank has made and will publish or abandon."""
+    def __init__(self, target: Path) -> None:
         self.target = target
-        self._lock = -1
-        if path is not None:
-            self.path = path
-            return
         make_parents(target.parent)
         self.path, self._lock = make_locked(target.parent, f".{target.name}.new")
 

@@ -81,7 +81,7 @@ class UnfinishedCheckpoint:
         self._later: list[FrozenFile | HeldMemory] = []
         self._files: dict[str, FileRecord] = {}
         self._frozen: list[Generations] = []  # by this save
-        self._folder = _new_folder(target, snapshot.peers)
+        self._folder, self._path = _new_folder(target, snapshot.peers)
         try:
             self._grads = PlannedFile(name_of_rank(GRADS_FILE, self._rank))
             self._records: dict[str, ParameterRecord] = {}
@@ -89,8 +89,7 @@ class UnfinishedCheckpoint:
             files = {name: file for unit in units for name, file in unit.files.items()}
             in_memory = sum(unit.copied_bytes for unit in units)
             small = in_memory + sum(file.touched_bytes for file in files.values()) <= AT_ONCE_BYTES
-            path = self._folder.path
-            linked = {name for name, file in files.items() if not small and link(file.now, path / name)}
+            linked = {name for name, file in files.items() if not small and link(file.now, self._path / name)}
             disk_bytes = min(disk_bytes, self._check_room(in_memory, files, linked, going))
             if not small:
                 sync_all(files.values())
@@ -98,7 +97,7 @@ class UnfinishedCheckpoint:
             self._take_memory(units, small, copy_bytes)
             for file in (self._grads, *(state.file for state in snapshot.states)):
                 if file.nbytes or file is not self._grads:
-                    file.write(self._folder.path, self._files)
+                    file.write(self._path, self._files)
         except BaseException:
             self.give_up()
             raise
@@ -133,7 +132,7 @@ class UnfinishedCheckpoint:
     ) -> int:
         """Raise `OSError` now, while nothing has changed, if what is about to be written has no room. Gives the bytes
         that are left for the next generations of files which are copied."""
-        here = self._folder.path.stat().st_dev
+        here = self._path.stat().st_dev
         needed = self._grads.nbytes + sum(state.file.nbytes for state in self._snapshot.states) + in_memory
         pending, beside = in_memory > 0, False
         for name, file in files.items():
@@ -144,7 +143,7 @@ class UnfinishedCheckpoint:
             elif not file.has_next:
                 needed += file.reserved_bytes
         # What goes makes room only for what is written after it: the next generations, unless there is more to come.
-        left = check_room(self._folder.target.parent, needed, going if not pending else ())
+        left = check_room(self._path.parent, needed, going if not pending else ())
         return left if beside else sys.maxsize
 
     def _take_files(
@@ -191,7 +190,7 @@ class UnfinishedCheckpoint:
 
     def _write(self, file: FrozenFile | HeldMemory) -> None:
         try:
-            self._files[file.name] = file.write(self._folder.path)
+            self._files[file.name] = file.write(self._path)
         finally:
             file.drop()
 
@@ -208,21 +207,21 @@ class UnfinishedCheckpoint:
             while self._later:
                 self._write(self._later.pop(0))
             if self._rank:
-                sync(self._folder.path)
+                sync(self._path)
             first = self._snapshot.states[0]
             states = [state.to_json() for state in self._snapshot.states]
             return RankPart(self._files, self._records, shapes, first.first, first.persistent, states, cuts)
 
         def publish() -> Path | None:
-            if self._rank:
+            if self._folder is None:
                 return None
             manifest = self._manifest(parts)
-            write_text(self._folder.path / MANIFEST_NAME, manifest.to_text())
+            write_text(self._path / MANIFEST_NAME, manifest.to_text())
             for name in manifest.files:
                 # The lock on the folder may not count (network file systems lock for each machine alone).
-                if not os.path.lexists(self._folder.path / name):
+                if not os.path.lexists(self._path / name):
                     said = "was removed while the checkpoint was written"
-                    raise FileNotFoundError(errno.ENOENT, said, str(self._folder.path / name))
+                    raise FileNotFoundError(errno.ENOENT, said, str(self._path / name))
             return self._folder.publish()
 
         try:
@@ -269,11 +268,12 @@ class UnfinishedCheckpoint:
         """Leave nothing of it; the run's files stay frozen."""
         while self._later:
             self._later.pop().drop()
-        self._folder.abandon()
+        if self._folder is not None:
+            self._folder.abandon()
 
 
-def _new_folder(target: Path, peers: Peers) -> NewFolder:
-    """The hidden folder, which rank 0 makes."""
+def _new_folder(target: Path, peers: Peers) -> tuple[NewFolder | None, Path]:
+    """The hidden folder, which rank 0 makes, publishes and abandons; its path for all."""
     made: list[NewFolder] = []
 
     def make() -> str:
@@ -287,4 +287,4 @@ def _new_folder(target: Path, peers: Peers) -> NewFolder:
         for each in made:
             each.abandon()
         raise
-    return made[0] if made else NewFolder(target, Path(path))
+    return made[0] if made else None, Path(path)
