@@ -131,7 +131,7 @@ class Rule(ABC):
         """Update the piece in place. Returns the per-parameter values after the step."""
 
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # Note [Options out of range]
 # torch looks at the options when an optimizer is made, and later computes with whatever they are. Here an update runs
@@ -147,18 +147,18 @@ class Options:
         self._hyper = hyper
         self._where = where
 
-    def number(self, key: str, least: float = -_FLOAT32_MAX, default: float | None = None) -> float:
+    def number(self, key: str, least: float = -FLOAT32_MAX, default: float | None = None) -> float:
         """A finite number, at least `least`; torch admits tensors of one element."""
         if default is not None and key not in self._hyper:
             return default
         value = self._value(key)
         found = self._number(key, value, value)
-        if not least <= found <= _FLOAT32_MAX:
+        if not least <= found <= FLOAT32_MAX:
             bound = "a finite number" if least < 0 else f"a finite number, at least {least:g}"
             self._refuse(ValueError, key, value, bound)
         return found
 
-    def numbers(self, *keys: str, least: float = -_FLOAT32_MAX) -> dict[str, float]:
+    def numbers(self, *keys: str, least: float = -FLOAT32_MAX) -> dict[str, float]:
         return {key: self.number(key, least) for key in keys}
 
     def betas(self) -> dict[str, float]:

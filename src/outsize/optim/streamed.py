@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from outsize.optim.rules import Piece, Rule, join_master, split_master
+from outsize.optim.rules import FLOAT32_MAX, Piece, Rule, join_master, split_master
 from outsize.optim.trial import NARROW, PLAIN, STEPS, Found, Kind, fault_with_closure, on_what_it_is_given, try_out
 from outsize.optim.worker import NO_OPTIONS, Subject, Unsuited, Values, Worker, attributes_of, plain_step, snapshots
 
@@ -352,9 +352,6 @@ def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     return any(each in _ELEMENTWISE or vars(each).get("elementwise", False) for each in owners)
 
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
 def _kinds(options: Values) -> Hashable:
     """The options with their numbers reduced to their kind. See Note [Options after prepare]."""
     return tuple((key, _kind(value)) for key, value in options.items() if key not in NO_OPTIONS)
@@ -383,4 +380,4 @@ def _kind_of_number(value: Any) -> Hashable:
         return f"no float: {type(value)}"
     if not math.isfinite(plain) or plain in (0, 1):
         return str(plain)
-    return "too large" if abs(plain) > _FLOAT32_MAX else (plain > 0, abs(plain) < 1)
+    return "too large" if abs(plain) > FLOAT32_MAX else (plain > 0, abs(plain) < 1)
