@@ -98,6 +98,12 @@ def test_seconds_lie_between_those_that_were_measured() -> None:
     assert seconds_on(curve, 1.0) == pytest.approx(2e-4)
 
 
+def test_a_drive_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing.os, "pwrite", Mock(side_effect=AssertionError))
+    with pytest.raises(OSError, match=rf"No space left on device \(measuring the drive.*PiB\): '{tmp_path}'"):
+        probing._disk(tmp_path, (1 << 50) // probing.BLOCK_BYTES)
+
+
 def test_a_full_drive_is_told_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

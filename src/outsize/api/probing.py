@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -297,6 +298,9 @@ def _disk(folder: Path, blocks: int) -> Mapping[str, Any]:
     """Of a file that is removed again."""
     nbytes = blocks * BLOCK_BYTES
     with naming(folder, f"measuring the drive with a file of {format_bytes(nbytes)}"):
+        free = os.statvfs(folder)
+        if nbytes > free.f_bavail * free.f_frsize:  # before others find it full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return _with_file(folder, blocks, nbytes)
 
 
