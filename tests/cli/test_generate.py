@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +191,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     assert generate(folder, "--prompts", file, "--out", out, "--max-new-tokens", NEW, *more) == 2
     found = capsys.readouterr().err.strip().splitlines()[-1]
     assert found.startswith("outsize: ")
-    assert pytest.importorskip("re").search(message, found), found
+    assert re.search(message, found), found
     assert not out.exists()
 
 
@@ -255,3 +257,27 @@ def test_a_folder_without_a_model_is_named(
         (tmp_path / "empty").mkdir()
     assert generate(tmp_path / "empty", "--prompts", prompts_in(tmp_path / "p.txt", "w1")) == 2
     assert f"{message}; give one with weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", r"the tokenizer in \S+ cannot be read: .*KeyError"),
+        ("model.safetensors", b"1234567", r"the weights in \S+ cannot be read: .*SafetensorError"),
+        ("model.safetensors.index.json", b"{", r"the weights in \S+ cannot be read: .*JSONDecodeError"),
+        ("config.json", None, r"the weights in \S+ cannot be read: .*RuntimeError"),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_told_in_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes | None, message: str
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    if content is None:
+        sizes = json.loads((other / file).read_text())
+        content = json.dumps({**sizes, "intermediate_size": 2 * sizes["intermediate_size"]}).encode()
+    if file.endswith("index.json"):
+        (other / "model.safetensors").unlink()
+    (other / file).write_bytes(content)
+    assert generate(other, "--prompts", prompts_in(tmp_path / "p.txt", "w1"), "--max-new-tokens", NEW) == 2
+    found = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, found), found

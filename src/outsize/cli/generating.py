@@ -17,6 +17,7 @@ import torch
 
 import outsize
 from outsize.api.budgets import find_budgets
+from outsize.cli.models import refused
 from outsize.cli.options import DTYPES, at_least
 from outsize.config import Config
 from outsize.move.disk import naming
@@ -72,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.model, "config.json").is_file():
         what = "no config.json in the folder" if Path(args.model).is_dir() else "no folder there"
         raise FileNotFoundError(f"{args.model}: {what}; give one with weights, config.json and tokenizer")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    config = transformers.AutoConfig.from_pretrained(args.model)
+    with refused(f"the tokenizer in {args.model} cannot be read"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    with refused():
+        config = transformers.AutoConfig.from_pretrained(args.model)
     prompts = [Prompt(text, tokenizer(text)["input_ids"]) for text in texts]
     _check_lengths(prompts, config, args)
     model = _load(transformers, config, prompts, args)
@@ -139,7 +142,7 @@ def _load(transformers: Any, config: Any, prompts: Sequence[Prompt], args: argpa
     names = ("device", "device_memory", "host_memory", "disk")
     made = Config(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
     dtype = DTYPES.get(args.dtype, "auto")
-    with torch.device("cpu"), outsize.init(made):
+    with refused(f"the weights in {args.model} cannot be read"), torch.device("cpu"), outsize.init(made):
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=dtype).eval()
     longest = max(len(prompt.tokens) for prompt in prompts) + args.max_new_tokens
     fields = {"device": made.device, "disk": args.disk}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,7 @@ def configuration(path: str | None) -> Any:
         )
     from transformers import AutoConfig
 
-    with _refused():
+    with refused():
         return AutoConfig.from_pretrained(str(file))
 
 
@@ -72,15 +73,15 @@ def check_language_model(config: Any, length: int) -> None:
 
 
 @contextmanager
-def _refused() -> Iterator[None]:
-    """Around what transformers does with a configuration, of which it checks little: an error of any kind may come."""
+def refused(what: str = "transformers makes no model of this configuration") -> Iterator[None]:
+    """Around what transformers does with the user's files, of which it checks little: an error of any kind may come."""
     try:
         yield
-    except (OSError, ValueError, ModuleNotFoundError):
-        raise
     except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(f"transformers makes no model of this configuration: {error} ({kind})") from error
+        told = isinstance(error, (OSError, ValueError, ModuleNotFoundError, AssertionError))
+        if told and not isinstance(error, (json.JSONDecodeError, UnicodeError)):
+            raise
+        raise ValueError(f"{what}: {error} ({type(error).__name__})") from error
 
 
 def holds(path: str | None, *patterns: str) -> bool:
@@ -93,11 +94,12 @@ def build(config: Any, path: str | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     if path is not None and holds(path, "*.safetensors", "pytorch_model*.bin"):
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+        with refused(f"the weights in {path} cannot be read"):
+            return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def on_meta(config: Any) -> Any:
     """The model without memory behind its parameters: shapes only."""
-    with _refused(), torch.device("meta"):
+    with refused(), torch.device("meta"):
         return build(config)
