@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -327,6 +328,17 @@ def test_a_full_disk_is_told_with_the_way_on_though_the_report_fails_too(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "the report could not be written" in said and "'the drive'; there is no checkpoint to go on from" in said
+
+
+def test_a_full_disk_that_torch_hides_is_told_with_the_way_on(
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 8384 vs 8278")
+    monkeypatch.setattr(Trainer, "_save_rng_state", Mock(side_effect=hidden))
+    assert main([*words, "--save-every", "2"]) == 2
+    found = capsys.readouterr().err.strip().splitlines()[-1]
+    assert found.startswith("outsize: [Errno 5] torch.save could not write a file of the checkpoint; "), found
+    assert "there is no checkpoint to go on from" in found and str(tmp_path / "run") in found
 
 
 def test_run_that_diverges_ends_in_one_line_with_the_way_on(words: list[str], tmp_path: Path, capsys: Capture) -> None:

@@ -14,8 +14,10 @@ Trainers of other libraries mix it in: `class Mine(outsize.integrations.transfor
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import fields
@@ -30,6 +32,7 @@ import outsize
 from outsize.api.methods import saved_by_transformers
 from outsize.integrations.accelerate import STATE, prepare
 from outsize.integrations.key_values import KeyValueCache as KeyValueCache
+from outsize.planning.sizes import format_bytes
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
@@ -153,7 +156,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self.args.should_save and self.args.save_total_limit:
             _bring_to_the_past(self.args.output_dir)
-        super()._save_checkpoint(*args, **kwargs)
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except RuntimeError as error:
+            if "inline_container" not in str(error):  # with which torch.save hides why it could not write
+                raise
+            place, free = self.args.output_dir, shutil.disk_usage(self.args.output_dir).free
+            what = f"torch.save could not write a file of the checkpoint; {format_bytes(free)} are free on the drive"
+            raise OSError(errno.EIO, f"{what} ({error})", place) from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
