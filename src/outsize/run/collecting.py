@@ -190,6 +190,9 @@ class Collector:
         expect_dense(name, grad)
         if self._whole is None:
             self._whole = self._begin()
+            shown = self._unit.parameters[name].grad
+            if previous is None and isinstance(shown, RestingGrad):
+                previous = shown  # what other ranks have was laid to rest, to make room
         if previous is None or not self.expects(previous):
             self._whole.forget(name)  # of a gradient that is not there any more
         self._whole.add(name, grad)

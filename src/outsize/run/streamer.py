@@ -242,9 +242,10 @@ class Streamer:
             self.live.check()
             owing = [unit for unit in self._units if unit.pending]
             every = [*owing, *(unit for unit in self._units if not unit.pending)]
+            looked_ahead = PREFETCH_UNITS if self._rounds is None else 0  # ranks have other units at hand
             with progress_over("outsize: updates", every, lambda unit: unit.nbytes, shown) as each_unit:
                 for position, unit in enumerate(each_unit):
-                    for ahead in owing[position + 1 : position + 1 + PREFETCH_UNITS]:
+                    for ahead in owing[position + 1 : position + 1 + looked_ahead]:
                         if ahead.pending and ahead.state is not Residency.FETCHING:
                             if ahead.state is Residency.AT_REST and not self.room.fits_settling(ahead.fetch_bytes):
                                 break
