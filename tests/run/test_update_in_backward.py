@@ -362,3 +362,11 @@ def test_gradients_that_were_swapped_between_parameters_are_refused(workshop: Wo
         RuntimeError, match=r"'blocks.1.up.weight' was replaced or removed between backward\(\) and step"
     ):
         pair.optimizer.step()
+
+
+def test_a_second_backward_of_one_graph_is_refused_with_the_reason(workshop: Workshop) -> None:
+    pair = workshop.pair(update="backward")
+    loss = squared_error(pair.model, batches(1)[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the backward before with update='backward', has updated"):
+        loss.backward()

@@ -126,7 +126,8 @@ class Parameters:
                 "forward again"
             )
         if unit.updates != reference.updates:
-            what = f"optimizer.step() has updated, or outsize.load replaced, {name!r}"
+            update = "optimizer.step(), or the backward before with update='backward',"
+            what = f"{update} has updated {name!r}, or outsize.load has replaced it,"
         else:
             what = f"{name!r} was written to inside outsize.gathered(..., modify=True)"
         raise RuntimeError(
