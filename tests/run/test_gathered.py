@@ -348,7 +348,7 @@ def test_a_backward_after_a_load_is_refused(workshop: Workshop, tmp_path: Path) 
     outsize.save(tmp_path / "ckpt", model, optimizer).wait()
     loss = squared_error(model, batches(1)[0])
     outsize.load(tmp_path / "ckpt", model)
-    with pytest.raises(RuntimeError, match=r"outsize\.load replaced"):
+    with pytest.raises(RuntimeError, match=r"outsize\.load has replaced"):
         loss.backward()
 
 
