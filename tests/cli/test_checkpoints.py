@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -231,8 +232,9 @@ def test_a_reader_that_leaves_ends_it_without_a_word(unbuffered: str, folder: Pa
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-def test_a_full_device_for_its_words_is_told_in_one_line(folder: Path) -> None:
-    command = [sys.executable, "-m", "outsize", "checkpoint", "ls", str(folder)]
+@pytest.mark.parametrize("words", [("checkpoint", "ls", "FOLDER"), ("--help",), ("plan", "--help"), ("--version",)])
+def test_a_full_device_for_its_words_is_told_in_one_line(words: Sequence[str], folder: Path) -> None:
+    command = [sys.executable, "-m", "outsize", *(str(folder) if word == "FOLDER" else word for word in words)]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (2, b"outsize: [Errno 28] No space left on device\n")

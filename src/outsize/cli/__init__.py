@@ -92,6 +92,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        print(end="", flush=True)  # the help or the version: an error of it is told as every other
+        super().exit(status, message)
+
 
 class _Help(argparse.HelpFormatter):
     """Adds the default to the help of an option, where there is one and the text does not tell it."""
