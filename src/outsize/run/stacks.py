@@ -191,9 +191,10 @@ class Products(NamedTuple):
 
     def backward(self, tiles: Tiles, x: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
         """The gradients of `x` and the bias; those of the rows or matrices go to rest."""
-        summed = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+        parts = self._wanted(tiles)
+        summed = torch.float32 if x.dtype.itemsize < 4 and len(parts) > 1 else x.dtype
         total = torch.zeros_like(x, dtype=summed) if wanted[1] else None
-        for tile, weight in tiles.weights(self._wanted(tiles)) if wanted[0] or wanted[1] else ():
+        for tile, weight in tiles.weights(parts) if wanted[0] or wanted[1] else ():
             of_part = grad if self.of_result is None else self.of_result.of(grad, tile)
             for_weight, for_x = self._gradients(x, weight, tile, of_part, wanted)
             if total is not None and for_x is not None:
