@@ -514,6 +514,20 @@ def test_an_entry_takes_what_it_holds_already(workshop: Workshop, tier: str) -> 
     pair.train(batches(1))
 
 
+def test_dense_parameters_of_row_wise_adagrad_move_as_with_adagrad(workshop: Workshop) -> None:
+    options = {"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True}
+
+    def rowwise(model: nn.Module) -> torch.optim.Optimizer:
+        return outsize.optim.RowwiseAdagrad([{"params": model.parameters(), **options}], lr=1e-3)
+
+    pair = workshop.pair(optimizer=rowwise, tier="disk")
+    other = copy.deepcopy(pair.plain)
+    pair.train(batches(3))
+    train(other, optim.Adagrad(other.parameters(), lr=1e-3, eps=1e-8, **options), batches(3))  # type: ignore[arg-type]
+    for mine, theirs in zip(pair.plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 # -- the table in the documentation ----------------------------------------------------------------------------------
 
 

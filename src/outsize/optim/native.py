@@ -229,7 +229,7 @@ class AdagradRule(NativeRule):
         self.counts = self.scalars = ("step",)
 
     def start(self, piece: Piece) -> None:
-        total, value = piece.states["sum"], _initial_sum(Options(piece.hyper))
+        total, value = piece.states["sum"], initial_sum(Options(piece.hyper))
         if "sum" in piece.scales:
             encode(torch.full_like(total, value, dtype=torch.float32), total, piece.scales["sum"], True)
         else:
@@ -244,12 +244,16 @@ class AdagradRule(NativeRule):
         return {"step": float(piece.step)}
 
     def read(self, options: Options) -> Mapping[str, Any]:
-        _initial_sum(options)
-        return {
-            **options.numbers("lr", "weight_decay"),
-            **options.numbers("lr_decay", "eps", least=0),
-            **options.flags("maximize"),
-        }
+        return adagrad_options(options)
+
+
+def adagrad_options(options: Options) -> dict[str, Any]:
+    initial_sum(options)
+    return {
+        **options.numbers("lr", "weight_decay"),
+        **options.numbers("lr_decay", "eps", least=0),
+        **options.flags("maximize"),
+    }
 
 
 def _refuse_options(name: str, **values: float) -> None:
@@ -263,7 +267,7 @@ def _refuse_options(name: str, **values: float) -> None:
             )
 
 
-def _initial_sum(options: Options) -> float:
+def initial_sum(options: Options) -> float:
     return options.number("initial_accumulator_value", least=0, default=0.0)
 
 

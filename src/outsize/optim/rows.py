@@ -11,7 +11,15 @@ from torch.optim._functional import sparse_adam
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
-from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula, adam_options
+from outsize.optim.native import (
+    AdagradRule,
+    AdamRule,
+    adagrad_formula,
+    adagrad_options,
+    adam_formula,
+    adam_options,
+    initial_sum,
+)
 from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, split_master
 from outsize.optim.stepped import Stepped
 
@@ -182,16 +190,16 @@ class RowwiseAdagrad(Stepped):
         super().__init__(params, defaults)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        options = Options(group).numbers("lr", "eps")
+        options = Options(group)
         if not state:
-            first = param.new_zeros(len(param)) if grad.is_sparse else torch.zeros_like(param)
+            first = param.new_zeros(len(param)) if grad.is_sparse else torch.full_like(param, initial_sum(options))
             state |= {"step": torch.tensor(0.0), _ROW_SUM if grad.is_sparse else "sum": first}
         state["step"] += 1
         if grad.is_sparse:
-            rowwise_adagrad(param, grad, state[_ROW_SUM], None, **options)
+            rowwise_adagrad(param, grad, state[_ROW_SUM], None, **options.numbers("lr", "eps"))
         else:
-            dense = {"lr_decay": 0.0, "weight_decay": 0.0, "maximize": False, **options}
-            adagrad_formula(Opened(param, grad, {"sum": state["sum"]}), step=int(state["step"]), **dense)
+            opened = Opened(param, grad, {"sum": state["sum"]})
+            adagrad_formula(opened, step=int(state["step"]), **adagrad_options(options))
 
 
 _ROW_SUM = "row_sum"
