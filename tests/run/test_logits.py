@@ -238,6 +238,13 @@ def test_the_weights_gradient_of_many_tiles_in_16_bits_is_as_close_as_torchs(wor
     assert (ours - exact).norm() <= 2 * (torchs - exact).norm()
 
 
+def test_gradients_of_64_bits_are_summed_in_64_bits(workshop: Workshop) -> None:
+    pair = workshop.pair(lambda: Language().double(), sgd, "host")
+    pair.train(
+        tokens(), rel=1e-12, atol=1e-13, loss_of=lambda model, batch: LOSSES["mean"](model(batch), targets(batch))
+    )
+
+
 def test_logits_have_a_shape_and_come_when_they_are_used(workshop: Workshop) -> None:
     pair = workshop.pair(Language, sgd, "disk")
     batch = tokens()[0]

@@ -404,9 +404,11 @@ class _SumOfLosses(torch.autograd.Function):
         total, dtype = torch.zeros((), dtype=wide, device=rows.device), loss.dtype
         of_rows = torch.empty_like(rows) if wanted[0] else None
         tiles = _tiles(loss.call, rows.detach(), target)
-        summed = weight.dtype if len(tiles) == 1 or weight.dtype.itemsize > 4 else torch.float32
+        summed = weight.dtype if len(tiles) == 1 else torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=summed) if wanted[1] else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        of_bias = None
+        if bias is not None and wanted[2]:
+            of_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
         start = 0
         for some_rows, some_target in tiles:
             raw = functional.linear(some_rows, weight, bias).requires_grad_(any(wanted[:3]))
@@ -428,7 +430,7 @@ class _SumOfLosses(torch.autograd.Function):
     @differentiable_once(_ONCE)
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_rows, of_weight, of_bias = ctx.saved_tensors
-        scaled = [None if each is None else each * scale.to(each.dtype) for each in (of_rows, of_weight)]
+        scaled = [None if each is None else each * scale for each in (of_rows, of_weight)]
         return *scaled, None if of_bias is None else (of_bias * scale).to(ctx.like), None, None
 
 
@@ -449,7 +451,7 @@ def _add_gradients(
         for total, part in zip(of_weight.split(some), grad.split(some, dim=1), strict=True):
             add_product(total, part.t(), rows.to(grad.dtype))
     if of_bias is not None:
-        of_bias += grad.sum(0, dtype=torch.float32)
+        of_bias += grad.sum(0, dtype=of_bias.dtype)
 
 
 _LATE: dict[Any, Callable[..., Any]] = {
