@@ -447,9 +447,8 @@ def _add_gradients(
     if of_rows is not None:
         of_rows[start : start + len(rows)] = grad @ weight.to(grad.dtype)
     if of_weight is not None:
-        most = (
-            PRODUCT_BYTES if grad.device.type == "cpu" else TILE_BYTES
-        )  # there a launch costs more than a cache saves
+        on_cpu = grad.device.type == "cpu"  # elsewhere a launch costs more than a cache saves
+        most = PRODUCT_BYTES if on_cpu else TILE_BYTES
         some = len(weight) if of_weight.dtype is grad.dtype else max(most // (4 * rows.shape[1]), 1)
         for total, part in zip(of_weight.split(some), grad.split(some, dim=1), strict=True):
             add_product(total, part.t(), rows.to(grad.dtype))
