@@ -461,6 +461,41 @@ def test_experts_of_several_orders_train_in_the_least_memory(tmp_path: Path, fie
             assert_near(rank[at], model.parameters())
 
 
+def keep_a_view_on_one_rank(disk: str) -> list[Tensor]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Routes(((0, 1), (2, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+    outsize.prepare(model, optimizer, host_memory="64MiB", disk=disk, unused="sync", units=["Linear"], **tiers)
+    held: list[Tensor] = []
+    if rank:
+        model.experts[2].register_forward_hook(lambda module, *_: held.append(module.weight.t()))
+    for step in range(3):
+        x, y = batch(step, rank, rows=2)
+        nn.functional.mse_loss(model(x, rank), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weight, _ = weights_of(model.experts[2])
+        assert_near(held, [weight.t()] * len(held))
+        held.clear()
+    return weights_of(model)
+
+
+def test_a_view_that_one_rank_keeps_shows_the_update(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Routes(((0, 1), (2, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for part in range(2):
+            x, y = batch(step, part, rows=2)
+            (nn.functional.mse_loss(model(x, part), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_on_ranks(2, keep_a_view_on_one_rank, str(tmp_path)):
+        assert_near(found, model.parameters())
+
+
 def interrupt_a_backward(disk: str, stage: int) -> list[Tensor]:
     """Where it is interrupted, each rank has the gradients of other experts."""
     rank = dist.get_rank()

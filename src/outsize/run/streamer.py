@@ -229,10 +229,20 @@ class Streamer:
 
     def settle_seen(self) -> None:
         """Run the updates that are owed to what is read without a fetch: units that somebody holds a view of, and those
-        that no module opens."""
-        for unit in self._units:
-            if unit.state is not Residency.AT_REST and not unit.current and (unit.viewed or unit.unframed):
+        that no module opens. Where ranks use different units, each may hold views of others."""
+        seen = [
+            unit.state is not Residency.AT_REST and not unit.current and (unit.viewed or unit.unframed)
+            for unit in self._units
+        ]
+        anywhere = seen
+        if self._rounds is not None:
+            anywhere = self._rounds.combine(
+                torch.tensor(seen, dtype=torch.int32, device="cpu"), "views", "max"
+            ).tolist()
+        for unit, here, there in zip(self._units, seen, anywhere, strict=True):
+            if there:
                 self.settle(unit)
+            if here:
                 unit.shard.buffer.use()
 
     def settle_all(self, shown: bool = False) -> None:
