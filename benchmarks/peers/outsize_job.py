@@ -10,13 +10,13 @@ import outsize
 from benchmarks.models import train_step
 from benchmarks.peers.job import DECAY, LR, Step, Task, on_meta, run
 
-BUDGETS = {"disk": "256MiB", "host": "20GiB", "memory": "20GiB"}
+BUDGETS = {"disk": "256MiB", "part": "640MiB", "host": "20GiB", "memory": "20GiB"}
 
 
 def fields_of(task: Task) -> dict[str, Any]:
     """Variants: `disk` and `host`, with everything there, or `memory`, with room for all of it."""
     fields: dict[str, Any] = {"device": "cpu", "disk": task.disk, "host_memory": BUDGETS[task.variant]}
-    if task.variant != "memory":
+    if task.variant in ("disk", "host"):
         fields |= dict.fromkeys(("params", "grads", "states"), task.variant)
     return {**fields, "activations": "recompute", "compute_dtype": task.compute, **task.fields}
 
