@@ -41,9 +41,9 @@ SPARE_FILES = 64
 MOST_OPEN = 16
 """Files of others at a time. Those among which a layer was divided are read in turn."""
 
-VERIFIERS = 2
-GROUP = 16
-"""Chunks that a thread compares in a row."""
+VERIFIERS = 4
+GROUP = 64
+"""Threads that compare chunks, and how many each takes in a row: a drive gives its all to some long readings at once."""
 
 MAPPED_BYTES = 1 << 18
 
