@@ -96,7 +96,12 @@ def _alone(size: str, dtype: str, state_format: str = "exact") -> Contest:
 
 
 CONTESTS: Mapping[str, Contest] = {
-    "disk": Contest("162 M, everything on disk", ["outsize, disk", "outsize, 640 MiB", "DeepSpeed, NVMe"], {"steps": 4, "dtype": QUICK}, 2),
+    "disk": Contest(
+        "162 M, everything on disk",
+        ["outsize, disk", "outsize, 640 MiB", "DeepSpeed, NVMe"],
+        {"steps": 4, "dtype": QUICK},
+        2,
+    ),
     "host": Contest("162 M, everything in host memory", IN_MEMORY, {"steps": 4, "dtype": QUICK}, 2),
     "fp32": Contest(
         "162 M in fp32: no offload is needed", ["outsize, room for all", *IN_MEMORY[1:-1]], {"dtype": "float32"}, 2

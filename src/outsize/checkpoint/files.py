@@ -43,7 +43,7 @@ MOST_OPEN = 16
 
 VERIFIERS = 4
 GROUP = 64
-"""Threads that compare chunks, and how many each takes in a row: a drive gives its all to some long readings at once."""
+"""Threads that compare chunks, and how many each takes in a row: a drive gives most to some long readings at once."""
 
 MAPPED_BYTES = 1 << 18
 
