@@ -546,3 +546,20 @@ def test_what_lies_on_the_device_is_stepped_there_by_torchs_fused_kernels(
         optimizer.step()
     assert operation in seen.names
     assert not {"addcdiv_", "sqrt", "addcmul_"} & seen.names
+
+
+def test_a_device_has_no_more_than_torch_asks_for(
+    sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module tells nothing of its memory, keeps no cache, registers no memory of the host."""
+    for name in ("mem_get_info", "memory_stats", "empty_cache", "host_register", "MemPool"):
+        monkeypatch.delattr(simulator, name)
+    plain, model = stack(), stack()
+    expected = train(plain, adamw(plain), batches(3)).losses
+    with pytest.raises(ValueError, match="give device_memory"):
+        outsize.plan(model, adamw(model), host_memory="64MiB", device="sim")
+    fields: dict[str, Any] = {"host_memory": "64MiB", "device_memory": "16MiB", "device": "sim"}
+    assert outsize.plan(model, adamw(model), example=batches(1)[0][0], **fields).step_seconds
+    optimizer = adamw(model)
+    outsize.prepare(model, optimizer, **fields)
+    assert train(model, optimizer, on_sim(batches(3))).losses == pytest.approx(expected, rel=1e-6)
