@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import outsize
 from outsize.planning.layout import PAGE_ELEMENTS
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, prepared_stack
-from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, take_step
+from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, take_step, train
 
 KIB = 1 << 10
 
@@ -103,6 +104,34 @@ def test_the_budget_of_the_host_is_kept_by_gradients_on_their_way_to_disk(sim: A
     workshop.settle(model)
     peak = outsize.memory(model).peak
     assert sum(nbytes for name, nbytes in peak.items() if name.startswith("host")) <= caught.value.needed
+
+
+class Widened(nn.Module):
+    """As adapters of single parameters do it: a parametrization for the time of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.more = nn.Linear(16, 16), nn.Parameter(torch.zeros(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Plus(nn.Module):
+            def forward(_, weight: Tensor) -> Tensor:
+                return weight + self.more
+
+        parametrize.register_parametrization(self.base, "weight", Plus())
+        try:
+            return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+def test_a_weight_at_rest_that_is_set_to_itself_takes_no_memory(sim: Any, workshop: Workshop) -> None:
+    data = [(x, x.tanh()) for x, _ in batches(3)]
+    pair = workshop.pair(
+        lambda: nn.Sequential(*[Widened() for _ in range(4)]), tier="squeezed", device="sim", units=nn.Linear
+    )
+    trace = train(pair.model, pair.optimizer, on_sim(data))
+    trace.close_to(train(pair.plain, pair.plain_optimizer, data))
 
 
 def test_a_unit_for_which_there_is_no_memory_names_the_remedy(sim: Any, workshop: Workshop) -> None:

@@ -80,6 +80,8 @@ def test_replacing_the_data_of_a_parameter_is_refused(workshop: Workshop, tier: 
     pair = workshop.pair(tier=tier)
     with pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
         pair.model.head.weight.data = torch.zeros(4, 16)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
+        pair.model.head.weight.set_(torch.zeros(4, 16))
     pair.train(batches(2))
 
 

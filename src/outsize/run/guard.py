@@ -225,6 +225,12 @@ class ManagedParameter(_Managed):
         """What `torch.utils.swap_tensors` asks before it changes anything."""
         refusals.copy(self.gate.parameters.name_of(self), "swapped with another tensor")  # type: ignore[arg-type]
 
+    def set_(self, source: object = None, *args: Any, **kwargs: Any) -> Any:
+        """`register_parametrization` sets a parameter to itself, which is no write. Torch has no gate before `set_`."""
+        if source is not self:
+            refusals.set_data(self.gate.parameters.name_of(self))  # type: ignore[arg-type]
+        return self
+
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As torch's. See Note [The last to hear of a gradient]."""
         param: Any = self
@@ -329,10 +335,6 @@ class OpenParameter(ResidentParameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         ResidentParameter.data.fset(self, value)  # type: ignore[attr-defined]
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """`register_parametrization` sets a parameter to itself, which is no write."""
-        return self if args and args[0] is self else super().set_(*args, **kwargs)  # type: ignore[misc]
 
 
 @final
