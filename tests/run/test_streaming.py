@@ -283,6 +283,35 @@ def test_a_unit_is_never_released_while_a_forward_uses_it(workshop: Workshop) ->
     workshop.pair(Holds, tier="squeezed").train(batches(4), clip=0.5)
 
 
+class SumOfProducts(torch.autograd.Function):
+    """Its backward reads three parameters in one operation, which were saved outside of their modules' calls."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b, c)
+        return a + b * c
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = torch.addcmul(*ctx.saved_tensors)
+        return grad, grad * (result - ctx.saved_tensors[0]) / ctx.saved_tensors[1], grad * ctx.saved_tensors[1]
+
+
+class Banked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.ParameterDict({"x": torch.rand(16, 16) + 0.5}) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ SumOfProducts.apply(self.a["x"], self.b["x"], self.c["x"]).tanh()
+
+
+def test_what_one_operation_of_a_backward_reads_stays_until_it_has_run(workshop: Workshop) -> None:
+    layers = [Banked() for _ in range(4)]
+    pair = workshop.pair(lambda: nn.Sequential(*layers, nn.Linear(16, 4)), tier="squeezed", units=nn.ParameterDict)
+    pair.train(batches(4), clip=0.5)
+
+
 class Functional(nn.Module):
     """Uses the weights of modules that it does not call."""
 

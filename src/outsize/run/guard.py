@@ -470,12 +470,15 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     with torch._C.DisableTorchFunctionSubclass():
         guarded = guarded_among(args, kwargs)
         gates = {gate}  # several where parameters of several models meet
+        kept: list[torch.Tensor] = []  # views, with which a unit stays in a backward while the next one is fetched
         if gate.listing and func is torch.Tensor.detach and not is_distributed(args[0]):
             return _wrap(gates, func(*args, **kwargs))
         for tensor in guarded:
             owner = tensor.gate_ref() or _refuse_orphan()
             gates.add(owner)
             owner.admit(tensor, name, any(tensor is each for each in writes))
+            if len(guarded) > 1:
+                kept.append(tensor.detach())
         versions = [tensor._version for tensor in guarded]
         if func in _PICKLE:
             return args[0].clone().__reduce_ex__(*args[1:])
