@@ -486,3 +486,36 @@ class Counted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         Counted.calls += 1
         return torch.relu(x)
+
+
+class Around(nn.Module):
+    calls = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        Around.calls += 1
+        return self.model(x)
+
+
+class BothHaveIt(nn.Module):
+    """As a loss that wraps a loss: each has the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        self.inner = Around(self.model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_module_around_a_layer_that_stands_elsewhere_too_does_not_run_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Around, "calls", 0)
+    pair = workshop.pair(BothHaveIt, sgd, activations="recompute", units=nn.Sequential)
+    pair.train([(torch.randn(ROWS, WIDTH), torch.randn(ROWS, 4)) for _ in range(2)])
+    assert Around.calls == 2 * 2  # torch's, and ours

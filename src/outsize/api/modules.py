@@ -71,6 +71,8 @@ def layers_of(
             mode = _mode(module, config, auto(min(inside)) if alone else "keep")
             wanted = mode != "keep" or (in_list and config.micro_batches > 1)
             if wanted and (len(inside) == 1 or (in_list and not _lists_blocks(module))):
+                if not found.keys().isdisjoint(module.modules()):  # a loss that has the model too, which has a layer
+                    continue
                 found[module] = mode
                 within.update(module.modules())
     return found
