@@ -392,6 +392,30 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_device_again(sim: Any, wo
 
 @anytime
 @pytest.mark.parametrize("tier", ["host", "disk"])
+class Tally(nn.Module):
+    """As a metric of torchmetrics: what it keeps is no buffer, and moves by an `_apply` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.total = fn(self.total)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().mean()
+        return x
+
+
+def test_what_a_module_keeps_beside_buffers_moves_to_the_device(sim: Any, workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(lambda: nn.Sequential(Stack(), Tally()), tier=tier, device="sim")
+    train(pair.model, pair.optimizer, on_sim(batches(2)))
+    train(pair.plain, pair.plain_optimizer, batches(2))
+    torch.testing.assert_close(pair.model[1].total.cpu(), pair.plain[1].total)
+
+
 def test_what_is_written_inside_gathered_is_trained_on(sim: Any, workshop: Workshop, tier: str) -> None:
     model, optimizer = prepared_stack(workshop, tier)
     plain = stack().to("sim")

@@ -108,8 +108,11 @@ def move_wrappers(model: nn.Module, config: Config) -> None:
 
 
 def cast_buffers(model: nn.Module, config: Config) -> None:
-    """As `model.to(device, compute_dtype)` does with buffers."""
+    """As `model.to(device, compute_dtype)` does with buffers. What a module without parameters keeps otherwise, as a
+    metric of torchmetrics, moves too."""
     for module in model.modules():
+        if type(module)._apply is not nn.Module._apply and not any(True for _ in module.parameters()):
+            module._apply(lambda tensor: tensor.to(config.compute_device))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 dtype = config.compute_dtype if buffer.is_floating_point() else None
