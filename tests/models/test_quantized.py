@@ -95,6 +95,17 @@ def test_losses_are_those_of_the_plain_program(workshop: Workshop, tier: str, ki
     assert losses(model, optimizer) == losses(*plain)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_least_budget_cuts_a_weight_to_its_codes_and_trains_alike(workshop: Workshop, kind: str) -> None:
+    plain, (model, optimizer) = adapted(kind), adapted(kind)
+    fields = {"device": "cpu", "disk": workshop.disk, **dict.fromkeys(("params", "grads", "states"), "disk")}
+    with pytest.raises(outsize.BudgetError) as refused:
+        outsize.plan(model, optimizer, host_memory="4KiB", **fields)
+    outsize.prepare(model, optimizer, host_memory=refused.value.needed, **fields)
+    assert any(unit.name.endswith(("qdata", "quantized_data")) for unit in outsize.plan(model).units)
+    assert losses(model, optimizer) == pytest.approx(losses(*plain), rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_bf16_gives_the_same_bits_on_every_tier(workshop: Workshop, kind: str) -> None:
     runs = []

@@ -76,7 +76,7 @@ class Shards:
         grads, rows = [], self._plan.tile_rows.get(layout.index, 0)
         wide, copies = array_layout(layout, STATE_BYTES).nbytes, 2 if config.delayed_update else 1
         if tiers.grads != "device":
-            name, on_disk = _name_of(layout, "-grads"), tiers.grads == "disk"
+            name, on_disk = _name_of(layout, "-grads"), tiers.grads == "disk" and wide > 0  # 0: codes of weights alone
             scratch = UnitFile(resources, name, on_disk * copies * wide, config.verify, lasting=False)
             stores = [scratch.open_on_disk("grads", wide) if on_disk else None for _ in range(copies)]
             grads = [GradShard(layout, store, ledger, resources.outbox, rows > 0) for store in stores]
