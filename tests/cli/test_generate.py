@@ -226,6 +226,24 @@ def test_an_existing_file_is_not_overwritten(folder: Path, tmp_path: Path, capsy
     assert out.read_text() == "mine"
 
 
+def test_a_file_that_cannot_be_made_is_refused_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generating, "_load", None)
+    prompts, link = prompts_in(tmp_path / "p.txt", "w1"), tmp_path / "link.txt"
+    link.symlink_to(tmp_path / "nowhere")
+    for out, words in (
+        (tmp_path / "none" / "out.txt", f"there is no folder {tmp_path / 'none'}"),
+        (prompts / "out.txt", f"there is no folder {prompts}"),
+        (link, "exists"),
+    ):
+        assert generate(folder, "--prompts", prompts, "--out", out) == 2
+        assert f"--out {out}" in (said := capsys.readouterr().err) and words in said
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert generate(folder, "--prompts", prompts, "--out", tmp_path / "out.txt") == 2
+    assert f"the folder {tmp_path} cannot be written to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
 def test_a_prompt_ends_with_its_line_and_nowhere_else(tmp_path: Path, name: str) -> None:
     prompts, file = ["w1\u2028w2", "w3\x85w4 \x0c"], tmp_path / name

@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress  # noqa: F401  # before a model is loaded
 
     texts = _read_prompts(args.prompts)
-    if args.out is not None and args.out.exists():
-        raise ValueError(f"--out {args.out} exists; name another file, or remove it")
+    if args.out is not None:
+        _check_out(args.out)
     if not Path(args.model, "config.json").is_file():
         what = "no config.json in the folder" if Path(args.model).is_dir() else "no folder there"
         raise FileNotFoundError(f"{args.model}: {what}; give one with weights, config.json and tokenizer")
@@ -95,6 +95,16 @@ def run(args: argparse.Namespace) -> int:
                 with naming(args.out or "the standard output", "writing an answer"):
                     _write(out, prompt.text, answer, as_json)
     return 0
+
+
+def _check_out(path: Path) -> None:
+    """Raise what would be raised when the file is made, after the model was loaded."""
+    if os.path.lexists(path):  # a link that leads nowhere, too
+        raise ValueError(f"--out {path} exists; name another file, or remove it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--out {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"--out {path}: the folder {path.parent} cannot be written to")
 
 
 def _read_prompts(path: Path) -> list[str]:
