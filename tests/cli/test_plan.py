@@ -194,6 +194,7 @@ def test_a_cluster_gives_each_rank_its_share(tmp_path: Path) -> None:
         ({"accelerators": 0}, "accelerators is 0; it must be an integer of at least 1"),
         ({"drives": 1.5}, "drives is 1.5; it must be an integer of at least 0"),
         ({"speed": 3}, "speed is unknown"),
+        ({"accelerator_flops": 10**400}, "it must be at most 1e+18"),
     ],
 )
 def test_a_cluster_with_a_wrong_field_is_refused(
@@ -277,6 +278,17 @@ def test_the_largest_of_a_family_fits_and_the_next_does_not(
     assert said.splitlines()[-1].endswith("(wider ones are not searched)")
     said = plan(capsys, "--largest", "llama", "--device", "cpu", "--host-memory", "64KiB", code=2)
     assert "raise --host-memory to at least" in said
+
+
+def test_the_largest_of_a_family_has_a_layer_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"host_memory": "4GiB", "device": "cpu", "mesh": {"pp": 9}}
+    found = largest("gpt", **fields)
+    outsize.plan(member("gpt", found.width), **fields)
+    assert found.layers >= 9
+    with pytest.raises(outsize.BudgetError):
+        outsize.plan(member("gpt", found.width + 128), **fields)
+    said = plan(capsys, "--largest", "gpt", "--mesh", "pp=9999", "--host-memory", "4GiB", code=2)
+    assert "mesh has 9999 stages, and the widest gpt that is searched has" in said
 
 
 def test_families_grow_as_published_models_do() -> None:

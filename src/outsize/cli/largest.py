@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.api.stages import shape_of
 from outsize.planning.errors import BudgetError
 from outsize.planning.sizes import format_bytes
 from outsize.planning.tables import Plan
@@ -73,8 +74,16 @@ class Largest:
 
 def largest(family: str, **fields: Any) -> Largest:
     """The largest member of a family that `outsize.plan(model, **fields)` places; by bisection of the width, with as
-    many layers as published models of that width. Raises the `BudgetError` of the smallest one where it does not fit.
+    many layers as published models of that width, and one at least for each stage of `mesh`. Raises the `BudgetError`
+    of the smallest one where it does not fit.
     """
+    stages = shape_of(fields["mesh"]).stages if fields.get("mesh") else 1
+    least = next((width for width in range(STEP, WIDEST + 1, STEP) if layers_of(family, width) >= stages), None)
+    if least is None:
+        raise ValueError(
+            f"mesh has {stages} stages, and the widest {family} that is searched has {layers_of(family, WIDEST)} "
+            f"layers: a stage needs a layer"
+        )
     plans: dict[int, Plan] = {}
     error: BudgetError | None = None
 
@@ -86,7 +95,7 @@ def largest(family: str, **fields: Any) -> Largest:
             error = refused
         return width in plans
 
-    low, high = 0, STEP
+    low, high = 0, least
     while high <= WIDEST and fits(high):
         low, high = high, 2 * high
     if error is not None and not low:

@@ -19,6 +19,8 @@ UPDATE_BYTES = 28
 LATENCY = 30e-6
 """Seconds of a collective that moves nothing."""
 GATHERED = (1e5, 1e6, 1e7, 1e8, 1e9, 1e10)
+MOST = 10**18
+"""Of any figure."""
 COUNTS = ("nodes", "accelerators", "cores", "drives")
 UNUSED = {
     "network": ("nodes", 1),
@@ -166,6 +168,8 @@ def _made(name: str, found: Mapping[str, Any]) -> Cluster:
                 raise ValueError(f"{field} is {value!r}; it must be an integer of at least {int(field != 'drives')}")
             else:
                 values[field] = parse_bytes(value, field)
+            if values[field] > MOST:
+                raise ValueError(f"{field} is {value!r}; it must be at most {MOST:.0e}")
         except (TypeError, ValueError) as error:
             raise ValueError(f"cluster {name!r}: {error}") from None
     return Cluster(name, **values)
