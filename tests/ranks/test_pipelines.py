@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
 from tests.conftest import train
@@ -72,6 +74,8 @@ class Place:
     tier: str
     activations: str = "keep"
     data: int = 1
+    tensor: int = 1
+    """Ranks that share each stage."""
 
 
 DEVICE, HOST, DISK = Place("device"), Place("host"), Place("disk")
@@ -85,9 +89,12 @@ MORE = {SINGLE[0]: (HOST, OFFLOADED), SINGLE[1]: (RECOMPUTED,), SEVERAL[0]: (OFF
 def train_stages(name: str, place: Place, disk: str, tied: bool = False) -> Trained:
     """The losses, where this rank has the last stage, and the weights of this rank's stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks // place.data, place.data), mesh_dim_names=("pp", "dp"))
-    rank, ranks = mesh["pp"].get_local_rank(), ranks // place.data
+    shape = ranks // place.data // place.tensor, place.data, place.tensor
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    rank, ranks = mesh["pp"].get_local_rank(), shape[0]
     numbers, blocks = stages_of(name, rank, ranks), whole(tied)
+    for block in blocks.values() if place.tensor > 1 else ():
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     count = ranks * len(numbers)
     parts = [part(blocks, number, count) for number in numbers]
     model = nn.ModuleList(parts)
@@ -122,7 +129,11 @@ def train_stages(name: str, place: Place, disk: str, tied: bool = False) -> Trai
         losses += [torch.stack(of_parts).mean().item() * (parts_of_batch if tied else 1)] if of_parts else []
     names = {id(param): each for each, param in blocks.named_parameters()}
     with outsize.gathered(model):
-        return losses, {names[id(param)]: param.detach().clone() for param in model.parameters()}
+        return losses, {names[id(param)]: whole_of(param.detach()).clone() for param in model.parameters()}
+
+
+def whole_of(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def loss_of(parts: int, x: Tensor, y: Tensor) -> Tensor:
@@ -157,6 +168,15 @@ def test_gradients_that_a_schedule_sets_are_averaged(tmp_path: Path) -> None:
     calls = [(train_stages, SEVERAL[-1], Place(tier, data=2), str(tmp_path)) for tier in ("device", "disk")]
     calls.append((train_stages, V_SHAPED[0], Place("disk", data=2), str(tmp_path)))
     _, expected = plain()
+    for of_rank in run_on_ranks(4, in_turn, *calls):
+        for _, found in of_rank:
+            assert_near(found.values(), [expected[each] for each in found])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensor_parallel_stages_train_as_torch_does_where_schedules_set_gradients(tmp_path: Path) -> None:
+    _, expected = plain()
+    calls = [(train_stages, name, Place("disk", tensor=2), str(tmp_path)) for name in (SEVERAL[-1], V_SHAPED[0])]
     for of_rank in run_on_ranks(4, in_turn, *calls):
         for _, found in of_rank:
             assert_near(found.values(), [expected[each] for each in found])

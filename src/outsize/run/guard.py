@@ -391,7 +391,7 @@ def _guarded_local(kind: Any) -> dict[str, object]:
         return found
 
     def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA:
+        if func not in METADATA and not (func in _TO_ITSELF and _is_itself(args)):
             return pass_gate(cls.gate_ref() or _refuse_orphan(), func, args, kwargs or {})
         before, shapes_only.on = getattr(shapes_only, "on", False), True
         try:
@@ -449,7 +449,7 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         if func in _AUTOGRAD:
             return _differentiate(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _TO_ITSELF and len(args) == 2 and args[0] is args[1]:
+            if func in _TO_ITSELF and _is_itself(args):
                 return _wrap((gate,), func(*args))
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
                 return func(*args)  # its name
@@ -491,6 +491,10 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         if func in TO_NUMPY:
             return result.copy()
         return _wrap(gates, result)
+
+
+def _is_itself(args: tuple[Any, ...]) -> bool:
+    return len(args) == 2 and args[0] is args[1]
 
 
 def _name_of(func: Any) -> str:
