@@ -102,6 +102,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     ("words", "part"),
     [
         (["train", "--steps", "0"], "--steps: it is 0; it must be 1 or more"),
+        (["train", "--seed", str(2**32)], "--seed: it is 4294967296; it must be 4294967295 or less"),
         (["train", "--steps", "x"], "--steps: invalid number value: 'x'"),
         (["train", "--lr", "nan"], "--lr: it is nan"),
         (["train", "--minutes", "-2"], "--minutes: it is -2"),

@@ -39,6 +39,12 @@ def test_single_file_is_cut_into_pieces_that_cover_it(tmp_path: Path) -> None:
     assert len(held_out) == 1
 
 
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("x" * 1000)
+    assert corpus.text_files([str(file), str(tmp_path), str(file)]) == [file]
+
+
 def test_text_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):

@@ -55,7 +55,7 @@ def standard_library(limit_bytes: int = DEFAULT_BYTES) -> list[Path]:
 
 
 def text_files(paths: Sequence[str]) -> list[Path]:
-    """The files named, and those with a text suffix in the folders named, in the order of their names."""
+    """The files named, and those with a text suffix in the folders named, in the order of their names; each once."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
@@ -65,7 +65,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
         if not chosen:
             raise ValueError(f"--text {path}: no file there ends in {', '.join(sorted(_SUFFIXES))}; name files instead")
         found += chosen
-    return found
+    return list(dict.fromkeys(found))
 
 
 def split(files: Sequence[Path], held_out_part: float = 0.05) -> tuple[list[Piece], list[Piece]]:

@@ -36,13 +36,15 @@ def run(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def at_least(least: float, kind: type[Any] = int) -> Callable[[str], Any]:
+def at_least(least: float, kind: type[Any] = int, most: float = math.inf) -> Callable[[str], Any]:
     """The type of an option that is a number."""
 
     def parse(text: str) -> Any:
         value = kind(text)
         if not math.isfinite(value) or value < least:
             raise argparse.ArgumentTypeError(f"it is {text}; it must be {least} or more")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"it is {text}; it must be {most} or less")
         return value
 
     parse.__name__ = "number"
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=at_least(0), default=10, help="steps of linear warm-up")
     add("--weight-decay", type=at_least(0, float), default=0.1, help="of matrices")
     add("--clip", type=at_least(0, float), default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
+    add("--seed", type=at_least(0, most=2**32 - 1), default=0, help="of weights, data order and dropout")
     add = parser.add_argument_group("files").add_argument
     add("--run", type=path, metavar="DIR", help=f"folder of a new run (default: {RUNS}/default, or default-2 ...)")
     add(
