@@ -218,6 +218,16 @@ def test_an_error_before_the_first_answer_leaves_no_file(
     assert len(out.read_text().splitlines()) == 1  # the answer that there is stays
 
 
+def test_a_full_drive_is_told_with_the_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = prompts_in(tmp_path / "p.txt", "w1"), tmp_path / "out.txt"
+    full = lambda path, mode, **more: open("/dev/full", "w", **more)  # noqa: E731, SIM115
+    monkeypatch.setattr(generating, "open", full, raising=False)
+    assert generate(folder, "--prompts", prompts, "--out", out, "--max-new-tokens", NEW) == 2
+    assert f"No space left on device (writing an answer): '{out}'" in capsys.readouterr().err
+
+
 def test_an_existing_file_is_not_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "answers.txt"
     out.write_text("mine")

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         out: TextIO = sys.stdout
         if args.out is not None:
             opened.callback(_remove_empty, args.out)
-            out = opened.enter_context(open(args.out, "x", encoding="utf-8"))
+            out = opened.enter_context(_new_file(args.out))
         as_json = args.out is not None and args.out.suffix == JSON_LINES
         count = opened.enter_context(_progress(len(prompts)))
         for first in range(0, len(prompts), args.batch):
@@ -233,6 +233,16 @@ def _answers(model: Any, tokenizer: Any, batch: Sequence[Prompt], args: argparse
 def _write(out: TextIO, prompt: str, answer: str, as_json: bool) -> None:
     line = json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) if as_json else f"{prompt}{answer}\n"
     print(line, file=out, flush=True)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[TextIO]:
+    with open(path, "x", encoding="utf-8") as file:
+        try:
+            yield file
+        finally:
+            with naming(path, "writing an answer"):  # what an error has left is written once more
+                file.close()
 
 
 def _remove_empty(path: Path) -> None:
