@@ -29,7 +29,8 @@ def made(run: Path, *words: str, steps: tuple[int, ...] = (3,)) -> Path:
     """A run as it is after it was saved at these steps."""
     for step in steps:
         (run / f"checkpoint-{step}" / "outsize").mkdir(parents=True)
-        (run / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (run / f"checkpoint-{step}" / "outsize" / "manifest.json").touch()
+        (run / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     options.options_file(run).write_text(json.dumps(vars(parse(*words))))
     return run
 

@@ -371,7 +371,8 @@ def test_new_run_takes_no_folder_that_holds_one(words: list[str], tmp_path: Path
     assert "no complete checkpoint in" in capsys.readouterr().err
     checkpoint = tmp_path / "run" / "checkpoint-1"
     (checkpoint / "outsize").mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}")
+    (checkpoint / "outsize" / "manifest.json").touch()
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1}')
     assert main(words) == 2
     assert "run holds a run already; go on with it by --resume" in capsys.readouterr().err
 

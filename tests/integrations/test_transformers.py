@@ -265,13 +265,16 @@ def test_the_newest_checkpoints_stay_after_the_clock_was_set_back(disk: dict[str
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    for step in (5, 10, 100, 200, 300, 400):
+    for step in (5, 10, 100, 200, 300, 400, 500, 600, "best700"):
         (tmp_path / f"checkpoint-{step}" / STATE).mkdir(parents=True)
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (tmp_path / f"checkpoint-{step}" / STATE / "manifest.json").touch()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 1}')
     (tmp_path / "checkpoint-100" / "trainer_state.json").write_text("{")
     (tmp_path / "checkpoint-200" / "trainer_state.json").unlink()
-    (tmp_path / "checkpoint-300" / STATE).rmdir()
+    shutil.rmtree(tmp_path / "checkpoint-300" / STATE)
     (tmp_path / "checkpoint-400" / "rng_state_1.pth").touch()
+    (tmp_path / "checkpoint-500" / "trainer_state.json").write_text("[]")
+    (tmp_path / "checkpoint-600" / STATE / "manifest.json").unlink()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert last_checkpoint(tmp_path / "none") is None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -30,6 +31,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 import outsize
 from outsize.api.methods import saved_by_transformers
+from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.integrations.accelerate import STATE, prepare
 from outsize.integrations.key_values import KeyValueCache as KeyValueCache
 from outsize.planning.sizes import format_bytes
@@ -214,7 +216,8 @@ def _bring_to_the_past(output_dir: str | Path) -> None:
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """The newest checkpoint of a Trainer's folder that is complete; a run that is killed may leave others."""
-    found = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob("checkpoint-*[0-9]")}
+    named = ((re.fullmatch(r"checkpoint-([0-9]+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*"))
+    found = {int(match[1]): path for match, path in named if match}
     return next((str(found[step]) for step in sorted(found, reverse=True) if is_complete(found[step])), None)
 
 
@@ -222,8 +225,8 @@ def is_complete(checkpoint: Path) -> bool:
     """`outsize.save` makes its folder appear complete; the Trainer's own state is written after it. A loss of power may
     leave that empty: nobody syncs it."""
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+        step = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"]
         drawn = all(path.stat().st_size for path in checkpoint.glob("rng_state*.pth"))
-    except (OSError, ValueError):
+        return isinstance(step, int) and drawn and (checkpoint / STATE / MANIFEST_NAME).is_file()
+    except (OSError, ValueError, TypeError, KeyError):
         return False
-    return drawn and (checkpoint / STATE).is_dir()
