@@ -242,6 +242,18 @@ def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(words: list[str],
     assert history(run) == whole.losses
 
 
+def test_a_run_whose_streams_are_closed_goes_on(
+    words: list[str], whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("stdin", "stdout", "stderr")
+    for name in names:
+        monkeypatch.setattr(sys, name, None)
+    assert main(words) == 0
+    for name in names:
+        getattr(sys, name).close()
+    assert history(tmp_path / "run") == whole.losses
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_termination_before_the_first_step_leaves_nothing(
     number: signal.Signals,

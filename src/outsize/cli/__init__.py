@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from outsize import __version__
 from outsize.cli import checkpoints, generating, options, planning, probe, reporting
-from outsize.cli.terminal import leave, terminals
+from outsize.cli.terminal import leave, open_closed, terminals
 from outsize.cli.wording import in_options
 
 _EXTRA = {"accelerate", "transformers", "tokenizers", "safetensors", "rich", "matplotlib"}
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; 0 when it went well, 1 where it found or left something broken, 2 after a mistake (one line
     on stderr), 130 after Ctrl-C, 143 after SIGTERM and 129 where the terminal closed, which end it in the same way. 141
     where nobody reads what it says any more, as `head` does not: without a word."""
+    open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is no reason to fail; stderr is so already
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)

@@ -1,7 +1,16 @@
 """The terminal of a command, which may close before the command ends."""
 
 import os
+import sys
 from collections.abc import Iterable
+
+
+def open_closed() -> None:
+    """Streams that the caller has closed go nowhere: a file that opens next would get the number of one, and what is
+    printed without Python's knowing would go there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def terminals() -> list[int]:
