@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -399,7 +401,8 @@ def build_in_bounded_memory(disk: str) -> Curve:
     outsize.prepare(model, optimizer, mesh=mesh, host_memory="64MiB", disk=disk, stage=0, states="host")
     group = dist.get_rank() // 2
     curve = train(model, optimizer, way, lambda step: tokens(step, group))
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
+    torch.save(state, io.BytesIO())
     weight: Any = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
     assert optimizer.state[weight]["exp_avg"].shape == (64, 64)
     expected = whole(optimizer.state[weight]["exp_avg"]).clone()

@@ -85,6 +85,11 @@ def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def copy_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As `like`, for a view: torch neither copies nor pickles a DTensor of what lies within a storage."""
+    return like(param, value.clone()) if is_distributed(param) else value
+
+
 def shared_as(spec: Any, value: torch.Tensor) -> torch.Tensor:
     """`value`, which this rank has, as the DTensor of this `spec`; as it is where there is none."""
     if spec is None:

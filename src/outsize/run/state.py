@@ -14,7 +14,7 @@ from outsize.move.shard import SlotState, UnitShard
 from outsize.move.store import DTYPES, MASTER
 from outsize.optim.rules import Rule, join_master, split_master
 from outsize.planning.layout import Slot
-from outsize.run.local import like, local
+from outsize.run.local import copy_like, local
 from outsize.run.owner import Owner
 from outsize.run.parameters import Parameters
 from outsize.run.state_entry import (
@@ -178,7 +178,7 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
                     unit.await_written()
                     master = _master_of(unit.shard, slot).view(slot.shape)
                     entry = found["state"].setdefault(index, {})  # there is none for SGD without momentum
-                    entry[MASTER_KEY] = master if unit.shard.ranks > 1 else like(param, master)
+                    entry[MASTER_KEY] = master if unit.shard.ranks > 1 else copy_like(param, master)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any], forget: Callable[[], None]) -> None:

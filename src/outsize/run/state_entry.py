@@ -15,7 +15,7 @@ from outsize.optim.rules import Rule
 from outsize.planning.layout import Slot
 from outsize.run.guard import TO_NUMPY
 from outsize.run.layer_state import version_of
-from outsize.run.local import like, local
+from outsize.run.local import copy_like, local
 from outsize.run.unit import Unit
 
 MOST_STEPS = 2**53
@@ -127,7 +127,7 @@ def read_entry(unit: Unit, slot: Slot, rule: Rule, on_host: bool) -> dict[str, A
             value = unit.shard.read_array(array, slot.offset, slot.end).view(slot.shape)
             value = value.to(rule.narrow.get(name, value.dtype))
             value = value if on_host else value.to(unit.shard.device)
-            entry[name] = value if unit.shard.ranks > 1 else like(unit.parameters[slot.name], value)
+            entry[name] = value if unit.shard.ranks > 1 else copy_like(unit.parameters[slot.name], value)
     return entry
 
 
