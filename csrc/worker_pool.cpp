@@ -16,7 +16,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <deque>
+#include <system_error>
 #include <thread>
 
 #include "native.hpp"
@@ -83,14 +85,21 @@ class Worker {
 class WorkerPool {
   public:
     void run(int parts, const std::function<void(int)>& body) {
-        const auto job = std::make_shared<Job>(parts, body);
+        std::shared_ptr<Job> job;
+        int served = 1;  // parts that have a thread; part 0 has the caller
         {
             const std::lock_guard lock(mutex_);
-            while (static_cast<int>(workers_.size()) < parts - 1)
-                workers_.push_back(std::make_unique<Worker>(static_cast<int>(workers_.size()) + 1));
-            for (int part = 1; part < parts; ++part) workers_[static_cast<std::size_t>(part) - 1]->push(job);
+            try {
+                while (static_cast<int>(workers_.size()) < parts - 1)
+                    workers_.push_back(std::make_unique<Worker>(static_cast<int>(workers_.size()) + 1));
+            } catch (const std::system_error&) {  // the process may have no more: slower, but not wrong
+            }
+            served = std::min(parts, static_cast<int>(workers_.size()) + 1);
+            job = std::make_shared<Job>(served, body);
+            for (int part = 1; part < served; ++part) workers_[static_cast<std::size_t>(part) - 1]->push(job);
         }
         body(0);
+        for (int part = served; part < parts; ++part) body(part);
         job->wait();
     }
 

@@ -1,5 +1,6 @@
 """Which threads the parts of a kernel run on: see Note [Torch's own team] in csrc/worker_pool.cpp."""
 
+import resource
 import subprocess
 import sys
 
@@ -42,3 +43,27 @@ def test_the_main_thread_takes_the_team_that_torch_has(threads: int, here: int) 
     script = COPIES.replace("THREADS", str(threads))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == [str(here), "1", "7"], done.stderr
+
+
+WITHOUT_THREADS = """
+import ctypes, os, resource, threading
+from outsize import _native
+
+source, target = ctypes.create_string_buffer(os.urandom(1 << 20)), ctypes.create_string_buffer(1 << 20)
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, ((used << 10) + (256 << 20),) * 2)  # a quarter of a stack
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    _native.copy(ctypes.addressof(target), ctypes.addressof(source), 1 << 20, 4)
+    print(target.raw[: 1 << 20] == source.raw[: 1 << 20])
+"""
+
+
+def test_the_caller_does_the_parts_of_threads_that_cannot_be_started() -> None:
+    def large_stacks() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+
+    command = [sys.executable, "-c", WITHOUT_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=large_stacks)
+    assert done.stdout.split() == ["True"], done.stderr
