@@ -3,6 +3,7 @@
 import errno
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,6 +42,14 @@ def test_a_disk_engine_that_the_kernel_refuses_says_what_to_set(monkeypatch: pyt
     with pytest.raises(
         OSError, match=r"refuses io_uring \(Operation not permitted\); unset it, or set it to 'threads'"
     ):
+        disk.open_engine()
+
+
+def test_threads_that_cannot_be_started_for_the_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outsize.move import disk
+
+    monkeypatch.setattr(disk, "DiskEngine", Mock(side_effect=BlockingIOError(errno.EAGAIN, "it is told")))
+    with pytest.raises(BlockingIOError, match=r"no thread can be started for the disk: raise .* \(ulimit -u\)"):
         disk.open_engine()
 
 

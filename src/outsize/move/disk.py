@@ -75,7 +75,13 @@ def open_engine() -> DiskEngine:
             f"{ENGINE_VARIABLE} is 'uring', and this kernel or container refuses io_uring ({os.strerror(refused)}); "
             f"unset it, or set it to 'threads'",
         )
-    return DiskEngine("threads" if wanted == "threads" or refused else "uring")
+    try:
+        return DiskEngine("threads" if wanted == "threads" or refused else "uring")
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            error.errno,
+            "no thread can be started for the disk: raise the limit of processes (ulimit -u), or that of the container",
+        ) from error
 
 
 @contextmanager
