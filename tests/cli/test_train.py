@@ -374,6 +374,13 @@ def test_run_that_is_refused_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_whose_tokenizer_is_damaged_says_which(whole: Whole, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(whole.run, tmp_path / "run")
+    (tmp_path / "run" / "corpus" / "tokenizer.json").write_text("{")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "7"]) == 2
+    assert f"the tokenizer in {tmp_path / 'run' / 'corpus'} cannot be read" in capsys.readouterr().err
+
+
 def test_new_run_takes_no_folder_that_holds_one(words: list[str], tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "options.json").write_text("{}")

@@ -150,7 +150,8 @@ class _Run:
         self.base_memory = watch.process_memory()
         given = wanted.model if models.holds(wanted.model, "tokenizer.json") else None
         _by_first(lambda: self._prepare_folder(config, arguments.world_size, given))
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "corpus"))
+        with models.refused(f"the tokenizer in {folder / 'corpus'} cannot be read"):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "corpus"))
         fields = self.fields()
         data = corpus.Windows(folder / "corpus" / corpus.TRAIN, wanted.seq_len)
         held_out = max(1, HELD_OUT_TOKENS // wanted.seq_len)
