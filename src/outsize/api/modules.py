@@ -25,9 +25,10 @@ def modules_of(
     `auto`: what is done with those of layers that come and go, where the user leaves it to outsize.
     """
     beside = plan.beside  # adapters are opened with the unit that they were cut from
-    pairs = {
-        unit.index: [each for each in units if unit.index in (each.index, beside.get(each.index))] for unit in units
-    }
+    pairs: dict[int, list[Unit]] = {unit.index: [] for unit in units}
+    for unit in units:
+        for index in {unit.index, beside.get(unit.index, unit.index)}:
+            pairs[index].append(unit)
     home = {id(param): beside.get(unit.index, unit.index) for unit in units for param in unit.parameters.values()}
     scopes: list[set[int]] = [set() for _ in units]
     owned: dict[int, list[Unit]] = {}

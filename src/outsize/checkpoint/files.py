@@ -30,7 +30,7 @@ from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.codes import BLOCK, decode
 from outsize.move.disk import naming as naming
 from outsize.move.generations import crc32c
-from outsize.move.memory import HostBuffer, memory_of
+from outsize.move.memory import MAPPED_BYTES, HostBuffer, memory_of
 from outsize.move.threads import submitted
 from outsize.optim.rules import join_master
 from outsize.planning.layout import round_up
@@ -44,8 +44,6 @@ MOST_OPEN = 16
 VERIFIERS = 4
 GROUP = 64
 """Threads that compare chunks, and how many each takes in a row: a drive gives most to some long readings at once."""
-
-MAPPED_BYTES = 1 << 18
 
 
 @final

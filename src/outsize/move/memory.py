@@ -22,6 +22,8 @@ from outsize.planning.layout import round_up
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
+MAPPED_BYTES = 1 << 18
+"""Smaller copies that live on come from the heap: a process may have 65,530 mappings."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 # Note [Reserved memory]

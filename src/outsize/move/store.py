@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from outsize.move.generations import Generations, page_runs
-from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger
+from outsize.move.memory import MAPPED_BYTES, PAGE_BYTES, HostBuffer, Ledger
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.planning.layout import round_up
 
@@ -91,7 +91,8 @@ class Store(ABC):
     def get(self, start: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes, in host memory. Blocks."""
         first, content = self.pages(start, nbytes)
-        return content[start - first : start - first + nbytes]
+        found = content[start - first : start - first + nbytes]
+        return found if nbytes >= MAPPED_BYTES else found.clone()
 
     def put(self, start: int, source: torch.Tensor) -> None:
         """Overwrite any bytes with `source`; their neighbours on the same pages stay. Blocks."""
