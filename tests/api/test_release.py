@@ -146,3 +146,22 @@ def test_a_graph_that_outlives_a_release_takes_no_gradients(workshop: Workshop, 
     pair.model.zero_grad()
     workshop.prepare(pair.model, pair.optimizer, tier)
     pair.train(batches(2))
+
+
+def _mappings() -> int:
+    with open("/proc/self/maps") as file:
+        return sum(1 for _ in file)
+
+
+def test_small_tensors_that_are_read_or_released_take_no_mapping_each(workshop: Workshop, tier: str) -> None:
+    """The system gives a process 65,530 of them; a model may have more states."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)])
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, tier)
+    squared_error(model, batches(1, width=4)[0]).backward()
+    optimizer.step()
+    before = _mappings()
+    kept = optimizer.state_dict()
+    assert len(kept["state"]) == 200
+    outsize.release(model)
+    assert _mappings() < before + 200  # 800 states
