@@ -279,3 +279,7 @@ def test_splitting_and_joining_a_master_returns_it(dtype: torch.dtype) -> None:
     split_master(whole, param, master)
     assert torch.equal(join_master(param, master), whole)
     torch.testing.assert_close(param, whole.to(dtype), rtol=2**-7, atol=0)
+    values = param.clone()
+    split_master(values, param, master)  # of values that have 16 bits themselves
+    assert torch.equal(param, values)
+    assert torch.equal(join_master(param, master), values.float())

@@ -80,7 +80,7 @@ def _adopt_value(shard: UnitShard, name: str, value: torch.Tensor) -> None:
     on_cpu = target.device.type == "cpu"
     weight = target.view(-1) if on_cpu else torch.empty(target.numel(), dtype=target.dtype, device="cpu")
     rest = torch.empty(target.numel(), dtype=MASTER_DTYPE[slot.dtype], device="cpu")
-    split_master(value.detach().cpu().reshape(-1).float(), weight, rest)
+    split_master(value.detach().cpu().reshape(-1), weight, rest)
     if not on_cpu:
         target.copy_(weight.view(target.shape))
     shard.write_array(master, slot.offset, slot.end, shard.own(name, rest))

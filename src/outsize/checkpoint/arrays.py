@@ -240,7 +240,7 @@ def place(
         values = weights[slot.name].read(start, end)
         weight = torch.empty_like(values, dtype=DTYPES[slot.dtype])
         rest = torch.empty_like(values, dtype=MASTER_DTYPE[slot.dtype])
-        split_master(values.float(), weight, rest)
+        split_master(values, weight, rest)
         return weight, rest
 
     def weight(slot: Slot, start: int, out: torch.Tensor) -> None:

@@ -256,7 +256,12 @@ def join_master(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
 
 def split_master(whole: torch.Tensor, param: torch.Tensor, master: torch.Tensor) -> None:
-    """Write the fp32 master `whole` into a 16-bit parameter and what `master` keeps of it: `join_master`'s inverse."""
+    """Write the master `whole` into a 16-bit parameter and what `master` keeps of it: `join_master`'s inverse."""
+    if whole.dtype is param.dtype is torch.bfloat16:  # nothing is left to keep
+        param.copy_(whole)
+        master.zero_()
+        return
+    whole = whole.float()
     if param.dtype is torch.float16:
         param.copy_(whole)
         if master.data_ptr() != whole.data_ptr():
