@@ -113,9 +113,15 @@ def least_budget(model: nn.Module, disk: Path, **fields: Any) -> str:
 
 
 def peak_of_training(
-    monkeypatch: pytest.MonkeyPatch, disk: Path, model: nn.Module, data: torch.Tensor, budget: str, **fields: Any
+    monkeypatch: pytest.MonkeyPatch,
+    disk: Path,
+    model: nn.Module,
+    data: torch.Tensor,
+    budget: str,
+    parts: int = 1,
+    **fields: Any,
 ) -> int:
-    """The most that outsize kept in memory at any time of two steps and an evaluation."""
+    """The most that outsize kept in memory at any time of two steps, each of so many backwards, and an evaluation."""
     most: dict[int, int] = {}  # by the ledger's id: others may be alive
     add = Ledger.add
 
@@ -129,6 +135,8 @@ def peak_of_training(
         patch.setattr(Ledger, "add", watched)
         outsize.prepare(model, optimizer, host_memory=budget, disk=disk, device="cpu", **ON_DISK, **fields)
         for training in (True, True, False):
+            for _ in range(parts - 1 if training else 0):
+                model(data).square().mean().backward()
             out = model(data)
             if training:
                 take_step((out[0] if isinstance(out, tuple) else out).square().mean(), optimizer)
@@ -158,6 +166,17 @@ def test_the_budget_that_a_refusal_names_holds_what_training_takes(
     with caplog.at_level(logging.WARNING, "outsize"):
         assert peak_of_training(monkeypatch, tmp_path, model, data, budget) <= parse_bytes(budget, "")
     assert "above the budget" not in caplog.text
+
+
+def test_the_least_budget_holds_sums_of_gradients_of_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).bfloat16()
+    budget = least_budget(model, tmp_path, tiles=False)
+    data = torch.randn(3, 5, 256, dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "outsize"):
+        taken = peak_of_training(monkeypatch, tmp_path, model, data, budget, parts=2, tiles=False)
+    assert taken <= parse_bytes(budget, "") and "above the budget" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["recompute", "selective", "offload"])

@@ -433,6 +433,16 @@ def _bytes_of(
     sums = sum(segment.numel * wider[segment.dtype] for segment in graded) * copies
     if config.update == "backward":  # each backward's gradients are used up at once
         sums = 0
+    summed = sums if config.compute_device.type == "cpu" else 0
     return UnitBytes(
-        layout.name or "model", params, grads, states, gathered + collected, collected, sums, tiles, steps=copies
+        layout.name or "model",
+        params,
+        grads,
+        states,
+        gathered + collected,
+        collected,
+        sums,
+        summed // copies,
+        tiles,
+        steps=copies,
     )

@@ -50,6 +50,8 @@ class UnitBytes:
     """The latter alone."""
     sums: int = 0
     """What its gradients take beside `grads` once they are sums of several: those of 16 bits are added in fp32."""
+    summed: int = 0
+    """What they take of that in the computing memory before they come to rest: all on a CPU, else nothing."""
     tiles: int = 0
     """Where the unit is used in tiles: what those at work take."""
     in_place: bool = False
@@ -82,7 +84,7 @@ class UnitBytes:
     @property
     def working(self) -> int:
         """What must be in the computing memory at once when the unit is on no memory tier: weights and gradients."""
-        return self.tiles or self.params + self.grads + self.shared
+        return self.tiles or self.params + self.grads + self.summed + self.shared
 
     @property
     def gathered(self) -> int:
