@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
-from tests.conftest import train, weights
+from tests.conftest import adamw, train, weights
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import WIDTH, Block
 
@@ -458,3 +458,28 @@ def test_stages_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> None
     for said in run_on_ranks(2, bad_stages, str(tmp_path)):
         for kind, words in BAD.items():
             assert words in said[kind], kind
+
+
+def refusals(disk: str) -> list[tuple[str, int, int]]:
+    """What is too small for one rank alone: the second stage of a pipeline, the first part of an uneven split. What it
+    needs is accepted then."""
+    found = []
+    for name in ("pp", "tp"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+        if name == "pp":
+            model = nn.Sequential(nn.Linear(16384, 1 + dist.get_rank(), bias=False))
+        else:
+            model = parallelize_module(
+                nn.Sequential(nn.Linear(16384, 3, bias=False)), mesh, {"0": ColwiseParallel(use_local_output=False)}
+            )
+        fields = {**dict.fromkeys(("params", "grads", "states"), "disk"), "mesh": mesh, "tiles": False}
+        with pytest.raises(outsize.BudgetError, match="unit '0'|the model") as refused:
+            outsize.prepare(model, adamw(model), host_memory="450KiB", disk=disk, **fields)
+        found.append((refused.value.field, refused.value.needed, refused.value.available))
+        outsize.prepare(model, adamw(model), host_memory=refused.value.needed, disk=disk, **fields)
+    return found
+
+
+def test_a_budget_that_is_too_small_for_one_rank_is_refused_alike_on_all(tmp_path: Path) -> None:
+    expected = [("host_memory", needed << 10, 450 << 10) for needed in (512, 640)]
+    assert run_on_ranks(2, refusals, str(tmp_path)) == [expected] * 2

@@ -13,7 +13,7 @@ from torch import nn
 from outsize.api.budgets import find_budgets
 from outsize.api.modules import layers_of
 from outsize.api.placed import Kept, PlacedModel
-from outsize.api.ranks import agree_on_budgets, check_same, description
+from outsize.api.ranks import agree_on_budgets, check_same, description, on_all_of_a_stage
 from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_what_cannot_be_split
 from outsize.config import Config
 from outsize.move.comm import Ranks
@@ -121,6 +121,7 @@ def place_model(
     largest = {name: replace(info, shape=largest_part(parameters[name])) for name, info in infos.items()}
     tables = tables_of(model)
     refuse_tables(tables, infos, config, ranks, shared)
+    ranges = _in_files(parameters, infos, config, ranks)
 
     def placed(budgets: Budgets) -> PlacedModel:
         # Alike, whatever part is here.
@@ -134,7 +135,8 @@ def place_model(
         layouts = list(lay_out(cuts, infos, size, align))
         by_rows = {layout.index for layout in layouts if layout.slots[0].name in tables}
         layouts = [with_whole_rows(each, tables_split[1]) if each.index in by_rows else each for each in layouts]
-        in_files = _in_files(parameters, infos, [each for each in layouts if each.index not in by_rows], config, ranks)
+        units = ({slot.name for slot in each.slots} for each in layouts if each.index not in by_rows)
+        in_files = {name: ranges[name] for names in units if names <= ranges.keys() for name in names}
         held: dict[str, int] = {}
         if ranks is None and config.disk_space is None:  # ranks place alike, and what is asked for is a limit of all
             held = held_on_disk(parameters, config.directories)
@@ -195,10 +197,13 @@ def place_model(
             inside=inner,
         )
 
-    try:
-        return placed(budgets)
-    except BudgetError as error:
-        raise _with_least(error, budgets, placed, config) from None
+    def placed_or_refused() -> PlacedModel:
+        try:
+            return placed(budgets)
+        except BudgetError as error:
+            raise _with_least(error, budgets, placed, config) from None
+
+    return on_all_of_a_stage(ranks, placed_or_refused)
 
 
 def _with_least(
@@ -230,14 +235,10 @@ def _with_least(
 
 
 def _in_files(
-    parameters: Mapping[str, nn.Parameter],
-    infos: Mapping[str, ParamInfo],
-    layouts: Sequence[UnitLayout],
-    config: Config,
-    ranks: Ranks | None,
+    parameters: Mapping[str, nn.Parameter], infos: Mapping[str, ParamInfo], config: Config, ranks: Ranks | None
 ) -> dict[str, FileRange]:
-    """Where the parameters lie of those frozen units all of whose values can be read from files of others, in the dtype
-    in which they are used, on every rank."""
+    """Where the frozen parameters lie that can be read from files of others, in the dtype in which they are used, on
+    every rank."""
     if config.params not in ("auto", "disk"):
         return {}
     frozen = {
@@ -247,16 +248,10 @@ def _in_files(
     }
     with torch._C.DisableTorchFunctionSubclass():
         found = ranges_in_files(frozen)
-    flags = [all(slot.name in found for slot in layout.slots) for layout in layouts]
-    whole = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    here = torch.tensor([name in found for name in frozen], dtype=torch.int32, device="cpu")
     for group in ranks.in_stage() if ranks is not None else ():
-        group.combine(whole, "prepare", "min")
-    return {
-        slot.name: found[slot.name]
-        for layout, each in zip(layouts, whole.tolist(), strict=True)
-        for slot in layout.slots
-        if each
-    }
+        group.combine(here, "prepare", "min")
+    return {name: found[name] for name, on_all in zip(frozen, here.tolist(), strict=True) if on_all}
 
 
 def _dense_tables(

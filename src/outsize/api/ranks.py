@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from outsize.checkpoint.peers import PeerFailedError, Peers, together
 from outsize.config import Config, has_chosen_accelerator
 from outsize.move.comm import Ranks
+from outsize.planning.errors import BudgetError
 from outsize.planning.layout import ParamInfo
 from outsize.planning.placement import Budgets
 from outsize.run.local import is_distributed
@@ -225,10 +226,37 @@ def in_all_stages(ranks: Ranks | None, action: Callable[[], T]) -> T:
     a pipeline, all raise."""
     done: list[T] = []
     try:
-        together(Peers(ranks and ranks.stages, "prepare"), lambda: done.append(action()))
+        refused = together(Peers(ranks and ranks.stages, "prepare"), partial(_refusal, action, done))
     except PeerFailedError as error:
         raise ValueError(str(error)) from error
+    _raise_worst(refused)
     return done[0]
+
+
+def on_all_of_a_stage(ranks: Ranks | None, action: Callable[[], T]) -> T:
+    """What `action` of `prepare` gives, which speaks to no other rank. Tensor-parallel ranks have parts of several
+    sizes: where a budget is too small for one, all raise."""
+    done: list[T] = []
+    refused = [_refusal(action, done)]
+    for group in ranks.in_stage() if ranks is not None else ():
+        refused = [each for found in group.collect(refused, "prepare") for each in found]
+    _raise_worst(refused)
+    return done[0]
+
+
+def _refusal(action: Callable[[], T], done: list[T]) -> BudgetError | None:
+    """The error of a budget that is too small for `action`; what it gives is `done`."""
+    try:
+        done.append(action())
+    except BudgetError as error:
+        return error
+    return None
+
+
+def _raise_worst(refused: Sequence[BudgetError | None]) -> None:
+    errors = [each for each in refused if each is not None]
+    if errors:
+        raise max(errors, key=lambda error: error.needed - error.available)
 
 
 def in_each_stage(ranks: Ranks | None, value: T, verb: str) -> list[T]:
