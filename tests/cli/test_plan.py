@@ -217,6 +217,18 @@ def test_a_configuration_that_makes_no_model_is_refused(
     assert words in plan(capsys, "--model", str(tmp_path), code=2)
 
 
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("host_memory", "a node has 4 B of host memory"), ("accelerator_memory", "accelerators of 4 B")],
+)
+def test_a_cluster_with_next_to_no_memory_is_too_small(
+    field: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.json").write_text(json.dumps({**CLUSTER, field: 4}))
+    said = plan(capsys, "--shape", "7b", "--cluster", str(tmp_path / "own.json"), "--ranks", "8", code=2)
+    assert words in said and "is 0" not in said
+
+
 def test_what_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, "--shape", "7b", "--cluster", "DGX-3", code=2)
     assert "'DGX-3' is no file, and no preset: these are DGX-2, DGX-A100, DGX-H100, gaming-PC, laptop" in said

@@ -175,8 +175,9 @@ def _of_cluster(args: argparse.Namespace) -> Cluster | None:
 def budgets_of(cluster: Cluster, ranks: int) -> dict[str, Any]:
     """Of one of so many ranks; the fields of `outsize.plan`."""
     device, host, disk = cluster.share(ranks)
-    found = {"device": "meta", "device_memory": int(device * DEVICE_MARGIN), "host_memory": int(host * HOST_MARGIN)}
-    return {**found, "disk_space": int(disk * DISK_MARGIN) or None}
+    memory = {"device_memory": int(device * DEVICE_MARGIN), "host_memory": int(host * HOST_MARGIN)}
+    least = {name: max(nbytes, 1) for name, nbytes in memory.items()}  # too little, as the plan says with the figures
+    return {"device": "meta", **least, "disk_space": int(disk * DISK_MARGIN) or None}
 
 
 def _planned(args: argparse.Namespace, cluster: Cluster | None, make: Callable[[], T]) -> T:
