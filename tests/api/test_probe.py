@@ -60,11 +60,24 @@ def test_a_file_that_is_damaged_is_measured_again(cache: Path) -> None:
         assert outsize.probe(device="cpu").memory == 1e9
 
 
-def test_without_a_home_nothing_is_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_remembered(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert outsize.probe(device="cpu").memory == 1e9
     assert recall(CPU, None).memory != 1e9
+    assert "could not be written to ~/.cache/outsize (Could not determine home" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert outsize.probe(device="cpu").memory == 1e9
+    (told,) = caplog.messages
+    assert f"could not be written to {tmp_path}/file/outsize" in told and "Set XDG_CACHE_HOME" in told
 
 
 def test_a_machine_of_which_all_is_measured_is_not_a_typical_one(

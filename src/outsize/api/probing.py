@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -34,6 +35,8 @@ from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
 from outsize.planning.machine import CPU, Curve, Machine, typical_machine
 from outsize.planning.sizes import format_bytes
+
+logger = logging.getLogger("outsize")
 
 BLOCK_BYTES = 4 << 20
 THREADS = 2  # requests in flight, as where a small staging arena has one being updated and one being written
@@ -159,12 +162,18 @@ def _remembered(key: str) -> Mapping[str, Any] | None:
 
 
 def _remember(key: str, figures: Mapping[str, Any]) -> None:
-    """A cache that cannot be written costs a measurement the next time."""
-    with suppress(OSError, RuntimeError):
+    try:
         _folder().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False, encoding="utf-8") as file:
             json.dump(figures, file)
         os.replace(file.name, _folder() / f"{key}.json")
+    except (OSError, RuntimeError) as error:
+        logger.warning(
+            "what was measured could not be written to %s/outsize (%s): plans take usual figures in its place. Set "
+            "XDG_CACHE_HOME to a folder that can be written, for the plans too",
+            os.environ.get("XDG_CACHE_HOME") or "~/.cache",
+            error,
+        )
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
