@@ -196,3 +196,13 @@ def test_the_package_runs_as_the_command() -> None:
     assert (
         subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"outsize {outsize.__version__}\n"
     )
+
+
+def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_one_line() -> None:
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from outsize.cli import main; "
+        "assert 'torch' not in sys.modules; sys.meta_path.insert(0, type('', (), {'find_spec': lambda *_: "
+        "signal.raise_signal(signal.SIGINT)})); sys.exit(main(['--version']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "outsize: interrupted\n")

@@ -7,23 +7,24 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
-from outsize import __version__
-from outsize.cli import checkpoints, generating, options, planning, probe, reporting
+import outsize
 from outsize.cli.terminal import leave, open_closed, terminals
 from outsize.cli.wording import in_options
 
 _EXTRA = {"accelerate", "transformers", "tokenizers", "safetensors", "rich", "matplotlib"}
 """What the extra `train` brings."""
 _ROOMS = {
-    "train": options,
-    "report": reporting,
-    "generate": generating,
-    "plan": planning,
-    "probe": probe,
-    "checkpoint": checkpoints,
+    "train": "options",
+    "report": "reporting",
+    "generate": "generating",
+    "plan": "planning",
+    "probe": "probe",
+    "checkpoint": "checkpoints",
 }
+"""The module of each sub-command. They import torch, which takes seconds that Ctrl-C may end."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(words)
         args.words = words[1:]
-        status: int = _ROOMS[args.command].run(args)
+        status: int = _room(args.command).run(args)
         print(end="", flush=True)
         return status
     except KeyboardInterrupt:
@@ -79,11 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave([1])
 
 
+def _room(command: str) -> Any:
+    return import_module(f"outsize.cli.{_ROOMS[command]}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="outsize", description="Train PyTorch models whose training state is larger than memory.")
-    parser.add_argument("--version", action="version", version=f"outsize {__version__}")
+    parser.add_argument("--version", action="version", version=f"outsize {outsize.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, room in _ROOMS.items():
+    for name in _ROOMS:
+        room = _room(name)
         command = commands.add_parser(name, help=room.SUMMARY, description=room.DESCRIPTION, formatter_class=_Help)
         room.add_arguments(command)
     return parser
