@@ -381,6 +381,12 @@ def test_a_run_whose_tokenizer_is_damaged_says_which(whole: Whole, tmp_path: Pat
     assert f"the tokenizer in {tmp_path / 'run' / 'corpus'} cannot be read" in capsys.readouterr().err
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_named(words: list[str], tmp_path: Path, capsys: Capture) -> None:
+    assert main([*words, "--run", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said and "is not UTF-8" in said and said.count("\n") == 1
+
+
 def test_new_run_takes_no_folder_that_holds_one(words: list[str], tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "options.json").write_text("{}")

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"outsize {args.command} needs {package}: pip install {package}")
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
+    except UnicodeEncodeError as error:  # a path: what is written replaces what its encoding lacks
+        return _fail(f"{error.object!r} is not UTF-8, which files of a model need: give another path")
     except (ValueError, TypeError, OSError) as error:
         logging.getLogger("outsize").debug("outsize %s failed", words, exc_info=True)
         return _fail(str(error) or type(error).__name__)
