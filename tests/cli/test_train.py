@@ -381,6 +381,14 @@ def test_a_run_whose_tokenizer_is_damaged_says_which(whole: Whole, tmp_path: Pat
     assert f"the tokenizer in {tmp_path / 'run' / 'corpus'} cannot be read" in capsys.readouterr().err
 
 
+def test_a_run_whose_tokens_are_cut_short_says_which(whole: Whole, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(whole.run, tmp_path / "run")
+    tokens = tmp_path / "run" / "corpus" / "train.tokens"
+    os.truncate(tokens, 8)
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "7"]) == 2
+    assert f"{tokens} is cut short: remove {tokens.parent}, and the run makes it again" in capsys.readouterr().err
+
+
 def test_a_folder_whose_name_is_not_utf_8_is_named(words: list[str], tmp_path: Path, capsys: Capture) -> None:
     assert main([*words, "--run", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 2
     said = capsys.readouterr().err

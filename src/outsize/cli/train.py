@@ -153,7 +153,7 @@ class _Run:
         with models.refused(f"the tokenizer in {folder / 'corpus'} cannot be read"):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "corpus"))
         fields = self.fields()
-        data = corpus.Windows(folder / "corpus" / corpus.TRAIN, wanted.seq_len)
+        data = self._windows(corpus.TRAIN)
         held_out = max(1, HELD_OUT_TOKENS // wanted.seq_len)
         transformers.set_seed(wanted.seed)
         with outsize.init(**fields):
@@ -163,7 +163,7 @@ class _Run:
             arguments,
             data_collator=transformers.default_data_collator,
             train_dataset=data,
-            eval_dataset=corpus.Windows(folder / "corpus" / corpus.HELD_OUT, wanted.seq_len, held_out),
+            eval_dataset=self._windows(corpus.HELD_OUT, held_out),
             processing_class=self.tokenizer,
             **fields,
         )
@@ -176,6 +176,17 @@ class _Run:
     def say(self, *words: object) -> None:
         if self.first:
             print(*words, flush=True)
+
+    def _windows(self, name: str, most: int | None = None) -> corpus.Windows:
+        path = self.folder / "corpus" / name
+        try:
+            return corpus.Windows(path, self.wanted.seq_len, most)
+        except ValueError as error:
+            if self.checkpoint is None:
+                raise
+            raise ValueError(
+                f"{path} is cut short: remove {path.parent}, and the run makes it again if its text is still there"
+            ) from error
 
     def fields(self) -> dict[str, Any]:
         return {"disk": str(self.folder / "disk"), **options.config_fields(self.wanted)}
