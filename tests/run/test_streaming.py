@@ -331,6 +331,17 @@ def test_what_one_operation_of_a_backward_reads_stays_until_it_has_run(workshop:
     pair.train(batches(4), clip=0.5)
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_was_saved_outside_of_calls_is_refused_after_a_step_as_in_torch(workshop: Workshop, tier: str) -> None:
+    model = nn.Sequential(*(Banked() for _ in range(2)))
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, **workshop.fields(tier, units=nn.ParameterDict))
+    first, stale = (model(torch.rand(4, 16)).square().mean() for _ in range(2))
+    take_step(first, optimizer)
+    with pytest.raises(RuntimeError, match="needed for gradient computation"):
+        stale.backward()
+
+
 class Functional(nn.Module):
     """Uses the weights of modules that it does not call."""
 

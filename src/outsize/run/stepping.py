@@ -195,9 +195,8 @@ class Stepper:
                 unit.updates += 1
             else:
                 self._streamer.owe(unit, pending)
-            if unit.shard.on_device or unit.unframed:
-                for name in pending:  # a graph of before must not be used
-                    torch.autograd.graph.increment_version(unit.parameters[name])
+            # A graph of before must not be used.
+            torch.autograd.graph.increment_version([unit.parameters[name] for name in pending])
         self.steps += 1
         if self._reduction is not None:
             self._reduction.ranks.model.step = self.steps
