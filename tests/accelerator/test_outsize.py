@@ -390,8 +390,6 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_device_again(sim: Any, wo
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-@anytime
-@pytest.mark.parametrize("tier", ["host", "disk"])
 class Tally(nn.Module):
     """As a metric of torchmetrics: what it keeps is no buffer, and moves by an `_apply` of its own."""
 
@@ -416,6 +414,8 @@ def test_what_a_module_keeps_beside_buffers_moves_to_the_device(sim: Any, worksh
     torch.testing.assert_close(pair.model[1].total.cpu(), pair.plain[1].total)
 
 
+@anytime
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_is_written_inside_gathered_is_trained_on(sim: Any, workshop: Workshop, tier: str) -> None:
     model, optimizer = prepared_stack(workshop, tier)
     plain = stack().to("sim")
