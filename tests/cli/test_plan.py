@@ -10,7 +10,7 @@ import torch
 
 import outsize
 from outsize.cli import main, watch
-from outsize.cli.largest import largest, layers_of, member
+from outsize.cli.largest import WIDEST, largest, layers_of, member
 from outsize.planning.cluster import cluster_of
 from outsize.planning.machine import seconds_on
 
@@ -299,6 +299,7 @@ def test_the_largest_of_a_family_has_a_layer_for_each_stage(capsys: pytest.Captu
     assert found.layers >= 9
     with pytest.raises(outsize.BudgetError):
         outsize.plan(member("gpt", found.width + 128), **fields)
+    assert largest("gpt", **fields | {"host_memory": "9PiB"}).width == WIDEST
     said = plan(capsys, "--largest", "gpt", "--mesh", "pp=9999", "--host-memory", "4GiB", code=2)
     assert "mesh has 9999 stages, and the widest gpt that is searched has" in said
 

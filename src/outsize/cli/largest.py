@@ -96,13 +96,13 @@ def largest(family: str, **fields: Any) -> Largest:
         return width in plans
 
     low, high = 0, least
-    while high <= WIDEST and fits(high):
-        low, high = high, 2 * high
+    while low < WIDEST and fits(high):
+        low, high = high, min(2 * high, WIDEST)
     if error is not None and not low:
         raise error
     step = max(low // STEPS // STEP, 1) * STEP
-    while high <= WIDEST and high - low > step:
-        middle = (low + high) // 2 // step * step
+    while high - low > step:
+        middle = (low + high) // 2 // STEP * STEP
         low, high = (middle, high) if fits(middle) else (low, middle)
     numel = sum(param.numel() for param in member(family, low).parameters())
     return Largest(numel, layers_of(family, low), low, plans[low], error)
