@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from outsize.run import refusals
+from outsize.run.activations import in_backward
 from outsize.run.embedding import look_up
 from outsize.run.local import is_distributed
 from outsize.run.saved import left_alone_by_dynamo, run_saving
@@ -477,7 +478,7 @@ def pass_gate(gate: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
             owner = tensor.gate_ref() or _refuse_orphan()
             gates.add(owner)
             owner.admit(tensor, name, any(tensor is each for each in writes))
-            if len(guarded) > 1:
+            if len(guarded) > 1 and in_backward():
                 kept.append(tensor.detach())
         versions = [tensor._version for tensor in guarded]
         if func in _PICKLE:
