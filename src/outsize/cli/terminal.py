@@ -10,7 +10,7 @@ def open_closed() -> None:
     printed without Python's knowing would go there."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))  # noqa: SIM115
 
 
 def terminals() -> list[int]:
