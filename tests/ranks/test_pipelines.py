@@ -90,7 +90,8 @@ def train_stages(name: str, place: Place, disk: str, tied: bool = False) -> Trai
     """The losses, where this rank has the last stage, and the weights of this rank's stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape = ranks // place.data // place.tensor, place.data, place.tensor
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    dims = 3 if place.tensor > 1 else 2
+    mesh = init_device_mesh("cpu", shape[:dims], mesh_dim_names=("pp", "dp", "tp")[:dims])
     rank, ranks = mesh["pp"].get_local_rank(), shape[0]
     numbers, blocks = stages_of(name, rank, ranks), whole(tied)
     for block in blocks.values() if place.tensor > 1 else ():
