@@ -3,7 +3,8 @@
 // Note [First touch]
 // Part i of a call always runs on thread i (part 0 on the caller). A system with several memory nodes puts a page on
 // the node of the thread that first touches it, so an array that was filled in parts is later updated by threads near
-// it. A part never moves to whoever is free: parts are equal, and a stolen one would be far from its memory.
+// it. A part never moves to whoever is free: parts are equal, and a stolen one would be far from its memory. Only where
+// a thread cannot be started the caller does its part.
 //
 // Note [Torch's own team]
 // The main thread computes with torch, and has an OpenMP team for it, whose threads spin for some milliseconds after
