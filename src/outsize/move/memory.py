@@ -83,6 +83,7 @@ class HostBuffer:
         colour = next(_next_colour) % _COLOURS * PAGE_BYTES  # see Note [Colours]
         first = (colour - whole.data_ptr()) % (_COLOURS * PAGE_BYTES)
         self.bytes = whole[first : first + nbytes].data  # [nbytes]; not a view that keeps another tensor of it alive
+        _libc.madvise(whole.data_ptr(), length, _MADV_NOHUGEPAGE)  # all of it: small neighbours become one mapping
         keep_huge_pages_inside(self.address, self._length)
         self._pinned = pinned and _registers() and _register(self.bytes)
 
