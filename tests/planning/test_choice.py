@@ -59,6 +59,23 @@ def test_many_different_layers_take_no_time() -> None:
     assert choice.MOST_STATES >= 1000
 
 
+def test_what_all_fits_is_chosen_without_a_search() -> None:
+    """Of 20,000 layers each state of the search would be looked at."""
+    seen = 0
+
+    class Counted(float):
+        def __add__(self, other: float) -> float:
+            nonlocal seen
+            seen += 1
+            return float(self) + other
+
+        __radd__ = __add__
+
+    of = [[(8, Counted(0.0)), (0, Counted(1.0)), (4, Counted(0.0))] for _ in range(200)]
+    assert cheapest(of, 4 * 200) == [2] * 200  # of equals the fewest bytes
+    assert seen <= 200
+
+
 def test_what_was_chosen_in_words() -> None:
     text = str(Chosen({"a": "keep", "b": "recompute", "c": "keep"}, 3 << 20, 0.25, 4 << 20))
     assert text.startswith("activations: 3.0 MiB kept of 4.0 MiB spare; of 3 layers 2 keep what they save, 1 compute")

@@ -79,5 +79,5 @@ def most_open(layers: Iterable[nn.Module], units: Sequence[Unit], capacity: int)
 
 def _largest_gradient(unit: Unit, plan: PlacedModel) -> int:
     """Bytes that autograd takes for one gradient of the unit."""
-    trained = [info.nbytes for name, info in plan.infos.items() if name in unit.parameters and info.trainable]
+    trained = [info.nbytes for info in map(plan.infos.__getitem__, unit.parameters) if info.trainable]
     return min(max(trained, default=0), plan.unit_bytes[unit.index].leaving)

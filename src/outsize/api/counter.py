@@ -260,13 +260,17 @@ class Counter:
         """All events, those of layers that stood for others too."""
         if not self._like:
             return tuple(each for each in self.events if each.kind != "past")
-        parts: dict[tuple[str, nn.Module], list[Event]] = {}
+        places: dict[tuple[str, nn.Module | None], tuple[int, int]] = {}  # of the first, and the bytes alive before it
+        live = 0
+        for at, event in enumerate(self.events):
+            places.setdefault((event.kind, event.module), (at, live))
+            live = event.live if event.kind == "work" else live
+        parts: dict[tuple[str, nn.Module], tuple[list[Event], int]] = {}
         for first in set(self._like.values()):
             for begin, end in (("enter", "leave"), ("backward", "past")):
-                kinds = [(each.kind, each.module) for each in self.events]
-                if (begin, first) in kinds and (end, first) in kinds:
-                    at = kinds.index((begin, first)) + 1
-                    parts[begin, first] = self.events[at - 1 : kinds.index((end, first), at)]
+                if (begin, first) in places and (end, first) in places:
+                    at, before = places[begin, first]
+                    parts[begin, first] = self.events[at : places[end, first][0]], before
         found: list[Event] = []
         extra = live = 0
         for event in self.events:
@@ -276,19 +280,18 @@ class Counter:
             found.append(event)
             like = None if event.module is None else self._like.get(event.module)
             if like is not None and event.module is not None and (event.kind, like) in parts:
-                own, added = self._as_of(event.module, like, parts[event.kind, like], live + extra)
+                own, added = self._as_of(event.module, like, *parts[event.kind, like], live + extra)
                 found += own
                 extra = max(extra + (added if event.kind == "enter" else min(added, 0)), 0)
         return tuple(each for each in found if each.kind != "past")
 
     def _as_of(
-        self, module: nn.Module, first: nn.Module, events: Sequence[Event], live: int
+        self, module: nn.Module, first: nn.Module, events: Sequence[Event], before: int, live: int
     ) -> tuple[list[Event], int]:
-        """What was counted of `first`, as that of `module`; the bytes that it leaves."""
+        """What was counted of `first` with `before` bytes alive, as that of `module`; the bytes that it leaves."""
         modules = dict(zip(first.modules(), module.modules(), strict=True))
         names = {self._named[a]: self._named[b] for a, b in zip(first.parameters(), module.parameters(), strict=True)}
         works = [each for each in events if each.kind == "work"]
-        before = self._before(events[0])
         own = []
         for each in events[1:]:
             if each.kind == "work":
@@ -297,11 +300,6 @@ class Counter:
                 itself = None if each.module is None else modules.get(each.module, each.module)
                 own.append(replace(each, module=itself, name=names.get(each.name, each.name)))
         return own, (works[-1].live - before if works else 0)
-
-    def _before(self, event: Event) -> int:
-        """The bytes that were alive when it happened."""
-        at = self.events.index(event)
-        return next((each.live for each in reversed(self.events[:at]) if each.kind == "work"), 0)
 
 
 class _Like(torch.autograd.Function):

@@ -81,6 +81,9 @@ def cheapest(options: Sequence[Sequence[tuple[int, float]]], most_bytes: int) ->
 
     Of the sums of the first items those are kept that no other one beats in both.
     """
+    fastest = [min(range(len(item)), key=lambda index: item[index][::-1]) for item in options]
+    if sum(item[index][0] for item, index in zip(options, fastest, strict=True)) <= most_bytes:
+        return fastest
     states: list[_State] = [(0, 0.0, None)]
     for item in options:
         grown = [
