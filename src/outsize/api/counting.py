@@ -142,8 +142,9 @@ def _try_to_time(counter: Counter, batch: Any, dtype: torch.dtype | None, timing
     except (RuntimeError, ValueError) as error:  # also where memory is short after all
         return f"the layers could not be timed ({error})"
     finally:
-        if timing.device.type != CPU:
-            getattr(torch.get_device_module(timing.device), "empty_cache", int)()  # not every device has one
+        module: Any = None if timing.device.type == CPU else torch.get_device_module(timing.device)
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()
     return ""
 
 
