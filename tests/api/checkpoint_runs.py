@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,11 +143,18 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def peak_of(call: Any) -> int:
-    """Bytes that the process's memory grew at its highest while `call` ran."""
+    """Bytes that the process's memory grew at its highest while `call` ran, without the pages of code that were used
+    again: a system may take those back from a process that has not used them for a while."""
     with PeakRss() as memory:
-        before = rss_bytes()
+        before, mapped = rss_bytes(), _mapped_bytes()
         call()
-    return memory.peak - before
+        stayed = _mapped_bytes() - mapped
+    return memory.peak - before - max(stayed, 0)
+
+
+def _mapped_bytes() -> int:
+    """Of files, in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> Any:
