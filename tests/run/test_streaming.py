@@ -1,5 +1,6 @@
 """Units come and go within their budget, whatever the disk does, and a run leaves nothing behind."""
 
+import copy
 import errno
 import gc
 import logging
@@ -183,18 +184,23 @@ def test_the_least_budget_holds_sums_of_gradients_of_16_bits(
 def test_the_least_budget_holds_a_layer_that_runs_again_with_all_of_its_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
+    """Where its weights may be used in tiles, the largest of them are, and less is enough."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0) for _ in range(2)))
     data = torch.randn(3, 5, 128)
-    kept, budget = least_budget(model, tmp_path), least_budget(model, tmp_path, activations=mode)
+    whole: dict[str, Any] = {"activations": mode, "tiles": False}
+    kept, budget = least_budget(model, tmp_path, tiles=False), least_budget(model, tmp_path, **whole)
     layer = sum(param.numel() * param.element_size() for param in model[0].parameters())
     assert parse_bytes(kept, "") < layer < parse_bytes(budget, "")
-    plan = outsize.plan(model, adamw(model), host_memory=budget, disk=tmp_path, device="cpu", **ON_DISK)
+    plan = outsize.plan(model, adamw(model), host_memory=budget, disk=tmp_path, device="cpu", tiles=False, **ON_DISK)
     assert max(unit.size.params for unit in plan.units) < layer
     with pytest.raises(outsize.BudgetError, match=r"layer '[01]' needs .* runs again in the backward.*activations='au"):
-        outsize.plan(model, adamw(model), host_memory=layer, disk=tmp_path, device="cpu", activations=mode, **ON_DISK)
-    with caplog.at_level(logging.WARNING, "outsize"):
-        taken = peak_of_training(monkeypatch, tmp_path, model, data, budget, activations=mode)
-    assert taken <= parse_bytes(budget, "") and "above the budget" not in caplog.text
+        outsize.plan(model, adamw(model), host_memory=layer, disk=tmp_path, device="cpu", **whole, **ON_DISK)
+    in_tiles = least_budget(model, tmp_path, activations=mode)
+    assert parse_bytes(in_tiles, "") < layer
+    for least, how in ((budget, whole), (in_tiles, {"activations": mode})):
+        with caplog.at_level(logging.WARNING, "outsize"):
+            taken = peak_of_training(monkeypatch, tmp_path, copy.deepcopy(model), data, least, **how)
+        assert taken <= parse_bytes(least, "") and "above the budget" not in caplog.text
 
 
 class ListsItsOwnWay(nn.Sequential):

@@ -41,6 +41,7 @@ from outsize.planning.placement import (
     format_at_least,
     least_staging,
     place,
+    used_at_once,
     with_free_staging,
 )
 from outsize.planning.sizes import parse_bytes
@@ -159,10 +160,14 @@ def place_model(
         elsewhere = budgets.disk is not None or budgets.device is not None
         apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
         if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
-            in_tiles = _bear_tiles(model)
-            for index, layout in enumerate(layouts):
+            in_tiles, room = _bear_tiles(model), budgets.computing[1]
+            layers = {at: each for each in together.values() if isinstance(each, RunAgain) for at in each}
+            for index in sorted(range(len(layouts)), key=lambda at: -sizes[at].working):
+                layout = layouts[index]
                 slot, wide = layout.slots[0], STATE_BYTES.get(layout.slots[0].dtype, 0)
-                if sizes[index].working > budgets.computing[1] and len(layout.slots) == 1 and slot.name in in_tiles:
+                crowded = index in layers and used_at_once(sizes, layers[index]) > room
+                too_large = crowded or sizes[index].working > room
+                if too_large and len(layout.slots) == 1 and slot.name in in_tiles:
                     count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
                     tile = size * round_up(count * (slot.numel // slot.shape[0]), PAGE_ELEMENTS)
                     working = tile * (2 * OWN_BYTES[slot.dtype] + graded[index] * (GRADIENT_TILES + shared) * wide)

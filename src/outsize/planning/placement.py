@@ -236,20 +236,24 @@ def slab_bytes(staging_bytes: int, element_bytes: int, depth: int = MIN_DEPTH) -
     return max(staging_bytes // depth // PAGE_ELEMENTS, element_bytes) * PAGE_ELEMENTS
 
 
+def used_at_once(units: Sequence[UnitBytes], indices: tuple[int, ...]) -> int:
+    """Bytes of the computing memory that units take which are used together."""
+    several = [units[index] for index in indices]
+    gathered = [0 if unit.tiles else unit.gathered for unit in several]  # tiles are there while they are used
+    if isinstance(indices, RunAgain):
+        return sum(gathered) + max(unit.working - own for unit, own in zip(several, gathered, strict=True))
+    return sum(gathered) + max(unit.tiles for unit in several) * WEIGHT_TILES // TILES
+
+
 def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[int, str, tuple[int, ...]]:
     """What takes most of the computing memory while at work: (bytes, its name, the units that it uses `together`, if it
     is a module with several)."""
     largest = max(units, key=lambda unit: unit.working)
     found: tuple[int, str, tuple[int, ...]] = largest.working, largest.name, ()
     for module, indices in together.items():
-        several = [units[index] for index in indices]
-        gathered = [0 if unit.tiles else unit.gathered for unit in several]  # tiles are there while they are used
-        if isinstance(indices, RunAgain):
-            beside = max(unit.working - own for unit, own in zip(several, gathered, strict=True))
-        else:
-            beside = max(unit.tiles for unit in several) * WEIGHT_TILES // TILES
-        if sum(gathered) + beside > found[0]:
-            found = sum(gathered) + beside, module, indices
+        needed = used_at_once(units, indices)
+        if needed > found[0]:
+            found = needed, module, indices
     return found
 
 
