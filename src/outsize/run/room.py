@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from outsize.move.memory import Ledger
@@ -63,6 +63,7 @@ class Room:
         self.excess = OverBudget(budgets, ledger)
         self.planned_capacity = capacity
         self._units = units
+        self.started = dict.fromkeys(units)  # each unit that is not at rest, and few others
         self._places = places
         self._live = live
         self._ledger = ledger
@@ -87,12 +88,17 @@ class Room:
     def _state_bytes(self) -> int:
         return sum(self._ledger.now.get(account, 0) for account in self._states)
 
+    @property
+    def _here(self) -> Iterable[Unit]:
+        """The units that are not at rest. To look at thousands takes longer than to read a small one."""
+        self.started = {unit: None for unit in self.started if unit.state is not Residency.AT_REST}
+        return self.started
+
     # -- for units ---------------------------------------------------------------------------------------------------
 
     def fits(self, unit: Unit) -> bool:
         """Whether `unit` fits now, after releasing idle units that are needed later than it."""
-        self._drop_written_grads()
-        self._note_arrivals()
+        self._take_stock()
         when = self.schedule.next_use(unit.index)
         needed = unit.fetch_bytes + self._still_to_pass()
         while self.in_use + needed > self._capacity:
@@ -106,7 +112,7 @@ class Room:
 
     def fits_settling(self, nbytes: int) -> bool:
         """Whether so many bytes are free, after releasing idle units whose values are all written."""
-        self._drop_written_grads()
+        self._take_stock()
         while self.in_use + nbytes > self._capacity:
             if self._give_way():
                 continue
@@ -118,8 +124,7 @@ class Room:
 
     def make_for(self, unit: Unit | None, nbytes: int) -> None:
         """Make room for a unit, or for gradients if that is None; above the budget if nothing else helps."""
-        self._drop_written_grads()
-        self._note_arrivals()
+        self._take_stock()
         while self.in_use + nbytes > self._capacity:
             if self._give_way():
                 continue
@@ -172,9 +177,8 @@ class Room:
         """Make room for `nbytes` of gradients, waiting for writes if need be."""
         with self.lock:
             if self._reduction is None and self._flight_room is None:
-                self.make_for(None, nbytes)
-                return
-            self._drop_written_grads()
+                return self.make_for(None, nbytes)
+            self._take_stock()
             # More where sums are wider than gradients.
             room = max(sum(self._passing), PASSING_UNITS * nbytes) if self._flight_room is None else self._flight_room
             while self._grads_in_flight + nbytes > room and self._flush_grads():
@@ -201,8 +205,7 @@ class Room:
                 victim = self._victim()
                 if victim is None or self._would_last(victim):
                     self._let_gradients_pass()
-                    self.make_for(None, nbytes)
-                    return
+                    return self.make_for(None, nbytes)
                 self.release(victim)
 
     @property
@@ -235,11 +238,15 @@ class Room:
         self._reduction.buffers.drop_free()
         return self.in_use < before
 
-    def _drop_written_grads(self) -> None:
+    def _take_stock(self) -> None:
+        """Gradients that are on disk by now take no memory. A unit that was updated in the backward may be released."""
         if self._grads_in_flight:
             with self._live.waiting():
                 for each in self._places:
                     each.drop_if_written()
+        for unit in self._here if self._reduction is None else ():
+            if unit.state is Residency.FETCHING and unit.fetched:
+                self.arrive(unit)
 
     def _flush_grads(self) -> bool:
         """Write out and drop the gradients of one unit; whether there was one."""
@@ -251,12 +258,10 @@ class Room:
     def _victim(self, written: bool = False, arrived: bool = False) -> Unit | None:
         """The idle unit whose next use is furthest away. With several ranks it may be on its way: who decides alike may
         not ask what has arrived, and a unit that is updated in the backward stays on its way until somebody asks."""
-        on_its_way = self._reduction is not None and not arrived
-        states = (Residency.RESIDENT, Residency.FETCHING) if on_its_way else (Residency.RESIDENT,)
-        candidates = [
-            unit for unit in self._units if unit.state in states and self._idle(unit) and (unit.written or not written)
-        ]
-        return max(candidates, key=lambda unit: self.schedule.next_use(unit.index), default=None)
+        arrived = arrived or self._reduction is None
+        here = [unit for unit in self._here if unit.state is Residency.RESIDENT or not arrived]
+        candidates = [unit for unit in here if self._idle(unit) and (unit.written or not written)]
+        return max(candidates, key=lambda unit: (self.schedule.next_use(unit.index), -unit.index), default=None)
 
     def is_evictable(self, unit: Unit) -> bool:
         return unit.state is Residency.RESIDENT and self._idle(unit)
@@ -275,20 +280,13 @@ class Room:
                 break
         return False
 
-    def _note_arrivals(self) -> None:
-        """What was updated in the backward may be released once it is done."""
-        for unit in self._units if self._reduction is None else ():
-            if unit.state is Residency.FETCHING and unit.fetched:
-                self.arrive(unit)
-
     def _await_prefetch(self, keep: Unit | None) -> bool:
         """Let a unit that was prefetched arrive, so that it can be released; whether there was one."""
-        for unit in self._units:
+        for unit in self._here:
             if unit.state is Residency.FETCHING and unit is not keep and not unit.always_resident and not unit.holds:
                 self.arrive(unit)
                 return True
         return False
 
     def _names_in_use(self, wanted: Unit | None) -> list[str]:
-        here = [unit for unit in self._units if unit.state is not Residency.AT_REST and not unit.always_resident]
-        return [unit.name for unit in here if not self._idle(unit) and unit is not wanted]
+        return [unit.name for unit in self._here if not (unit is wanted or unit.always_resident or self._idle(unit))]

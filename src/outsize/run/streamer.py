@@ -159,6 +159,7 @@ class Streamer:
                     ) from error
 
     def _start(self, unit: Unit) -> None:
+        self.room.started[unit] = None
         unit.fetch(self._conveyor, self._updater, self._conveyor.slab_bytes)
 
     # -- rounds: see Note [Units in the order of the model] ------------------------------------------------------------
