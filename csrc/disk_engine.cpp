@@ -1,6 +1,7 @@
 // Tickets, and the rules by which an attempt's result is judged. How attempts are made: disk_uring.cpp,
 // disk_threads.cpp.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -52,11 +53,20 @@ bool Piece::fail(int code) {
     return true;
 }
 
-void Piece::bounce_in(Bounce& bounce) {
+char* Bounces::at(std::size_t number) {
+    const std::lock_guard lock(mutex_);
+    if (!memory_) {
+        memory_.reset(static_cast<char*>(std::aligned_alloc(kHugeBytes, nbytes_)));
+        if (!memory_) return nullptr;
+        ::madvise(memory_.get(), nbytes_, MADV_HUGEPAGE);  // a kernel without them refuses, and small ones serve
+    }
+    return memory_.get() + number * kBounceBytes;
+}
+
+void Piece::bounce_in(Bounces& bounces, std::size_t number) {
     if (target == nullptr) return;
-    if (!bounce) bounce.reset(static_cast<char*>(std::aligned_alloc(kBlockBytes, kBounceBytes)));
-    if (!bounce) injected_error = ENOMEM;
-    address = bounce.get();
+    address = bounces.at(number);
+    if (address == nullptr) injected_error = ENOMEM;
     resume = 0;
 }
 

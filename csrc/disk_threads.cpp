@@ -13,10 +13,11 @@ namespace {
 
 class ThreadsQueue final : public PieceQueue {
   public:
-    ThreadsQueue(PieceListener& listener, int threads) : listener_(listener) {
+    ThreadsQueue(PieceListener& listener, int threads)
+        : listener_(listener), bounces_(static_cast<std::size_t>(threads)) {
         threads_.reserve(static_cast<std::size_t>(threads));
         try {
-            for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+            for (int i = 0; i < threads; ++i) threads_.emplace_back([this, i] { serve(static_cast<std::size_t>(i)); });
         } catch (...) {
             stop();
             throw;
@@ -46,8 +47,7 @@ class ThreadsQueue final : public PieceQueue {
         for (std::thread& thread : threads_) thread.join();
     }
 
-    void serve() {
-        Bounce bounce;
+    void serve(std::size_t number) {
         std::unique_lock lock(mutex_);
         while (true) {
             changed_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
@@ -57,7 +57,7 @@ class ThreadsQueue final : public PieceQueue {
             lock.unlock();
             do {
                 listener_.on_attempt();
-                piece.bounce_in(bounce);
+                piece.bounce_in(bounces_, number);
             } while (!piece.advance(attempt(piece)));
             listener_.on_finished(piece);
             lock.lock();
@@ -74,6 +74,7 @@ class ThreadsQueue final : public PieceQueue {
     }
 
     PieceListener& listener_;
+    Bounces bounces_;
     std::mutex mutex_;  // guards waiting_ and stopping_
     std::condition_variable changed_;
     std::deque<Piece> waiting_;

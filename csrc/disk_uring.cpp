@@ -220,7 +220,7 @@ class UringQueue final : public PieceQueue {
         }
         const unsigned slot = free_slots_.back();
         free_slots_.pop_back();
-        piece.bounce_in(bounces_[slot]);
+        piece.bounce_in(bounces_, slot);
         slots_[slot] = piece;
         io_uring_sqe& entry = ring_.prepare();
         entry.opcode = piece.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
@@ -269,8 +269,8 @@ class UringQueue final : public PieceQueue {
     FileDescriptor doorbell_;
     std::uint64_t rings_ = 0;  // where the kernel puts the doorbell's count
     bool doorbell_pending_ = false;
-    std::vector<Piece> slots_;     // in flight, by user_data
-    std::vector<Bounce> bounces_;  // of the slots that have needed one
+    std::vector<Piece> slots_;  // in flight, by user_data
+    Bounces bounces_;           // one a slot
     std::vector<unsigned> free_slots_;
     std::deque<Piece> waiting_;
 

@@ -32,13 +32,28 @@ inline constexpr std::size_t kBlockBytes = 4096;
 // Note [Direct reads of any bytes]
 // A direct read of bytes that lie otherwise takes the whole blocks around them into memory of the queue (the bounce, of
 // as many bytes as one such piece has), and copies what was asked for when it is finished. The page cache takes part in
-// nothing: a read through it is twice as slow and costs ten times the processor time.
+// nothing: a read through it is twice as slow and costs ten times the processor time. Bounces lie in huge pages: a
+// virtual drive takes each page by itself, and gave a third as much into small ones.
 inline constexpr std::size_t kBounceBytes = 256 << 10;
+inline constexpr std::size_t kHugeBytes = 2 << 20;
 
-struct FreeMemory {
-    void operator()(char* memory) const { std::free(memory); }
+// The bounces of a queue, which has them from the first need on. Any thread may ask.
+class Bounces {
+  public:
+    explicit Bounces(std::size_t count) : nbytes_((count * kBounceBytes + kHugeBytes - 1) / kHugeBytes * kHugeBytes) {}
+
+    // The bounce with this number; null where the system has no memory.
+    char* at(std::size_t number);
+
+  private:
+    struct FreeMemory {
+        void operator()(char* memory) const { std::free(memory); }
+    };
+
+    std::size_t nbytes_;
+    std::mutex mutex_;  // guards memory_
+    std::unique_ptr<char, FreeMemory> memory_;
 };
-using Bounce = std::unique_ptr<char, FreeMemory>;
 
 // One piece of a ticket's range, and how far it has come. A queue performs attempts; `advance` judges their results.
 struct Piece {
@@ -65,8 +80,8 @@ struct Piece {
     char* attempt_address() const { return address + resume; }
     std::size_t attempt_nbytes() const;
 
-    // Before each attempt: a piece that needs it gets the queue's memory, and begins anew.
-    void bounce_in(Bounce& bounce);
+    // Before each attempt: a piece that needs one gets the bounce with this number, and begins anew.
+    void bounce_in(Bounces& bounces, std::size_t number);
 
     // Takes an attempt's result (bytes, or -errno). True when the piece is finished, with `error` set if it failed.
     bool advance(std::int64_t result);
