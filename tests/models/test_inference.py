@@ -150,6 +150,27 @@ def test_a_backward_without_an_optimizer_still_gives_gradients(workshop: Worksho
         torch.testing.assert_close(param.grad, expected)
 
 
+def test_images_are_encoded_before_the_first_forward(workshop: Workshop) -> None:
+    """`generate` does so, by a method of the model that uses a parameter of its own."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaNextConfig(
+        vision_config=vision,
+        text_config=config_of("llama"),
+        image_token_id=VOCABULARY - 1,
+        image_grid_pinpoints=[[16, 16]],
+        image_seq_length=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaNextForConditionalGeneration(config).eval()
+    images = {"pixel_values": torch.randn(1, 2, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
+    tokens = torch.cat([torch.full((1, 10), VOCABULARY - 1), prompts(1)], 1)
+    expected = answers(model, tokens, **images)
+    workshop.prepare(model)
+    assert torch.equal(answers(model, tokens, **images), expected)
+
+
 def test_units_are_smaller_where_weights_stream_and_nothing_is_updated(workshop: Workshop) -> None:
     """So less is at work at once, and more weights stay in memory."""
     units = {}

@@ -78,6 +78,8 @@ def install(
             ours["forward"] = Head(module, frame, unchanged, partial(runner, engine, module.weight))
         if module in framed:
             ours |= _calls(engine, module, framed[module], again)
+            if any(True for _ in module.parameters(recurse=False)):
+                ours |= _encoders(engine, module, framed[module])
         elif "forward" in ours:
             ours["_call_impl"] = _unframed(module)
         if isinstance(module, nn.RNNBase):
@@ -148,6 +150,12 @@ def _calls(engine: Engine, module: nn.Module, inside: bool, again: Callable[[Cal
 
     ours: Attributes = {"_call_impl": _framed(engine, module, call, inside), "compile": compile_in_frame}
     return ours if compiled is None else {**ours, "_compiled_call_impl": in_frame(compiled)}
+
+
+def _encoders(engine: Engine, module: nn.Module, inside: bool) -> Attributes:
+    """What `generate` of transformers calls before the first forward, each in a frame: LLaVA-NeXT's use a parameter."""
+    named = {name: getattr(module, name, None) for name in ("get_image_features", "get_video_features")}
+    return {name: wraps(call)(_framed(engine, module, call, inside)) for name, call in named.items() if callable(call)}
 
 
 def _framed(engine: Engine, module: nn.Module, call: Call, inside: bool) -> Call:
