@@ -227,6 +227,23 @@ def test_a_frozen_stack_and_evaluation(workshop: Workshop) -> None:
     assert torch.equal(weights(pair.model)["layers.1.up"], before)
 
 
+def test_a_budget_that_holds_one_of_two_stacks_is_enough(workshop: Workshop) -> None:
+    """A smaller one is, which holds neither: both are in tiles then, here the first one."""
+    budget = {"host_memory": "1400KiB"} if workshop.device == "cpu" else {"device_memory": "1144KiB"}
+    plain = Mixture(one_by_one)
+    for tiles in ({"up", "down"}, {"up"}):
+        model = Mixture(one_by_one)
+        model.load_state_dict(plain.state_dict())
+        auto = dict.fromkeys(("params", "grads", "states"), "auto")
+        small = dict.fromkeys(budget, SMALL) if "down" in tiles else budget
+        workshop.prepare(model, disk=workshop.disk, **auto, **small)
+        assert {each.name for each in prepared(model).engine.tiles.values()} == {
+            f"layers.{layer}.{name}" for layer in range(2) for name in tiles
+        }
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs(1)[0]), plain(inputs(1)[0]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", ["method", "function", "item", "out"])
 def test_a_write_to_a_part_is_refused(workshop: Workshop, how: str) -> None:
     def write(x: Tensor, up: Tensor, down: Tensor) -> Tensor:

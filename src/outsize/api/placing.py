@@ -161,11 +161,14 @@ def place_model(
         apart = kept.whole or (shared and config.unused == "sync")  # whole, or not by all ranks at once
         if config.tiles and elsewhere and not (apart or "device" in (wanted["params"], config.grads)):
             in_tiles, room = _bear_tiles(model), budgets.computing[1]
-            layers = {at: each for each in together.values() if isinstance(each, RunAgain) for at in each}
+            groups: dict[int, list[tuple[int, ...]]] = {}
+            for each in together.values():
+                for at in each:
+                    groups.setdefault(at, []).append(each)
             for index in sorted(range(len(layouts)), key=lambda at: -sizes[at].working):
                 layout = layouts[index]
                 slot, wide = layout.slots[0], STATE_BYTES.get(layout.slots[0].dtype, 0)
-                crowded = index in layers and used_at_once(sizes, layers[index]) > room
+                crowded = any(used_at_once(sizes, each) > room for each in groups.get(index, ()))
                 too_large = crowded or sizes[index].working > room
                 if too_large and len(layout.slots) == 1 and slot.name in in_tiles:
                     count = tile_rows(slot.shape, wide, budgets.unit_bytes // TILES_A_UNIT, size)
