@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import struct
 import time
@@ -16,6 +17,7 @@ import torch
 
 from outsize import _native
 from outsize.move import disk as disk_tier
+from outsize.move import memory
 from outsize.move import store as store_module
 from outsize.move.buffer import Buffer
 from outsize.move.disk import STRIPE_BYTES, DiskDirectoryError, RunDirectory, StripedFile, free_bytes
@@ -456,6 +458,48 @@ def test_a_buffer_brings_no_page_of_its_neighbours_into_memory() -> None:
     assert [resident_bytes(buffer) for buffer in buffers] == [0] * len(buffers)
 
 
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "a system that moves none"])
+def test_buffers_that_hand_their_pages_on_hold_what_is_written_to_them(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the sizes and the order: no page is in two buffers, or lost, and who hands on reads as zeros."""
+    monkeypatch.setattr(memory, "_can_move_pages", True)
+    if not moves:
+        monkeypatch.setattr(memory, "_MREMAP_MOVE", 1 << 20)  # which no kernel knows
+    drawn = random.Random(0)
+    buffers = [HostBuffer((drawn.choice([1, 4, 5, 8]) << 20) + drawn.randrange(8) * PAGE) for _ in range(16)]
+    held: dict[int, int] = {}
+    for _ in range(150):
+        index, value = drawn.randrange(len(buffers)), drawn.randrange(1, 255)
+        free = [other for other in range(len(buffers)) if other not in held]
+        if index not in held:
+            heir = index
+        else:
+            heir = drawn.choice(free)
+            buffers[index].hand_on(buffers[heir])
+            del held[index]
+            assert not buffers[index].bytes.any()
+        if drawn.random() < 0.8 and len(held) < 8:
+            buffers[heir].bytes.fill_(value)
+            held[heir] = value
+        else:
+            buffers[heir].drop()
+            assert resident_bytes(buffers[heir]) == 0
+        assert all(bool((buffers[each].bytes == value).all()) for each, value in held.items())
+
+
+def test_pages_are_handed_on_without_new_memory() -> None:
+    first, second = HostBuffer(16 << 20), HostBuffer(16 << 20)
+    first.bytes.fill_(7)
+    first.hand_on(second)
+    assert resident_bytes(first) == 0
+    assert resident_bytes(second) >= 12 << 20 or not memory._can_move_pages
+    second.bytes.fill_(8)
+    second.hand_on(first)  # and back, part by part
+    assert resident_bytes(second) == 0
+    assert resident_bytes(first) >= 12 << 20 or not memory._can_move_pages
+
+
 def test_the_ledger_remembers_peaks() -> None:
     ledger = Ledger()
     ledger.add("host/params", 5)
@@ -483,12 +527,12 @@ class _Below(torch.Tensor):
 
 def test_a_buffer_is_known_to_be_in_use_wherever_it_was_made() -> None:
     _Below().neg()
-    for memory in (HostBuffer(100).bytes, _Below.made.bytes):
-        assert unused(memory)
-        view = memory[:8].view(torch.float32)
-        assert not unused(memory)
+    for made in (HostBuffer(100).bytes, _Below.made.bytes):
+        assert unused(made)
+        view = made[:8].view(torch.float32)
+        assert not unused(made)
         del view
-        assert unused(memory)
+        assert unused(made)
 
 
 def test_many_small_buffers_take_few_mappings() -> None:

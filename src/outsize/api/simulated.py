@@ -209,6 +209,8 @@ class SimulatedUnit:
         self.state = Residency.AT_REST
         self.pending: dict[str, SlotUpdate] = {}
         self.updates = self.holds = 0
+        self._fresh = self.nbytes  # of the running fetch: memory that the system has to make
+        self.inherited = 0  # bytes of memory that units have left which were released for this one
         self.viewed = self.opened = False
         self.keeps_grads = False  # in memory, for the update that follows
         self._has_grads = False
@@ -261,6 +263,7 @@ class SimulatedUnit:
     def fetch(self, conveyor: Any, updater: Any, slab: int) -> None:
         world, fetch = self._world, self.state is Residency.AT_REST
         updates, self.pending, began = bool(self.pending), {}, world.now
+        self._fresh, self.inherited = self.nbytes - self.inherited, 0
         if fetch and not self.shard.tile_rows:
             world.ledger.add("device/resident", self.nbytes)
             world.note()
@@ -280,7 +283,7 @@ class SimulatedUnit:
         all."""
         machine, alone = self._world.machine, 0.0
         if fetch and self._world.on_cpu and not self.shard.tile_rows:
-            alone = self.nbytes * part / machine.new_memory
+            alone = self._fresh * part / machine.new_memory
         if self.tiers.params == "host" and self._world.on_cpu:
             alone += (fetch + updates) * 2 * self.size.params * part / machine.host_memory
         if not updates:
@@ -343,9 +346,15 @@ class SimulatedUnit:
             self._world.await_transfer(self._job.written)
             self._world.wait_until(self._written, f"{self.name} is written")
 
-    def release(self) -> None:
+    def release(self, heir: SimulatedUnit | None = None) -> None:
         self._world.ledger.remove("device/resident", self.nbytes)
         self.state = Residency.AT_REST
+        if heir is not None and heir.fetch_bytes:  # huge pages, of which a buffer has about one less than would fit
+            handed_on = max(min(self.nbytes, heir.nbytes - heir.inherited) - HUGE_BYTES, 0)
+            heir.inherited += handed_on
+
+    def forgo(self) -> None:
+        self.inherited = 0
 
     def leave(self) -> None:
         return

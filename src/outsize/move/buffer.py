@@ -90,13 +90,19 @@ class Buffer(Store):
             self.resident = True
             self._ledger.add(self._account, self.nbytes)
 
-    def drop(self) -> None:
+    def drop(self, heir: Buffer | None = None) -> None:
+        """`heir`: what is filled next, which may take the memory."""
         if self.resident:
             self.resident = False
             self._ledger.add(self._account, -self.nbytes)
-            self._shrink()
+            self._shrink(heir)
 
-    def _shrink(self) -> None:
+    def forgo(self) -> None:
+        """Nothing comes after all: what others have left goes back."""
+        if self._lanes is None and not self.resident:
+            self._memory.drop()
+
+    def _shrink(self, heir: Buffer | None = None) -> None:
         if self._lanes is not None:
             with self.filling():
                 self._storage.resize_(0)
@@ -105,8 +111,10 @@ class Buffer(Store):
             self._memory.close()
             self.flat = self.values = torch.empty(0, dtype=torch.uint8, device="cpu")
             del self._memory
-        else:
+        elif heir is None or heir.resident:
             self._memory.drop()
+        else:
+            self._memory.hand_on(heir._memory)
 
     def in_place(self, start: int, nbytes: int) -> torch.Tensor:
         return self.flat[start : start + nbytes]

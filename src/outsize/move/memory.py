@@ -36,6 +36,12 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # whole when one of them is touched: `drop` of that one then leaves the neighbour's part resident, about 2 MB a buffer.
 # So huge pages are asked for inside a buffer only and forbidden at its ends.
 
+# Note [Pages that are handed on]
+# The kernel zeroes what comes again after a `drop`, and that takes as long as to copy the bytes that come. So a buffer
+# that gives way to another one hands its huge pages on: addresses stay, and what is behind them moves (mremap with
+# MREMAP_DONTUNMAP, Linux 5.7). Each part that has come so is a mapping of its own and moves alone. A process may have
+# 65,530 mappings, so a buffer has few parts.
+
 # Note [Colours]
 # Inside huge pages equal offsets mean equal cache sets and memory banks. An update walks through five arrays at once;
 # where all of them begin at the same offset it runs at 8 GB/s in place of 38. So buffers begin at different pages,
@@ -44,8 +50,16 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _COLOURS = 16
 _next_colour = itertools.count()
 
+MOST_PARTS = 4
+"""Mappings of the huge pages of one buffer."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
+_MREMAP_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of <sys/mman.h>
+_MAP_FIXED = 0x10
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15  # <sys/mman.h>
 
 
@@ -56,8 +70,9 @@ def give_back_pages(address: int, nbytes: int) -> None:
         raise OSError(code, f"could not give back {nbytes} bytes of memory: {os.strerror(code)}")
 
 
-def keep_huge_pages_inside(address: int, nbytes: int) -> None:
-    """Ask for huge pages where they fit into these pages, and forbid them where they would cross the ends.
+def keep_huge_pages_inside(address: int, nbytes: int) -> tuple[int, int]:
+    """Ask for huge pages where they fit into these pages, and forbid them where they would cross the ends. Returns
+    where they begin and end.
 
     A kernel without transparent huge pages refuses, and the memory works all the same.
     """
@@ -66,6 +81,25 @@ def keep_huge_pages_inside(address: int, nbytes: int) -> None:
     _libc.madvise(address, first - address, _MADV_NOHUGEPAGE)
     _libc.madvise(first, last - first, _MADV_HUGEPAGE)
     _libc.madvise(last, address + nbytes - last, _MADV_NOHUGEPAGE)
+    return first, last
+
+
+_can_move_pages = True
+
+
+def _moved_pages(source: int, target: int, nbytes: int) -> bool:
+    """Move what is behind whole pages of one mapping to other addresses, of which it becomes a mapping; whether the
+    system can. Where it cannot, there is new memory."""
+    global _can_move_pages
+    if _can_move_pages and _libc.mremap(source, nbytes, nbytes, _MREMAP_MOVE, target) != target:
+        _can_move_pages = False
+        # A move that has failed may have taken the target away.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _MAP_FIXED
+        if _libc.mmap(target, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != target:
+            code = ctypes.get_errno()
+            raise OSError(code, f"could not reserve {nbytes} bytes of memory again: {os.strerror(code)}")
+        _libc.madvise(target, nbytes, _MADV_HUGEPAGE)
+    return _can_move_pages
 
 
 class HostBuffer:
@@ -84,7 +118,9 @@ class HostBuffer:
         first = (colour - whole.data_ptr()) % (_COLOURS * PAGE_BYTES)
         self.bytes = whole[first : first + nbytes].data  # [nbytes]; not a view that keeps another tensor of it alive
         _libc.madvise(whole.data_ptr(), length, _MADV_NOHUGEPAGE)  # all of it: small neighbours become one mapping
-        keep_huge_pages_inside(self.address, self._length)
+        huge, last = keep_huge_pages_inside(self.address, self._length)
+        self._parts = [(huge, last)]  # of huge pages: see Note [Pages that are handed on]
+        self._inherited = huge  # where those end that others have handed on
         self._pinned = pinned and _registers() and _register(self.bytes)
 
     @property
@@ -95,6 +131,25 @@ class HostBuffer:
         """Give all pages back; the contents are lost and read as zeros from now on."""
         assert not self._pinned, "pinned memory is kept until the end"
         give_back_pages(self.address, self._length)
+        self._inherited = self._parts[0][0]
+
+    def hand_on(self, heir: HostBuffer) -> None:
+        """As `drop`, but `heir`, which is going to be filled, gets of the pages what it still lacks. Until it is filled
+        it reads as anything. See Note [Pages that are handed on]."""
+        last = heir._parts[-1][1]
+        for start, end in self._parts:
+            low, high = heir._inherited, min(heir._inherited + end - start, last)
+            parts = [part for part in heir._parts_around(low, high) if part[0] < part[1]]
+            if low == high or len(parts) > MOST_PARTS or not _moved_pages(start, low, high - low):
+                break
+            heir._parts, heir._inherited = parts, high
+        self.drop()
+
+    def _parts_around(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """The parts, once [low, high) is one of them."""
+        yield from ((start, min(end, low)) for start, end in self._parts)
+        yield low, high
+        yield from ((max(start, high), end) for start, end in self._parts)
 
     def close(self) -> None:
         """Unpin; the memory itself goes when the last view of it goes."""

@@ -106,8 +106,9 @@ class Room:
                 continue
             victim = self._victim(written=self._reduction is None)
             if victim is None or self.schedule.next_use(victim.index) <= when:
+                unit.forgo()
                 return False
-            self.release(victim)
+            self.release(victim, unit)
         return True
 
     def fits_settling(self, nbytes: int) -> bool:
@@ -130,7 +131,7 @@ class Room:
                 continue
             victim = (self._victim(written=True) if self._reduction is None else None) or self._victim()
             if victim is not None and victim is not unit:
-                self.release(victim)
+                self.release(victim, unit)
             elif not self._let_gradients_pass() and not self._await_prefetch(unit):
                 self.excess.note(nbytes, None if unit is None else unit.name, lambda: self._names_in_use(unit))
                 return
@@ -157,13 +158,13 @@ class Room:
             if self.is_evictable(unit):
                 self.release(unit)
 
-    def release(self, unit: Unit) -> None:
-        """Give up the room of an idle unit, which may still be on its way."""
+    def release(self, unit: Unit, heir: Unit | None = None) -> None:
+        """Give up the room of an idle unit, which may still be on its way. `heir`: what is fetched next."""
         self.arrive(unit)
         with self._live.waiting():
             unit.await_written()
         if unit.state is Residency.RESIDENT:  # one that is used in tiles may only have paid its update
-            unit.release()
+            unit.release(heir)
 
     def arrive(self, unit: Unit) -> None:
         """Wait for the unit if it is on its way."""

@@ -258,12 +258,16 @@ class Unit:
         parts = {name: (int(part.storage_offset()) * part.itemsize, part.numel()) for name, part in self.parts.items()}
         return [(parts[name][0], name) for name in sorted(parts, key=parts.__getitem__)]
 
-    def release(self) -> None:
-        """Drop the gathered values; nothing is written. RESIDENT -> AT_REST."""
+    def release(self, heir: Unit | None = None) -> None:
+        """Drop the gathered values; nothing is written. RESIDENT -> AT_REST. `heir`: what is fetched next."""
         self._expect(Residency.RESIDENT)
         assert not self.always_resident and not self.holds and self.written
-        self.shard.buffer.drop()
+        self.shard.buffer.drop(heir.shard.buffer if heir is not None and heir.fetch_bytes else None)
         self.state = Residency.AT_REST
+
+    def forgo(self) -> None:
+        """The unit, for which others were released, is not fetched now."""
+        self.shard.buffer.forgo()
 
     def _unwritten(self) -> tuple[Job, ...]:
         return () if self.job is None or (self.job.written.done() and not self.job.broken) else (self.job,)
