@@ -25,7 +25,7 @@ from torch import nn
 
 from outsize.config import Config
 from outsize.move.codes import CODE_DTYPES, blocks_of
-from outsize.move.disk import naming, nearest
+from outsize.move.disk import naming, nearest, open_direct
 from outsize.move.generations import sums_of
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.memory import HostBuffer, memory_of, own_cores, zero
@@ -317,7 +317,7 @@ def _with_file(folder: Path, blocks: int, nbytes: int) -> Mapping[str, Any]:
     handle, name = tempfile.mkstemp(prefix="outsize-probe-", dir=folder)
     os.close(handle)
     try:
-        descriptor = _open_direct(name)
+        descriptor = open_direct(name, os.O_RDWR)
     finally:
         os.unlink(name)
     try:
@@ -351,13 +351,6 @@ def _with_file(folder: Path, blocks: int, nbytes: int) -> Mapping[str, Any]:
         os.close(descriptor)
     latency = max(median(alone) - LONE_BYTES * readings / nbytes, LEAST_SECONDS)
     return dict(zip(DISK, (nbytes / readings, nbytes / written, nbytes / both, latency), strict=True))
-
-
-def _open_direct(name: str) -> int:
-    try:
-        return os.open(name, os.O_RDWR | os.O_DIRECT)
-    except OSError:  # tmpfs and some overlays refuse it
-        return os.open(name, os.O_RDWR)
 
 
 def _run_blocks(blocks: int, move: Callable[[int, memoryview], int], buffers: list[memoryview]) -> float:

@@ -29,6 +29,7 @@ from outsize.checkpoint.regions import AnyRegion, Region
 from outsize.checkpoint.values import INLINE_NUMEL, inline
 from outsize.move.codes import BLOCK, decode
 from outsize.move.disk import naming as naming
+from outsize.move.disk import open_direct
 from outsize.move.generations import crc32c
 from outsize.move.memory import MAPPED_BYTES, HostBuffer, memory_of
 from outsize.move.threads import submitted
@@ -53,13 +54,8 @@ class DataWriter:
     def __init__(self, path: Path, nbytes: int, direct: bool = False) -> None:
         """`direct`: in whole pages, of which the last may pass the end, past the page cache where the system can."""
         self._path, self._nbytes, self._direct = path, nbytes, direct
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        try:
-            self._fd = os.open(path, flags | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o666)
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            self._fd = os.open(path, flags, 0o666)  # the failed attempt may have created it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = open_direct(str(path), flags) if direct else os.open(path, flags, 0o666)
         try:
             with naming(path, f"making a file of {format_bytes(nbytes)}"):
                 os.ftruncate(self._fd, nbytes)
