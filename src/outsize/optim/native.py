@@ -143,6 +143,7 @@ class AdamRule(NativeRule):
     kernel, formula = staticmethod(_native.adam), staticmethod(adam_formula)
 
     def __init__(self, amsgrad: bool, decoupled: bool) -> None:
+        """`decoupled`: whether the weight decay is, unless the group says it."""
         self.arrays = _adam_arrays(amsgrad)
         self.codes = {name: _ADAM_KINDS[name] for name in self.arrays}
         self.counts = self.scalars = ("step",)
@@ -152,18 +153,13 @@ class AdamRule(NativeRule):
         return _adam_arrays(Options(hyper).flag("amsgrad"))
 
     def read(self, options: Options) -> Mapping[str, Any]:
-        return adam_options(options, self._decoupled)
-
-
-def adam_options(options: Options, decoupled: bool) -> dict[str, Any]:
-    """`decoupled`: whether the weight decay is, unless the group says it."""
-    return {
-        **options.numbers("lr", "weight_decay"),
-        **options.numbers("eps", least=0),
-        **options.betas(),
-        **options.flags("maximize", "amsgrad"),
-        "decoupled": options.flag("decoupled_weight_decay", decoupled),
-    }
+        return {
+            **options.numbers("lr", "weight_decay"),
+            **options.numbers("eps", least=0),
+            **options.betas(),
+            **options.flags("maximize", "amsgrad"),
+            "decoupled": options.flag("decoupled_weight_decay", self._decoupled),
+        }
 
 
 _ADAM_KINDS: dict[str, CodeKind] = {"exp_avg": "signed", "exp_avg_sq": "root", "max_exp_avg_sq": "root"}
@@ -244,16 +240,12 @@ class AdagradRule(NativeRule):
         return {"step": float(piece.step)}
 
     def read(self, options: Options) -> Mapping[str, Any]:
-        return adagrad_options(options)
-
-
-def adagrad_options(options: Options) -> dict[str, Any]:
-    initial_sum(options)
-    return {
-        **options.numbers("lr", "weight_decay"),
-        **options.numbers("lr_decay", "eps", least=0),
-        **options.flags("maximize"),
-    }
+        initial_sum(options)
+        return {
+            **options.numbers("lr", "weight_decay"),
+            **options.numbers("lr_decay", "eps", least=0),
+            **options.flags("maximize"),
+        }
 
 
 def _refuse_options(name: str, **values: float) -> None:
@@ -300,7 +292,7 @@ class Lion(Stepped):
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        lion_formula(Opened(param, grad, state), **_lion_options(Options(group)))
+        lion_formula(Opened(param, grad, state), **LionRule().read(Options(group)))
 
 
 @final
@@ -315,8 +307,4 @@ class LionRule(NativeRule):
         self.scalars = ()
 
     def read(self, options: Options) -> Mapping[str, Any]:
-        return _lion_options(options)
-
-
-def _lion_options(options: Options) -> dict[str, Any]:
-    return {**options.numbers("lr", "weight_decay"), **options.betas(), **options.flags("maximize")}
+        return {**options.numbers("lr", "weight_decay"), **options.betas(), **options.flags("maximize")}

@@ -11,15 +11,7 @@ from torch.optim._functional import sparse_adam
 from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
-from outsize.optim.native import (
-    AdagradRule,
-    AdamRule,
-    adagrad_formula,
-    adagrad_options,
-    adam_formula,
-    adam_options,
-    initial_sum,
-)
+from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula, initial_sum
 from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, split_master
 from outsize.optim.stepped import Stepped
 
@@ -141,11 +133,11 @@ class LazyAdamW(Stepped):
         maximize: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        adam_options(Options(defaults, "LazyAdamW"), decoupled=True)
+        LazyAdamWRule().check(defaults, "LazyAdamW")
         super().__init__(params, defaults)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        options = adam_options(Options(group), decoupled=True)
+        options = LazyAdamWRule().read(Options(group))
         if not state:
             state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(param) for key in _MOMENTS}}
         state["step"] += 1
@@ -199,7 +191,7 @@ class RowwiseAdagrad(Stepped):
             rowwise_adagrad(param, grad, state[_ROW_SUM], None, **options.numbers("lr", "eps"))
         else:
             opened = Opened(param, grad, {"sum": state["sum"]})
-            adagrad_formula(opened, step=int(state["step"]), **adagrad_options(options))
+            adagrad_formula(opened, step=int(state["step"]), **AdagradRule().read(options))
 
 
 _ROW_SUM = "row_sum"
