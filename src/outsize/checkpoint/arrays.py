@@ -14,8 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from outsize.move.memory import HostBuffer, copy, zero
-from outsize.move.row_values import own_rows, own_value
-from outsize.move.shard import SlotState, StateArray, UnitShard
+from outsize.move.shard import SlotState, StateArray, UnitShard, own_rows, own_value
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, STATE_BYTES, Write, start_all
 from outsize.move.transfer import Transfer
 from outsize.optim.rules import split_master

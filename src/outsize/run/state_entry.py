@@ -9,8 +9,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch.utils._pytree import tree_map_only
 
-from outsize.move.row_values import own_rows, own_value
-from outsize.move.shard import SlotState, UnitShard
+from outsize.move.shard import SlotState, UnitShard, own_rows, own_value
 from outsize.optim.rules import Rule
 from outsize.planning.layout import Slot
 from outsize.run.guard import TO_NUMPY
