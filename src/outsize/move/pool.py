@@ -40,7 +40,7 @@ class Pool:
                 return tensor
             return self._copy(tensor)
 
-        return pack, _unpack
+        return pack, lambda packed: packed
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device
@@ -55,10 +55,6 @@ class Pool:
 
         place = tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride()
         return self._copies.get(tensor, place, copy)
-
-
-def _unpack(packed: Any) -> Any:
-    return packed
 
 
 def open_pool(device: torch.device) -> Pool | None:

@@ -318,10 +318,6 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
         grad.mul_(inverse_scale)
 
 
-def _same(grad: RestingGrad) -> RestingGrad:
-    return grad
-
-
 # Note [What adds to a gradient at rest]
 # Autograd adds a further contribution in place, `grad.add_(more)`, and where the backward keeps its graph out of place,
 # `grad + more`, whose result takes the gradient's place: there the sum may be the gradient itself. Everywhere else
@@ -371,8 +367,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_maximum_.Scalar: _foreach_clamp(lower=True),
     aten._foreach_minimum_.Scalar: _foreach_clamp(lower=False),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    aten.detach.default: _same,
-    aten.detach_.default: _same,
+    aten.detach.default: lambda grad: grad,
+    aten.detach_.default: lambda grad: grad,
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add_,
 }

@@ -233,10 +233,6 @@ def _to(logits: LateLogits, *args: Any, **kwargs: Any) -> Any:
     return logits if same else NotImplemented
 
 
-def _contiguous(logits: LateLogits) -> Any:
-    return logits
-
-
 def _view(logits: LateLogits, *shape: Any) -> Any:
     sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
     features = logits.call.module.out_features
@@ -460,7 +456,7 @@ _LATE: dict[Any, Callable[..., Any]] = {
     torch.Tensor.float: _cast(torch.float32),
     torch.Tensor.double: _cast(torch.float64),
     torch.Tensor.to: _to,
-    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.contiguous: lambda logits: logits,
     torch.Tensor.view: _view,
     torch.Tensor.reshape: _view,
     torch.reshape: _view,
