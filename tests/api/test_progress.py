@@ -6,6 +6,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ def test_of_several_ranks_the_first_one_shows_it(
 
 
 def test_an_error_leaves_no_bar(slow: None, terminal: Terminal) -> None:
-    with pytest.raises(ZeroDivisionError), progress.Progress("outsize.load", 10) as shown:
+    with pytest.raises(ZeroDivisionError), closing(progress.Progress("outsize.load", 10)) as shown:
         shown.add(5)
         raise ZeroDivisionError
     assert terminal.getvalue().endswith("\r")

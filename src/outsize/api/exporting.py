@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import re
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def _export(target: Path, model: nn.Module, dtype: torch.dtype | None, max_shard
                 total = sum(weight.nbytes for weight in weights.values())
                 with (
                     merged_folder(target) as folder,
-                    Progress("outsize.export", total, prepared.config.progress) as progress,
+                    closing(Progress("outsize.export", total, prepared.config.progress)) as progress,
                 ):
                     write_shards(folder, files, progress.over(runs, lambda run: run.nbytes))
                     _write_config(folder, model, kind)

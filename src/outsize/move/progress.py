@@ -7,8 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import closing, contextmanager
 from typing import TypeVar, final
 
 from outsize.planning.sizes import format_bytes
@@ -31,7 +30,7 @@ Item = TypeVar("Item")
 class Progress:
     """How far a call is: a bar on a terminal, else lines in the log (`INFO`). Of several ranks the first one shows it.
 
-    >>> with Progress("outsize.load", total=nbytes) as progress:
+    >>> with closing(Progress("outsize.load", total=nbytes)) as progress:
     ...     progress.add(4096)
     """
 
@@ -86,19 +85,11 @@ class Progress:
             sys.stderr.flush()
             self._drawn = 0
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 @contextmanager
 def progress_over(
     name: str, items: Sequence[Item], nbytes: Callable[[Item], int], shown: bool
 ) -> Iterator[Iterator[Item]]:
     """For a loop over items of so many bytes."""
-    with Progress(name, sum(map(nbytes, items)), shown) as progress:
+    with closing(Progress(name, sum(map(nbytes, items)), shown)) as progress:
         yield progress.over(items, nbytes)
