@@ -68,7 +68,7 @@ class Streamer:
                 if self._left or self._another_round("backward" if in_backward() else "forward", needed=True):
                     self._take_part(self._left.popleft())
             turned(unit.name)
-            if unit.state is Residency.FETCHING:  # the unit before is in use no more: its room is for the one behind
+            if unit.state is Residency.FETCHING and not unit.fetched:  # the unit before has room for the one behind
                 self.prefetch()
             self._bring(unit)
             self.prefetch()
