@@ -330,6 +330,38 @@ def test_the_users_own_checkpoints_and_autocast(workshop: Workshop, mode: str) -
     pair.train(sequences(2), rel=2e-2, atol=1e-1, loss_of=loss_of)
 
 
+class Twice(nn.Module):
+    """Each layer uses its weight twice, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU()] * 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "selective", "offload"])
+def test_autocast_has_the_bits_of_torch_that_casts_at_each_use(workshop: Workshop, mode: str) -> None:
+    pair = workshop.pair(Twice, sgd, "disk", activations=mode)
+    for model, optimizer in pair.both:
+        for number in range(4):
+            torch.manual_seed(number)
+            x = torch.randn(4, 8, device=workshop.device)
+            with torch.autocast(workshop.device, torch.bfloat16, cache_enabled=model is pair.model):
+                loss = model(x).square().mean()
+            loss.backward()
+            if number == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    with outsize.gathered(pair.model, grads=True):
+        for ours, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            assert ours.grad is not None and plain.grad is not None
+            assert torch.equal(ours.grad.cpu(), plain.grad.cpu())
+
+
 class Traced(nn.Module):
     """Block by block, as torchvision's networks."""
 
