@@ -227,3 +227,52 @@ def test_others_than_a_scaler_may_clip_the_gradients(workshop: Workshop) -> None
     """Lightning refuses to clip for an optimizer that says it takes the loss scale out by itself."""
     optimizer: Any = workshop.pair().optimizer
     assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_step_hooks_see_gradients_without_the_scale_and_no_step_that_is_skipped(
+    workshop: Workshop, tier: str, unscaled: bool
+) -> None:
+    pair = workshop.pair(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), tier=tier)
+    calls: list[list[str]] = []
+    for model, optimizer in pair.both:
+        scaler, called = torch.amp.GradScaler("cpu", init_scale=1024.0), list[str]()
+        calls.append(called)
+
+        def clamp(stepping: torch.optim.Optimizer, *_: object, called: list[str] = called) -> None:
+            called.append("pre")
+            for group in stepping.param_groups:
+                torch._foreach_clamp_max_([param.grad for param in group["params"]], 1e-3)
+
+        optimizer.register_step_pre_hook(clamp)
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("post"))  # type: ignore[misc]
+        for index, batch in enumerate(batches(4)):
+            scaler.scale(squared_error(model, batch) * (torch.inf if index == 1 else 1.0)).backward()
+            if unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert calls == [["pre", "post"] * 3] * 2
+    assert outsize.memory(pair.model).skipped_steps == 1
+    pair.check()
+
+
+def test_a_scaled_step_that_is_refused_behind_a_hook_leaves_the_gradients_as_they_were(
+    workshop: Workshop, tier: str
+) -> None:
+    pair = workshop.pair(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), tier=tier)
+    for model, optimizer in pair.both:
+        scaler, tries = torch.amp.GradScaler("cpu", init_scale=1000.0), list[int]()
+
+        def refuse(*_: object, tries: list[int] = tries) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise LookupError("from a hook")
+
+        optimizer.register_step_pre_hook(refuse)
+        scaler.scale(squared_error(model, batches(1)[0])).backward()
+        with pytest.raises(LookupError):
+            scaler.step(optimizer)
+        scaler.step(optimizer)
+    pair.check()

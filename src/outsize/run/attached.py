@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, final
 
@@ -110,26 +111,29 @@ class Attached:
             raise
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._overflowed():
+            self._stepper.skipped_steps += 1
+            return None
         optimizer: Any = self._optimizer
-        hooks = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
-        for hook in list(chain(*(each.values() for each in hooks))):
-            replaced = hook(optimizer, args, kwargs)
-            if replaced is not None:
-                args, kwargs = replaced
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        loss = None
-        if closure is not None:
-            self._stepper.check_closure()
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # only what parameters are, never their values
-            if self._overflowed():
-                self._stepper.skipped_steps += 1
-            else:
+        before = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+        hooks = list(chain(*(each.values() for each in before)))
+        factor, seen = self._unscale_by(), len(hooks) > 1  # one is our own, and looks at no gradient
+        with self._unscaled(factor) if seen else nullcontext():
+            for hook in hooks:
+                replaced = hook(optimizer, args, kwargs)
+                if replaced is not None:
+                    args, kwargs = replaced
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            loss = None
+            if closure is not None:
+                self._stepper.check_closure()
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # only what parameters are, no values
                 self._backward.end_interrupted()
-                self._stepper.mark(self._unscale_by())
-        hooks = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
-        for hook in list(chain(*(each.values() for each in hooks))):
+                self._stepper.mark(1.0 if seen else factor)
+        after = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
+        for hook in list(chain(*(each.values() for each in after))):
             hook(optimizer, args, kwargs)
         return loss
 
@@ -137,7 +141,9 @@ class Attached:
     # `torch.amp.GradScaler` looks for what is not finite before it calls `step`, and gives what it found and the scale
     # that is still to be taken out to an optimizer that says it can deal with them, as attributes for the call. Where
     # the call raises it leaves them, and would multiply the next scale by the one of before. The scale is taken out
-    # when nothing can refuse the step any more, so that a step that was refused leaves the gradients as they were.
+    # when nothing can refuse the step any more, so that a step that was refused leaves the gradients as they were. A
+    # plain optimizer is not called for a step that is skipped, and its hooks see gradients without the scale: so do
+    # these, and where the step is refused it is put back.
 
     def _overflowed(self) -> bool:
         found = getattr(self._optimizer, "found_inf", None)
@@ -146,6 +152,23 @@ class Attached:
     def _unscale_by(self) -> float:
         scale = getattr(self._optimizer, "grad_scale", None)
         return 1.0 if scale is None else float(torch.as_tensor(scale).double().reciprocal().float())
+
+    @contextmanager
+    def _unscaled(self, factor: float) -> Iterator[None]:
+        self._multiply(factor)
+        try:
+            yield
+        except BaseException:
+            self._multiply(1.0 / factor)
+            raise
+
+    def _multiply(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param in chain(*(group["params"] for group in self._optimizer.param_groups)):
+                if param.grad is not None:
+                    param.grad.mul_(factor)
 
     def _forget_scaling(self) -> None:
         for name in ("grad_scale", "found_inf"):
