@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.checkpoint import background, writer
-from outsize.move import meeting
+from outsize.move import comm, meeting
 from outsize.move.comm import Ranks
 from outsize.move.lanes import LANES, Going, Lane, Model, RanksError
 from tests.conftest import take_step
@@ -298,3 +300,25 @@ def test_the_end_of_the_process_group_does_not_cost_the_last_checkpoint(tmp_path
     ends = ends_on_ranks(2, ends_after_a_save, str(tmp_path))
     assert all(end.error is None for end in ends), [end.trace for end in ends]
     assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["step-1"]
+
+
+def killed_while_it_connects(disk: str) -> None:
+    """The first rank; the others try to connect for seconds, in place of minutes."""
+    comm.CONNECTING = timedelta(seconds=3)
+    opened = Ranks._open
+
+    def open_(self: Ranks, name: str) -> Lane:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return opened(self, name)
+
+    Ranks._open = open_  # type: ignore[method-assign]
+    model, optimizer = make(HOST)
+    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+
+
+def test_a_rank_that_is_killed_while_the_ranks_connect_is_named(tmp_path: Path) -> None:
+    first, *others = ends_on_ranks(3, killed_while_it_connects, str(tmp_path))
+    assert first.killed
+    for end in others:
+        assert end.kind == "RanksError" and "rank 0 of 3 is gone" in str(end.error), end

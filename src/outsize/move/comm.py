@@ -89,6 +89,8 @@ class Ranks:
         try:
             group = dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING)
         except RuntimeError as error:
+            if (said := self.model.watch.find_gone()) is not None:
+                raise self.model.gone(said, "outsize.prepare", ": start the job again") from error
             raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
         group._set_default_timeout(PATIENCE)
         return group
