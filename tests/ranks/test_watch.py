@@ -89,6 +89,21 @@ def test_a_rank_that_stood_still_itself_accuses_nobody(ranks: list[Watch], clock
     assert [each.said for each in ranks] == [None] * 3
 
 
+def test_who_is_gone_is_found_though_the_machine_stands_still_meanwhile(
+    ranks: list[Watch], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.5)
+    waits = [watch.SILENT_SECONDS + 20.0, *[watch.BEAT_SECONDS] * 30]
+
+    def wait(_: float) -> bool:
+        clock.now += waits.pop(0)
+        ranks[2].beat()
+        return False
+
+    monkeypatch.setattr(ranks[0]._closing, "wait", wait)
+    assert ranks[0].find_gone() == (1, "is gone (killed, ended or unreachable)")
+
+
 def test_the_first_word_stays(ranks: list[Watch]) -> None:
     ranks[1].tell(OSError("the disk is full"))
     ranks[2].tell(RuntimeError("rank 1 has failed"))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any, ClassVar, final
 
 BEAT_SECONDS = 0.5
@@ -133,10 +134,11 @@ class Watch:
 
     def find_gone(self) -> tuple[int | None, str] | None:
         """Who went first, once a connection broke. Looks until it is sure, and no longer than `SILENT_SECONDS`: a rank
-        that broke off may count a little longer."""
+        that broke off may count a little longer. Looks are counted, as the machine may stand still meanwhile."""
         self._seen = {}
-        until = time.monotonic() + SILENT_SECONDS
-        while self.said is None and time.monotonic() < until and self.look(self.members, SILENT_SECONDS / 2):
+        for _ in range(ceil(SILENT_SECONDS / BEAT_SECONDS)):
+            if self.said is not None or not self.look(self.members, SILENT_SECONDS / 2):
+                break
             if self._closing.wait(BEAT_SECONDS):
                 break
         return self.said
