@@ -61,15 +61,15 @@ def test_from_pretrained_gives_the_same_bits_with_few_pages_of_its_files_in_memo
 ) -> None:
     kind = getattr(transformers, loader)
     resident: list[int] = []
-    measure = mapped_files._resident_file_bytes
+    measure = mapped_files.resident_bytes
 
-    def measured() -> int:
-        resident.append(measure())
-        return resident[-1]
+    def measured() -> tuple[int, int]:
+        resident.append(measure()[1])
+        return 0, resident[-1]
 
     oracle = kind.from_pretrained(pretrained, dtype=dtype)
-    before = measure()
-    monkeypatch.setattr(mapped_files, "_resident_file_bytes", measured)
+    before = measure()[1]
+    monkeypatch.setattr(mapped_files, "resident_bytes", measured)
     monkeypatch.setattr(mapped_files, "MAPPED_BYTES", MAPPED)
     with torch.device("cpu"), init(host_memory=BUDGET, disk=tmp_path, device="cpu") as context:
         model = kind.from_pretrained(pretrained, dtype=dtype)
@@ -103,10 +103,10 @@ def test_pages_of_mapped_files_go_unless_they_are_modified(tmp_path: Path, monke
     modified, read = mapped(tmp_path / "modified", numel), mapped(tmp_path / "read", numel)
     modified[5] = 3
     total = [float(each.sum()) for each in (older, used, modified, read)]
-    before = mapped_files._resident_file_bytes()
+    before = mapped_files.resident_bytes()[1]
     files.trim()
     slack = 1 << 20
-    assert abs(before - mapped_files._resident_file_bytes() - 2 * numel * 4) < slack  # of `used` and `read`
+    assert abs(before - mapped_files.resident_bytes()[1] - 2 * numel * 4) < slack  # of `used` and `read`
     assert [float(each.sum()) for each in (older, used, modified, read)] == total
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from outsize.move import memory
 from tests.conftest import Workshop, adamw, prepared
 from tests.scripts import run_script
 
@@ -70,14 +71,14 @@ print(json.dumps([grown, sorted(counts)[4]]))
         ("memory", 0, MATRIX),
         ("disk", 0, GRADS * 5 // 4),  # gradients on their way to disk lie in pages of their own
         ("tight", GRADS * 3 // 2, 1 << 40),
-        ("tight memory", GRADS // 2, 1 << 40),
+        ("tight memory", 0, MATRIX),
         ("memory plan", 0, MATRIX),
     ],
     ids=[
         "kept where all lies in memory",
         "kept beside a disk where the budget has room",
         "given back where it has none",
-        "given back from then on",
+        "kept after a model that had no room is released",
         "kept beside a plan",
     ],
 )
@@ -104,6 +105,67 @@ def test_where_little_has_gradients_freed_memory_is_kept_beside_room_for_the_wei
         placed = prepared(model).placed
         assert placed.stay_gathered
         assert (placed.kept_bytes > 0, placed.returns_freed_memory) == (kept, not kept)
+
+
+OPERATIONS = """
+import ctypes, resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+import outsize
+from outsize.api import placed
+
+placed.LEAST_HOLES = 2 << 20
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, of which one fault brings many
+budget, directory = sys.argv[1:]
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)) for _ in range(24)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+outsize.prepare(
+    model, optimizer, host_memory=budget, disk=directory, device="cpu", activations="recompute", **tiers
+)
+example = torch.ones(1024, 512)
+faults = []
+for _ in range(3):
+    first = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(example).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - first)
+print(min(faults) * resource.getpagesize(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+"""
+
+
+def test_where_units_come_and_go_a_part_of_the_budget_is_for_what_operations_free(tmp_path: Path) -> None:
+    found = {}
+    for name, budget in (("none", 10), ("part", 56)):
+        status, said, errors = run_script(OPERATIONS, f"{budget}MiB", tmp_path / name)
+        assert status == 0, errors
+        found[name] = [int(each) for each in said.split()]
+    assert found["part"][0] < 0.85 * found["none"][0]  # bytes that came from the system in a step
+    assert found["part"][1] - found["none"][1] < (56 - 10 + 16) << 20  # of the whole process
+
+
+def test_freed_memory_goes_back_when_as_much_has_come_or_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, trimmed = [100 << 20], list[int]()
+    monkeypatch.setattr(memory, "resident_bytes", lambda: (now[0], 0))
+    monkeypatch.setattr(memory, "trim_heap", lambda: trimmed.append(now[0]))
+    ledger = memory.Ledger(memory.FreedMemory(memory.LOOK_BYTES))
+    ledger.add("host/grads in flight", memory.LOOK_BYTES - 1)
+    ledger.add("disk/params", memory.LOOK_BYTES)
+    ledger.remove("host/grads in flight", 5)
+    assert not trimmed
+    ledger.add("device/resident", 1)
+    assert trimmed == [now[0]]
+    now[0] += memory.LOOK_BYTES // 2
+    ledger.add("device/resident", 1)
+    assert len(trimmed) == 1
+    now[0] += memory.LOOK_BYTES // 2 + 4096
+    ledger.add("device/resident", 1)
+    assert len(trimmed) == 2
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")  # the allocator is the user's
+    ledger.add("device/resident", memory.LOOK_BYTES)
+    assert len(trimmed) == 2
 
 
 def test_weights_that_prepare_has_moved_leave_no_memory(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks
 from outsize.move.disk import allow_open_files
-from outsize.move.memory import bytes_on, keep_freed_memory, return_freed_memory, trim_heap
+from outsize.move.memory import LOOK_BYTES, FreedMemory, bytes_on, keep_freed_memory, trim_heap
 from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
 from outsize.optim.choice import rule_for
@@ -200,13 +200,13 @@ def _end_ranks(ranks: Ranks, kind: object, error: BaseException | None, tracebac
 
 def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     on_disk = plan.on_disk
-    if plan.returns_freed_memory:
-        return_freed_memory()
     leave = any(tiers.grads != "device" for tiers in plan.tiers)
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
     found = Resources(config.directories if on_disk else (), *plan.arena, config.compute_device, outbox, on_disk)
-    if plan.kept_bytes:
-        keep_freed_memory(found, plan.kept_bytes)
+    if plan.returns_freed_memory:
+        found.ledger.freed = FreedMemory(min(plan.holes_bytes or LOOK_BYTES, LOOK_BYTES))
+    if plan.kept_bytes or plan.returns_freed_memory:
+        keep_freed_memory(found, plan.kept_bytes or plan.holes_bytes)
     return found
 
 

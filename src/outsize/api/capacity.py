@@ -18,15 +18,15 @@ UNBOUNDED = 1 << 62
 
 def capacity_of(plan: PlacedModel, units: Sequence[Unit], leaving: int) -> int:
     """Bytes for gathered buffers and, on a CPU, for gradients on their way to where they rest: the computing budget
-    less what rests in that memory, less the gradient that autograd is making and those that are `leaving` the device.
+    less what rests in that memory, less the gradient that autograd is making, those that are `leaving` the device, and
+    what is for freed memory.
     """
     if all(unit.always_resident and unit.shard.tiers.grads != "disk" for unit in units):
         return UNBOUNDED  # nothing moves; the plan has seen to it that all fits
     resting = resting_bytes(plan.unit_bytes, plan.tiers, plan.budgets.sharing("device"))
     resting -= sum(plan.unit_bytes[unit.index].params for unit in units if unit.always_resident)  # in their buffers
     in_flight = max((_largest_gradient(unit, plan) for unit in units), default=0)
-    in_flight += leaving
-    return plan.budgets.computing[1] - resting - in_flight
+    return plan.budgets.computing[1] - resting - in_flight - leaving - plan.holes_bytes
 
 
 def keep_hot_rows(units: Sequence[Unit], plan: PlacedModel, spare: int, leaving: int) -> int:

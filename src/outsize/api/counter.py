@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from outsize.move.memory import RETURNING
+from outsize.move.memory import LEAST_BLOCK_BYTES
 from outsize.planning.machine import CPU, Machine
 from outsize.run.operations import Operation
 from outsize.run.wrappers import known_parameters
@@ -150,7 +150,7 @@ class Counter:
         self._count(-self._alive.pop(storage, 0))
 
     def _count(self, nbytes: int) -> None:
-        if self.machine.device == CPU and abs(nbytes) < RETURNING[0]:
+        if self.machine.device == CPU and abs(nbytes) < LEAST_BLOCK_BYTES:
             self._small += nbytes
             self._most_small = max(self._most_small, self._small)
         else:

@@ -16,12 +16,14 @@ from outsize.planning.placement import (
     UnitTiers,
     UsedTogether,
     arena,
+    most_at_work,
     resting_bytes,
     with_gradients_to_disk,
 )
 from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 
+LEAST_HOLES, MOST_HOLES = 8 << 20, 32 << 20
 FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memory", "disk": "disk_space"}
 """That bound a tier, or the "memory" that device and host share on a CPU."""
 
@@ -132,6 +134,21 @@ class PlacedModel:
     def returns_freed_memory(self) -> bool:
         """Whether the allocator gives freed memory back at once."""
         return self.budgets.device is None and self.on_disk and not self.kept_bytes
+
+    @property
+    def holes_bytes(self) -> int:
+        """Of the computing budget, for what operations have freed where not all of it is kept: an eighth, as far as
+        what rests there and what is at work, with a unit ahead of it, leave room. 0: they leave none. See Note [Freed memory]."""
+        if not self.returns_freed_memory:
+            return 0
+        memory = self.budgets.sharing("device")
+        room = self.budgets.computing[1] - resting_bytes(self.unit_bytes, self.tiers, memory)
+        spare = room - most_at_work(self.unit_bytes, self.together)
+        holes = min(room // 8, spare, MOST_HOLES)
+        beside = spare % max(1, *(unit.gathered for unit in self.unit_bytes))  # without which as many units fit
+        if beside >= LEAST_HOLES:
+            holes = min(holes, beside)
+        return holes if holes >= LEAST_HOLES else 0
 
     @property
     def passing_bytes(self) -> int | None:

@@ -44,7 +44,8 @@ def predict(
         machine = recall(
             config.compute_device, Path(config.directories[0]) if placed.on_disk and config.directories else None, ranks
         )
-    with freed_memory_returned() if timing is not None and placed.returns_freed_memory else nullcontext():
+    returned = placed.returns_freed_memory and not placed.holes_bytes
+    with freed_memory_returned() if timing is not None and returned else nullcontext():
         counted = count_step(model, example, machine, config.compute_dtype, timing)
 
     def simulated(placed: PlacedModel) -> Prediction:

@@ -71,6 +71,7 @@ class World:
         self.lanes = {COMPUTE: Lane(), IN: Lane(), OUT: Lane(), UPDATES: Lane(), COLLECTIVES: Lane()}
         self.lanes |= {READS: self.drive.reads, WRITES: self.drive.writes}
         self.live = 0
+        self.holes = 0  # what the allocator may keep of it, else
         self.keeps = False  # whether the allocator keeps what operations have freed, and gives gradients other memory
         self._most_live = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
@@ -163,7 +164,7 @@ class World:
         """Remember the most bytes of each tier; operations have made `most`."""
         live = self.live if most is None else most
         self._most_live = max(self._most_live, live)
-        now: dict[str, int] = {"device": self._most_live if self.keeps else live, "host": 0, "disk": 0}
+        now: dict[str, int] = {"device": self._most_live if self.keeps else live + self.holes, "host": 0, "disk": 0}
         for account, nbytes in self.ledger.now.items():
             now[account.partition("/")[0]] += nbytes
         now["host"] += max(self._passing() - self.ledger.now.get("host/grads in flight", 0), 0)

@@ -63,6 +63,7 @@ class Simulation:
         as_units = cast(Sequence[Unit], self._units)
         _, self._owned, _, layers = modules_of(model, as_units, placed, config, "auto")
         capacity = capacity_of(placed, as_units, 0)
+        world.holes = placed.holes_bytes
         spare = spare_of(as_units, placed, capacity) if "auto" in layers.values() else 0
         world.capacity = capacity - spare
         world.keeps = world.on_cpu and not placed.returns_freed_memory

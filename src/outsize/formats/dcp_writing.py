@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from outsize.checkpoint.arrays import Readable
 from outsize.checkpoint.files import naming
 from outsize.formats.pieces import state_at_rest
-from outsize.move.memory import freed_memory_returned
+from outsize.move.memory import FreedMemory, freed_memory_returned
 from outsize.move.shard import UnitShard
 
 _WARNINGS = (
@@ -47,7 +47,10 @@ OPTIMIZER = "optimizer"
 # torch's writer keeps every tensor of a file until the file is complete, and needs none of them again. So the planner
 # takes back the memory of the tensor before, which is written when the next is asked for: the writer has one thread
 # and reads nothing ahead. It goes back to the system at once: what the writer keeps lies between tensors in the heap,
-# and cuts it into pieces that hold no other.
+# and cuts it into pieces that hold no other. A heap with holes from before serves tensors from them, one here and one
+# there; where that shows the holes go back.
+
+GROWN_BYTES = 4 << 20
 
 
 def write_dcp(folder: Path, tensors: Mapping[Place, Readable], values: Mapping[Place, object] | None = None) -> None:
@@ -99,6 +102,7 @@ class _Planner(DefaultSavePlanner):
         self._tensors = tensors
         self._places = dict(places)
         self._written = torch.UntypedStorage(0)
+        self._freed = FreedMemory(GROWN_BYTES)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -112,6 +116,7 @@ class _Planner(DefaultSavePlanner):
         if weight is None:
             return super().lookup_object(index)
         self._written.resize_(0)
+        self._freed.make_way(0, known=0)
         out = weight.whole()
         self._written = out.untyped_storage()
         return out

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -200,41 +200,29 @@ def _unregister(address: int) -> None:
 
 
 # Note [Freed memory]
-# glibc learns to serve blocks of up to 32 MiB from its heap. Between two large temporaries of one size a small block
-# that lives on splits the hole, the next large one takes fresh memory, and resident memory grows with the number of
-# layers: 0.4 GB for a billion parameters, when all of them are on disk. With a fixed threshold every larger block is a
-# mapping of its own and goes back when it is freed.
+# glibc serves blocks of up to 32 MiB from its heap. Between two large temporaries of one size a small block that lives
+# on splits the hole, the next large one takes fresh memory, and resident memory grows with the number of layers: 0.7 GB
+# for three billion parameters, when all of them are on disk. A block that is a mapping of its own goes back when it is
+# freed. Then the kernel zeroes what comes again: up to a third of a step.
 #
-# What goes back is zeroed by the kernel when it comes again: up to a third of a step of small layers. glibc gives their
-# gradients back in some steps, or in each of them. Where everything lies in memory they are kept for the next step, and
-# wherever the budget has room for such holes beside all units.
+# Where everything lies in memory, holes are kept for the next step, and wherever the budget has room for them beside
+# all units. Elsewhere a part of the budget is for holes. A block that takes more than half of it is a mapping. All
+# holes go back before much may have come: the ledger knows what units and gradients take, the system knows the rest.
 
-RETURNING = 256 << 10, 16 << 20
-"""Larger blocks than the first go back at once, and more free memory at the end of the heap than the second."""
-MOST_BLOCK_BYTES, MOST_BYTES = 32 << 20, (1 << 31) - 1
-"""The largest block that glibc serves from its heap, and the most that it keeps there."""
+LOOK_BYTES = 16 << 20
+"""The most that may come to memory before holes go back, and the least that may stay free at the end of the heap."""
+LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_BYTES = 256 << 10, 32 << 20, (1 << 31) - 1
+"""Of blocks that glibc may be told to serve by mappings: the least, the most, and the most that it keeps free."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 _kept: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-_returns = False
-
-
-def return_freed_memory() -> None:
-    """Let the allocator give freed memory back to the system at once. See Note [Freed memory].
-
-    Concerns the whole process, to its end: a heap that has grown has holes for what comes later. Users who set what
-    glibc keeps (`MALLOC_MMAP_THRESHOLD_`) keep their setting.
-    """
-    global _returns
-    _returns = True
-    _settle()
 
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Inside the block as after `return_freed_memory`."""
-    _set_thresholds(*RETURNING)
+    """Inside the block all freed memory goes back to the system at once."""
+    _keep(0)
     try:
         yield
     finally:
@@ -242,8 +230,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def keep_freed_memory(owner: object, nbytes: int) -> None:
-    """Let the allocator keep up to `nbytes` of freed memory for what comes next, until the owner lets it go; unless it
-    gives all back already."""
+    """Let the allocator keep up to `nbytes` of freed memory for what comes next, until the owner lets it go."""
     _kept[owner] = nbytes
     _settle()
 
@@ -262,15 +249,31 @@ def trim_heap() -> None:
 
 def _settle() -> None:
     """As was asked for; else as glibc comes to do it by itself, which keeps two of the largest blocks."""
-    kept = max(_kept.values(), default=2 * MOST_BLOCK_BYTES)
-    _set_thresholds(*(RETURNING if _returns else (MOST_BLOCK_BYTES, min(kept, MOST_BYTES))))
+    _keep(min(_kept.values(), default=2 * MOST_BLOCK_BYTES))
 
 
-def _set_thresholds(block: int, free: int) -> None:
+def _keep(nbytes: int) -> None:
     mallopt = getattr(_libc, "mallopt", None)  # musl has none
-    if mallopt is not None and not any(os.environ.get(name) for name in _SETTINGS):
-        mallopt(_M_MMAP_THRESHOLD, block)
-        mallopt(_M_TRIM_THRESHOLD, free)
+    if mallopt is not None and not _is_set_by_user():
+        mallopt(_M_MMAP_THRESHOLD, min(max(nbytes // 2, LEAST_BLOCK_BYTES), MOST_BLOCK_BYTES))
+        mallopt(_M_TRIM_THRESHOLD, min(max(nbytes, LOOK_BYTES), MOST_BYTES))
+
+
+def _is_set_by_user() -> bool:
+    return any(os.environ.get(name) for name in _SETTINGS)
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Of this process: memory of its own, and of files and shared; (0, 0) on a system that does not tell."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0, 0
+    try:
+        _, whole, shared, *_ = map(int, os.read(file, 200).split())
+    finally:
+        os.close(file)
+    return (whole - shared) * PAGE_BYTES, shared * PAGE_BYTES
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -313,10 +316,33 @@ def zero(content: torch.Tensor) -> None:
     ctypes.memset(content.data_ptr(), 0, content.numel() * content.itemsize)
 
 
+@final
+class FreedMemory:
+    """What operations have freed and the allocator keeps. It goes back when `most` bytes have come to memory, or
+    resident memory has grown by as much beside what is known. See Note [Freed memory]."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._coming = 0
+        self._least = MOST_BYTES << 32
+
+    def make_way(self, nbytes: int, known: int) -> None:
+        """So many bytes come to memory, to those that are known."""
+        self._coming += nbytes
+        beside = resident_bytes()[0] - known
+        if self._coming >= self._most or beside > self._least + self._most:
+            self._coming = 0
+            if not _is_set_by_user():
+                trim_heap()
+            self._least = beside = resident_bytes()[0] - known
+        self._least = min(self._least, beside)
+
+
 @dataclass
 class Ledger:
-    """Bytes in use, now and at their peak, by "tier/kind"; thread-safe."""
+    """Bytes in use, now and at their peak, by "tier/kind"; thread-safe. `freed`: what may make way for them."""
 
+    freed: FreedMemory | None = None
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -330,9 +356,16 @@ class Ledger:
             if tracing():
                 tier = account.partition("/")[0]
                 counted(tier, bytes_on((tier,), self.now))
+        if nbytes > 0 and not account.startswith("disk/"):
+            self.make_way(nbytes)
 
     def remove(self, account: str, nbytes: int) -> None:
         self.add(account, -nbytes)
+
+    def make_way(self, nbytes: int = 0) -> None:
+        """Freed memory makes way for what comes, the `nbytes` that were added and what nobody counts."""
+        if self.freed is not None:
+            self.freed.make_way(nbytes, bytes_on(("device", "host"), self.now) - nbytes)
 
 
 def bytes_on(tiers: Collection[str], accounts: Mapping[str, int], but: Collection[str] = ()) -> int:

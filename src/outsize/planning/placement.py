@@ -257,6 +257,12 @@ def most_at_once(units: Sequence[UnitBytes], together: UsedTogether) -> tuple[in
     return found
 
 
+def most_at_work(units: Sequence[UnitBytes], together: UsedTogether) -> int:
+    """What takes most of the computing memory while at work, a unit on its way included."""
+    ahead, largest = max(unit.ahead for unit in units), max(unit.working for unit in units)
+    return max(largest + ahead, most_at_once(units, together)[0])
+
+
 def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: UsedTogether = NONE_TOGETHER) -> None:
     """Raise `BudgetError` that names the unit, the layer or the module whose weights and gradients do not fit the
     computing budget."""
@@ -390,10 +396,7 @@ def _room_at_rest(
 ) -> dict[str, int]:
     """The bytes of each tier that can be handed out, beside what is at work. With computation on the CPU, device and
     host are one memory under one budget: "device"."""
-    ahead = max(unit.ahead for unit in units)
-    largest = max(unit.working for unit in units)
-    working = max(largest + ahead, most_at_once(units, together)[0])
-    left = {"device": max(budgets.computing[1] - working, 0), "disk": budgets.disk or 0}
+    left = {"device": max(budgets.computing[1] - most_at_work(units, together), 0), "disk": budgets.disk or 0}
     if budgets.device is not None:
         moving = budgets.moving_bytes(units, wanted["grads"] != "device", units if to_disk else ())
         left["host"] = max(budgets.host - moving, 0)

@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from outsize.move.memory import PAGE_BYTES, give_back_pages
+from outsize.move.memory import PAGE_BYTES, give_back_pages, resident_bytes
 from outsize.planning.layout import round_up
 
 MAPPED_BYTES = 64 << 20
@@ -40,7 +40,7 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._others = {each.identity for each in _file_mappings(detailed=False)}
-        self._limit = _resident_file_bytes() + MAPPED_BYTES
+        self._limit = resident_bytes()[1] + MAPPED_BYTES
         self._listed: list[_Mapping] = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -57,13 +57,13 @@ class MappedFiles:
 
     def trim(self) -> None:
         """Give back what can be, if enough has come together."""
-        if _resident_file_bytes() <= self._limit:
+        if resident_bytes()[1] <= self._limit:
             return
         for each in _file_mappings(detailed=True):
             if each.unmodified and each.identity not in self._others:
                 with suppress(OSError):  # locked by its owner: it stays
                     give_back_pages(each.address, each.nbytes)
-        self._limit = _resident_file_bytes() + MAPPED_BYTES
+        self._limit = resident_bytes()[1] + MAPPED_BYTES
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,3 @@ def _file_mappings(detailed: bool) -> Iterator[_Mapping]:
         address = int(low, 16)
         unmodified = resident > 0 and not any(changed)
         yield _Mapping(address, int(high, 16) - address, int(offset, 16), file, path, unmodified)
-
-
-def _resident_file_bytes() -> int:
-    """Of this process's memory what belongs to files and shared memory; 0 on a system that does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[2]) * PAGE_BYTES
-    except OSError:
-        return 0

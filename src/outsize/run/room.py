@@ -66,7 +66,7 @@ class Room:
         self.started = dict.fromkeys(units)  # each unit that is not at rest, and few others
         self._places = places
         self._live = live
-        self._ledger = ledger
+        self.ledger = ledger
         self._states = ("device/states", "host/states") if budgets.device is None else ("device/states",)
         self._planned_states = self._state_bytes()
         self._reduction = reduction  # None with one rank
@@ -75,7 +75,7 @@ class Room:
 
     @property
     def in_use(self) -> int:
-        resident = self._ledger.now.get("device/resident", 0)
+        resident = self.ledger.now.get("device/resident", 0)
         if self._reduction is None:
             return resident + (self._grads_in_flight if self._flight_room is None else 0)
         return resident + self._reduction.buffers.held + sum(self._passing)
@@ -86,7 +86,7 @@ class Room:
         return self.planned_capacity - (self._state_bytes() - self._planned_states)
 
     def _state_bytes(self) -> int:
-        return sum(self._ledger.now.get(account, 0) for account in self._states)
+        return sum(self.ledger.now.get(account, 0) for account in self._states)
 
     @property
     def _here(self) -> Iterable[Unit]:
@@ -211,7 +211,7 @@ class Room:
 
     @property
     def _grads_in_flight(self) -> int:
-        return self._ledger.now.get("host/grads in flight", 0)
+        return self.ledger.now.get("host/grads in flight", 0)
 
     def _still_to_pass(self) -> int:
         """What the running backward is going to take for the gradients of the unit in use and of the one before."""
