@@ -138,7 +138,8 @@ class PlacedModel:
     @property
     def holes_bytes(self) -> int:
         """Of the computing budget, for what operations have freed where not all of it is kept: an eighth, as far as
-        what rests there and what is at work, with a unit ahead of it, leave room. 0: they leave none. See Note [Freed memory]."""
+        what rests there and what is at work, with a unit ahead of it, leave room. 0: they leave none. See Note [Freed
+        memory] in move/memory.py."""
         if not self.returns_freed_memory:
             return 0
         memory = self.budgets.sharing("device")
