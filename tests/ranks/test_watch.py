@@ -89,11 +89,14 @@ def test_a_rank_that_stood_still_itself_accuses_nobody(ranks: list[Watch], clock
     assert [each.said for each in ranks] == [None] * 3
 
 
+@pytest.mark.parametrize("stall", [4.0, 5.5, 26.0])
+@pytest.mark.parametrize("number", range(7))
 def test_who_is_gone_is_found_though_the_machine_stands_still_meanwhile(
-    ranks: list[Watch], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ranks: list[Watch], clock: Clock, number: int, stall: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "BEAT_SECONDS", 0.5)
-    waits = [watch.SILENT_SECONDS + 20.0, *[watch.BEAT_SECONDS] * 30]
+    waits = [watch.BEAT_SECONDS] * 30
+    waits[number] = stall
 
     def wait(_: float) -> bool:
         clock.now += waits.pop(0)

@@ -205,8 +205,9 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     found = Resources(config.directories if on_disk else (), *plan.arena, config.compute_device, outbox, on_disk)
     if plan.returns_freed_memory:
         found.ledger.freed = FreedMemory(min(plan.holes_bytes or LOOK_BYTES, LOOK_BYTES))
-    if plan.kept_bytes or plan.returns_freed_memory:
-        keep_freed_memory(found, plan.kept_bytes or plan.holes_bytes)
+        keep_freed_memory(found, plan.holes_bytes)
+    elif plan.kept_bytes:
+        keep_freed_memory(found, plan.kept_bytes)
     return found
 
 

@@ -24,6 +24,8 @@ from outsize.run.mapped_files import FileRange
 from outsize.run.wrappers import Inner
 
 LEAST_HOLES, MOST_HOLES = 8 << 20, 32 << 20
+LITTLE = 8
+"""Of so many bytes of weights little is trained if one has a gradient."""
 FIELDS = {"memory": "host_memory", "host": "host_memory", "device": "device_memory", "disk": "disk_space"}
 """That bound a tier, or the "memory" that device and host share on a CPU."""
 
@@ -132,23 +134,21 @@ class PlacedModel:
 
     @property
     def returns_freed_memory(self) -> bool:
-        """Whether the allocator gives freed memory back at once."""
+        """Whether not all freed memory may be kept."""
         return self.budgets.device is None and self.on_disk and not self.kept_bytes
 
     @property
     def holes_bytes(self) -> int:
-        """Of the computing budget, for what operations have freed where not all of it is kept: an eighth, as far as
-        what rests there and what is at work, with a unit ahead of it, leave room. 0: they leave none. See Note [Freed
-        memory] in move/memory.py."""
-        if not self.returns_freed_memory:
+        """Of the computing budget, for what operations have freed where little is trained and not all of it is kept: an
+        eighth of what units may take, as far as what is at work and a unit ahead of it leave room. 0: they leave none.
+        See Note [Freed memory] in move/memory.py."""
+        trained = sum(unit.most("grads") for unit in self.unit_bytes)
+        if not self.returns_freed_memory or LITTLE * trained > sum(unit.gathered for unit in self.unit_bytes):
             return 0
         memory = self.budgets.sharing("device")
         room = self.budgets.computing[1] - resting_bytes(self.unit_bytes, self.tiers, memory)
         spare = room - most_at_work(self.unit_bytes, self.together)
         holes = min(room // 8, spare, MOST_HOLES)
-        beside = spare % max(1, *(unit.gathered for unit in self.unit_bytes))  # without which as many units fit
-        if beside >= LEAST_HOLES:
-            holes = min(holes, beside)
         return holes if holes >= LEAST_HOLES else 0
 
     @property

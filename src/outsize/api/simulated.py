@@ -71,8 +71,8 @@ class World:
         self.lanes = {COMPUTE: Lane(), IN: Lane(), OUT: Lane(), UPDATES: Lane(), COLLECTIVES: Lane()}
         self.lanes |= {READS: self.drive.reads, WRITES: self.drive.writes}
         self.live = 0
-        self.holes = 0  # what the allocator may keep of it, else
         self.keeps = False  # whether the allocator keeps what operations have freed, and gives gradients other memory
+        self.holes = 0  # bytes of it that are kept where not all are
         self._most_live = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
         self.laid_down: deque[tuple[float, int]] = deque()  # gradients for the disk: when, and bytes

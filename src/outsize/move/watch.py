@@ -136,7 +136,7 @@ class Watch:
         """Who went first, once a connection broke. Looks until it is sure, and no longer than `SILENT_SECONDS`: a rank
         that broke off may count a little longer. Looks are counted, as the machine may stand still meanwhile."""
         self._seen = {}
-        for _ in range(ceil(SILENT_SECONDS / BEAT_SECONDS)):
+        for _ in range(ceil(1.5 * SILENT_SECONDS / BEAT_SECONDS)):
             if self.said is not None or not self.look(self.members, SILENT_SECONDS / 2):
                 break
             if self._closing.wait(BEAT_SECONDS):
@@ -175,7 +175,7 @@ class Watch:
 
     def _look_at(self, ranks: Sequence[int], patience: float) -> None:
         now = time.monotonic()
-        if now - self._looked > SILENT_SECONDS:  # a rank that has not looked has seen nothing
+        if now - self._looked > min(patience, SILENT_SECONDS):  # a rank that has not looked has seen nothing
             self._seen = {}
         self._looked = now
         for rank in ranks:

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
+from math import inf
 from typing import Any, final
 
 import torch
@@ -117,7 +118,8 @@ class Attached:
         optimizer: Any = self._optimizer
         before = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
         hooks = list(chain(*(each.values() for each in before)))
-        factor, seen = self._unscale_by(), len(hooks) > 1  # one is our own, and looks at no gradient
+        factor = self._unscale_by()
+        seen = len(hooks) > 1 and 0.0 < factor < inf  # one is our own, and looks at no gradient
         with self._unscaled(factor) if seen else nullcontext():
             for hook in hooks:
                 replaced = hook(optimizer, args, kwargs)
@@ -143,7 +145,7 @@ class Attached:
     # the call raises it leaves them, and would multiply the next scale by the one of before. The scale is taken out
     # when nothing can refuse the step any more, so that a step that was refused leaves the gradients as they were. A
     # plain optimizer is not called for a step that is skipped, and its hooks see gradients without the scale: so do
-    # these, and where the step is refused it is put back.
+    # these. Where the step is refused it is put back, within rounding.
 
     def _overflowed(self) -> bool:
         found = getattr(self._optimizer, "found_inf", None)
