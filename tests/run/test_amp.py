@@ -241,6 +241,7 @@ def test_step_hooks_see_gradients_without_the_scale_and_no_step_that_is_skipped(
 
         def clamp(stepping: torch.optim.Optimizer, *_: object, called: list[str] = called) -> None:
             called.append("pre")
+            assert getattr(stepping, "grad_scale", None) is None
             for group in stepping.param_groups:
                 torch._foreach_clamp_max_([param.grad for param in group["params"]], 1e-3)
 

@@ -133,8 +133,8 @@ class Watch:
                 self._leave_word(self._rank, f"has failed ({type(error).__name__}: {error})"[:2000])
 
     def find_gone(self) -> tuple[int | None, str] | None:
-        """Who went first, once a connection broke. Looks until it is sure, and no longer than `SILENT_SECONDS`: a rank
-        that broke off may count a little longer. Looks are counted, as the machine may stand still meanwhile."""
+        """Who went first, once a connection broke. Looks until it is sure, or has looked often enough: a rank that
+        broke off may count a little longer. No seconds are counted, as the machine may stand still meanwhile."""
         self._seen = {}
         for _ in range(ceil(1.5 * SILENT_SECONDS / BEAT_SECONDS)):
             if self.said is not None or not self.look(self.members, SILENT_SECONDS / 2):

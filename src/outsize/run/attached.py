@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from math import inf
 from typing import Any, final
@@ -118,9 +118,8 @@ class Attached:
         optimizer: Any = self._optimizer
         before = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
         hooks = list(chain(*(each.values() for each in before)))
-        factor = self._unscale_by()
-        seen = len(hooks) > 1 and 0.0 < factor < inf  # one is our own, and looks at no gradient
-        with self._unscaled(factor) if seen else nullcontext():
+        factor = self._unscale_by() if len(hooks) > 1 else 1.0  # one is our own, and looks at no gradient
+        with self._unscaled(factor if 0.0 < factor < inf else 1.0):
             for hook in hooks:
                 replaced = hook(optimizer, args, kwargs)
                 if replaced is not None:
@@ -133,7 +132,7 @@ class Attached:
                     loss = closure()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # only what parameters are, no values
                 self._backward.end_interrupted()
-                self._stepper.mark(1.0 if seen else factor)
+                self._stepper.mark(self._unscale_by())
         after = (optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks)
         for hook in list(chain(*(each.values() for each in after))):
             hook(optimizer, args, kwargs)
@@ -157,7 +156,12 @@ class Attached:
 
     @contextmanager
     def _unscaled(self, factor: float) -> Iterator[None]:
+        """In the block gradients have no scale, and the optimizer says so."""
+        if factor == 1.0:
+            yield
+            return
         self._multiply(factor)
+        self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         try:
             yield
         except BaseException:
@@ -165,8 +169,6 @@ class Attached:
             raise
 
     def _multiply(self, factor: float) -> None:
-        if factor == 1.0:
-            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for param in chain(*(group["params"] for group in self._optimizer.param_groups)):
                 if param.grad is not None:
