@@ -71,7 +71,7 @@ class Simulation:
         places = cast(Any, self._places)
         self._rest()
         live = LiveState()
-        room = Room(as_units, places, live, world.capacity, world.ledger, budgets, flight_room=placed.passing_bytes)
+        room = Room(as_units, places, live, world.capacity, world.ledger, budgets, None, placed.passing_bytes)
         conveyor = cast(Conveyor, SimpleNamespace(slab_bytes=self._slab))
         self._streamer = Streamer(as_units, room, live, conveyor, None)
         self._layers = self._find_layers(layers, spare)

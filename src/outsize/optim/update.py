@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, final
 
@@ -202,7 +203,7 @@ class ChunkUpdater:
         plan = self._plan_of(shard, pending)
         for _, chunks in plan.segments:
             for chunk in chunks:
-                step = ChunkUpdate(self, shard, pending, chunk, fetch=False, threads=self._cores)
+                step = ChunkUpdate(self, shard, pending, chunk, False, self._cores)
                 step.begin([])
                 step.finish()
         for slot in plan.empty:
@@ -276,27 +277,22 @@ def _resting_params(shard: UnitShard) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 
 @final
+@dataclass(eq=False, repr=False)
 class ChunkUpdate:
     """One chunk of a unit's update. Arrays in host memory are updated where they are, the others pass through slabs."""
 
-    def __init__(
-        self,
-        updater: ChunkUpdater,
-        shard: UnitShard,
-        pending: Pending,
-        chunk: Chunk,
-        fetch: bool,
-        threads: int | None = None,
-    ) -> None:
-        self._updater = updater
-        self._shard = shard
-        self._pending = pending
-        self._chunk = chunk
-        self._fetch = fetch
-        self._threads = threads
+    _updater: ChunkUpdater
+    _shard: UnitShard
+    _pending: Pending
+    _chunk: Chunk
+    _fetch: bool
+    _threads: int | None = None
+
+    def __post_init__(self) -> None:
+        updater, chunk = self._updater, self._chunk
         self._grads = self._resting_grads()
         self._grads_in_memory = self._grads is not None and (
-            self._grads.store is None or any(owed.in_memory for owed in pending.values())
+            self._grads.store is None or any(owed.in_memory for owed in self._pending.values())
         )
         self._bytes = dict(chunk.lying)  # by array name, "params" included; "grads" where they are not in memory
         self._loose: dict[str, torch.Tensor] = {}  # gradients that come from an accelerator, by parameter

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from typing import Any, final
@@ -54,25 +55,17 @@ class _ForScalers:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Attached:
     """Stands behind the methods of the user's optimizer object."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        stepper: Stepper,
-        parameters: Parameters,
-        backward: Backward,
-        owner: Owner,
-    ) -> None:
-        self._optimizer = optimizer
-        self._stepper = stepper
-        self._parameters = parameters
-        self._backward = backward
-        self._owner = owner
-        self._attach()
+    _optimizer: torch.optim.Optimizer
+    _stepper: Stepper
+    _parameters: Parameters
+    _backward: Backward
+    _owner: Owner
 
-    def _attach(self) -> None:
+    def __post_init__(self) -> None:
         """Replace the methods on the instance; schedulers made before or after find what they look for."""
         optimizer: Any = self._optimizer
         attached = self

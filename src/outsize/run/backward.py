@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -20,27 +21,18 @@ from outsize.run.unit_gradients import UnitGradients
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Backward:
     """What arrives in a backward goes on to the unit's gradients, the ranks, and the update."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        gradients: Sequence[UnitGradients],
-        streamer: Streamer,
-        owner: Owner,
-        reduction: Reduction | None,
-        stepper: Stepper | None,
-    ) -> None:
-        """`stepper`: of a model that is updated in the backward."""
-        self._parameters = parameters
-        self._gradients = gradients
-        self._streamer = streamer
-        self._owner = owner
-        self._reduction = reduction  # None with one rank
-        self._stepper = stepper
-        self._task = -1
-        self._over: weakref.finalize[..., object] | None = None  # alive until the backward is over
+    _parameters: Parameters
+    _gradients: Sequence[UnitGradients]
+    _streamer: Streamer
+    _owner: Owner
+    _reduction: Reduction | None  # None with one rank
+    _stepper: Stepper | None  # of a model that is updated in the backward
+    _task: int = -1
+    _over: weakref.finalize[..., object] | None = None  # alive until the backward is over
 
     def watch(self) -> None:
         """See the end of this backward, whatever it uses of the model. A reentrant checkpoint runs one inside it."""

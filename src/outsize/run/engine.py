@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, final
 
@@ -128,6 +129,7 @@ class Frame:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Engine:
     """Implements the gate of the parameters and the frames of the modules.
 
@@ -136,29 +138,19 @@ class Engine:
     gradients are complete.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        gradients: Sequence[UnitGradients],
-        streamer: Streamer,
-        backward: Backward,
-        owner: Owner,
-        scopes: Sequence[frozenset[int]],
-        owned: Mapping[int, Sequence[Unit]],
-        reduction: Reduction | None = None,
-        root: int = 0,
-    ) -> None:
-        self.parameters = parameters
-        self.gradients = gradients
-        self.streamer = streamer
-        self.backward = backward
-        self.owner = owner
-        self.reduction = reduction  # None with one rank
-        self.root = root  # the id of the whole model
+    parameters: Parameters
+    gradients: Sequence[UnitGradients]
+    streamer: Streamer
+    backward: Backward
+    owner: Owner
+    _scopes: Sequence[frozenset[int]]  # by unit: the ids of the modules all of whose parameters are the unit's
+    owned: Mapping[int, Sequence[Unit]]  # by the id of a module: the units that its calls open
+    reduction: Reduction | None = None  # None with one rank
+    root: int = 0  # the id of the whole model
+
+    def __post_init__(self) -> None:
         see_script_functions()
         self.classes = Classes(self)
-        self._scopes = scopes  # by unit: the ids of the modules all of whose parameters are the unit's
-        self.owned = owned  # by the id of a module: the units that its calls open
         self.frames: list[Frame] = []
         self.listing = False  # while `state_dict` takes views of parameters, each use of which passes the gate
         self.tiles: dict[int, Tiles] = {}  # by the parameter's id: those that are used in tiles

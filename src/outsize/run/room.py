@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import final
 
 from outsize.move.memory import Ledger
@@ -43,35 +44,28 @@ from outsize.run.unit import Residency, Unit
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Room:
     """Keeps gathered units within `capacity` bytes."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        places: Sequence[RestingPlace],
-        live: LiveState,
-        capacity: int,
-        ledger: Ledger,
-        budgets: Budgets,
-        reduction: Reduction | None = None,
-        flight_room: int | None = None,
-    ) -> None:
+    _units: Sequence[Unit]
+    _places: Sequence[RestingPlace]
+    _live: LiveState
+    planned_capacity: int
+    ledger: Ledger
+    budgets: InitVar[Budgets]
+    _reduction: Reduction | None = None  # None with one rank
+    _flight_room: int | None = None  # on the host of an accelerator, for gradients on their way to disk
+
+    def __post_init__(self, budgets: Budgets) -> None:
         self.lock = threading.RLock()  # a backward may have several threads
         self.schedule = Schedule()
         self.last: Unit | None = None
-        self.excess = OverBudget(budgets, ledger)
-        self.planned_capacity = capacity
-        self._units = units
-        self.started = dict.fromkeys(units)  # each unit that is not at rest, and few others
-        self._places = places
-        self._live = live
-        self.ledger = ledger
+        self.excess = OverBudget(budgets, self.ledger)
+        self.started = dict.fromkeys(self._units)  # each unit that is not at rest, and few others
         self._states = ("device/states", "host/states") if budgets.device is None else ("device/states",)
         self._planned_states = self._state_bytes()
-        self._reduction = reduction  # None with one rank
         self._passing: deque[int] = deque(maxlen=PASSING_UNITS)  # bytes: see Note [The same on every rank]
-        self._flight_room = flight_room  # on the host of an accelerator, for gradients on their way to disk
 
     @property
     def in_use(self) -> int:

@@ -52,27 +52,21 @@ class _Given:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`: reading a parameter's entry reads it from where it rests, as a copy. Entries given one by one,
     in another mapping or in a state dict are checked and stored in the same way."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        streamer: Streamer,
-        owner: Owner,
-        optimizer: torch.optim.Optimizer,
-        rule: Rule,
-        expect_stepped: Callable[[Iterable[torch.Tensor], str], None],
-    ) -> None:
-        """`expect_stepped`: raises for parameters that a backward has updated and whose step is still to come."""
-        self._parameters = parameters
-        self._streamer = streamer
-        self._owner = owner
-        self._optimizer: Any = optimizer
-        self._rule = rule
-        self._expect_stepped = expect_stepped
-        self._for_a_state_dict = False  # entries are plain and in host memory
+    _parameters: Parameters
+    _streamer: Streamer
+    _owner: Owner
+    _optimizer: Any
+    _rule: Rule
+    _expect_stepped: Callable[[Iterable[torch.Tensor], str], None]
+    """Raises for parameters that a backward has updated and whose step is still to come."""
+    _for_a_state_dict: bool = False  # entries are plain and in host memory
+
+    def __post_init__(self) -> None:
         self.keep()
 
     def keep(self) -> None:

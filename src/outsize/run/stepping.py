@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, final
 
 import torch
@@ -51,29 +51,23 @@ from outsize.run.unit_gradients import UnitGradients
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Stepper:
     """Records what each step does to each unit, and marks it; under update="backward" unit by unit."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        gradients: Sequence[UnitGradients],
-        streamer: Streamer,
-        owner: Owner,
-        reduction: Reduction | None,
-        optimizer: torch.optim.Optimizer,
-        updater: ChunkUpdater,
-        warmup: int | None,
-    ) -> None:
+    _parameters: Parameters
+    _gradients: Sequence[UnitGradients]
+    _streamer: Streamer
+    owner: InitVar[Owner]
+    _reduction: Reduction | None  # None with one rank
+    _optimizer: torch.optim.Optimizer
+    _updater: ChunkUpdater
+    _warmup: int | None
+
+    def __post_init__(self, owner: Owner) -> None:
         self.steps = self.skipped_steps = 0
-        self.state = OptimizerState(parameters, streamer, owner, optimizer, updater.rule, self.expect_stepped)
-        self._parameters = parameters
-        self._gradients = gradients
-        self._streamer = streamer
-        self._reduction = reduction  # None with one rank
-        self._optimizer = optimizer
-        self._updater = updater
-        self._warmup = warmup
+        own = self._parameters, self._streamer, owner, self._optimizer, self._updater.rule
+        self.state = OptimizerState(*own, self.expect_stepped)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._applied: dict[Unit, Pending] = {}  # in this backward. See Note [The update in the backward]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -32,27 +33,21 @@ PREFETCH_UNITS = 8
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Streamer:
     """Brings units in, and runs the updates that they owe."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        room: Room,
-        live: LiveState,
-        conveyor: Conveyor,
-        updater: ChunkUpdater | None,
-        rounds: Ranks | None = None,
-    ) -> None:
-        self.room = room
-        self.live = live
-        self.schedule = room.schedule
-        self._units = units
-        self._conveyor = conveyor
-        self._updater = updater
-        self._rounds = rounds  # see Note [Units in the order of the model]
+    _units: Sequence[Unit]
+    room: Room
+    live: LiveState
+    _conveyor: Conveyor
+    _updater: ChunkUpdater | None
+    _rounds: Ranks | None = None  # see Note [Units in the order of the model]
+
+    def __post_init__(self) -> None:
+        self.schedule = self.room.schedule
         self._left: deque[Unit] = deque()  # what this round has still to gather
-        self._lock = room.lock
+        self._lock = self.room.lock
 
     # -- bringing in -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -70,26 +71,21 @@ class Tile(NamedTuple):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Tiles:
     """The tiles of one parameter. `token` stands for the parameter in graphs: its gradient arrives when the gradients
     of all tiles are at rest, however often the parameter was used."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        gradients: UnitGradients,
-        streamer: Streamer,
-        conveyor: Conveyor,
-        ledger: Ledger,
-        reduction: Reduction | None,
-    ) -> None:
-        self.unit = unit
-        self._reduction = reduction  # None with one rank
+    unit: Unit
+    _gradients: UnitGradients
+    _streamer: Streamer
+    _conveyor: Conveyor
+    _ledger: Ledger
+    _reduction: Reduction | None  # None with one rank
+
+    def __post_init__(self) -> None:
+        unit = self.unit
         ((self.name, self.param),) = unit.parameters.items()
-        self._gradients = gradients
-        self._streamer = streamer
-        self._conveyor = conveyor
-        self._ledger = ledger
         slot, ranks = unit.shard.whole_slots[self.name], unit.shard.ranks
         self._slot, self._row, self.rows = slot, slot.numel // slot.shape[0], slot.shape[0]
         self._share = self.rows if ranks == 1 else unit.shard.layout.numel // self._row  # rows of a rank

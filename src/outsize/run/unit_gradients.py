@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -34,31 +34,25 @@ WAITING_BYTES = 1 << 20
 
 
 @final
+@dataclass(eq=False, repr=False)
 class UnitGradients:
     """What `param.grad` is, for the parameters of one unit, between the backward and the update."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        place: RestingPlace,
-        owner: Owner,
-        streamer: Streamer,
-        reduction: Reduction | None,
-        updates: bool,
-    ) -> None:
-        """`updates`: the update takes the gradients out of memory in the backward."""
-        self.owner, self.place = owner, place
-        self._reduction = reduction  # None with one rank
-        several = None if reduction is None or reduction.ranks.alone else reduction
-        self.collector = several and Collector(unit, several, self, streamer.room)
-        self._unit = unit
-        self._streamer = streamer
-        self._updates = updates
+    _unit: Unit
+    place: RestingPlace
+    owner: Owner
+    _streamer: Streamer
+    _reduction: Reduction | None  # None with one rank
+    _updates: bool  # whether the update takes the gradients out of memory in the backward
+
+    def __post_init__(self) -> None:
+        several = None if self._reduction is None or self._reduction.ranks.alone else self._reduction
+        self.collector = several and Collector(self._unit, several, self, self._streamer.room)
         self.deferred = False  # whether the update waits for the end of the backward
         self._missing: set[str] | None = None  # of this backward; None before the first gradient and after the last
         self._waiting: list[str] = []  # what has arrived and is not laid to rest
         self._waiting_bytes = 0
-        self.resting = RestingGrads(unit, self, place, reduction)
+        self.resting = RestingGrads(self._unit, self, self.place, self._reduction)
         self.shown: dict[str, RestingGrad] = {}  # in whose place `param.grad` is a copy of the values for now
 
     # -- the backward ------------------------------------------------------------------------------------------------
