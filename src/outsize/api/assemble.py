@@ -18,7 +18,7 @@ from outsize.api.capacity import capacity_of, keep_hot_rows, most_open, spare_of
 from outsize.api.modules import heads_of, modules_of, wide_modules
 from outsize.api.placed import Kept, PlacedModel
 from outsize.api.placing import place_model
-from outsize.api.ranks import check_same, in_all_stages, open_ranks
+from outsize.api.ranks import check_same, on_all, open_ranks
 from outsize.api.refusing import (
     check_devices,
     check_existing,
@@ -32,7 +32,7 @@ from outsize.api.resources import Resources
 from outsize.api.shards import Shards
 from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, combined
 from outsize.move.disk import allow_open_files
 from outsize.move.memory import LOOK_BYTES, FreedMemory, bytes_on, keep_freed_memory, trim_heap
 from outsize.move.pool import open_pool
@@ -159,6 +159,7 @@ def assemble(
     refuse_wrapped(model)
     with ExitStack() as undo:  # what an error ends
         ranks = open_ranks(config, list(model.parameters()))
+        stages = None if ranks is None else ranks.stages
         if ranks is not None:
             undo.push(partial(_end_ranks, ranks))
 
@@ -170,7 +171,7 @@ def assemble(
                 warn_of_what_is_not_saved(optimizer, rule)
             plan = place_model(model, optimizer, config, kept_by(rule, config), ranks=ranks)
             check_devices(plan, config)
-            if config.update == "backward" and ranks is not None and ranks.stages is not None:
+            if config.update == "backward" and stages is not None:
                 raise ValueError(
                     "update='backward' applies the gradients of each backward, and a step of a pipeline has several: "
                     "use update='fetch' (the default)"
@@ -180,9 +181,9 @@ def assemble(
                 check_tables(plan, rule, optimizer)
             return rule, plan
 
-        rule, plan = in_all_stages(ranks, place)
-        if ranks is not None and ranks.stages is not None:
-            check_stages(ranks.stages, model, plan.parameters, optimizer)
+        rule, plan = on_all([] if stages is None else [stages], place)
+        if stages is not None:
+            check_stages(stages, model, plan.parameters, optimizer)
         resources = _open_resources(plan, config)
         undo.callback(resources.close)
         prepared = _build(model, optimizer, config, plan, rule, resources, load, methods, ranks)
@@ -272,7 +273,7 @@ def _build(
     spare = spare_of(units, plan, capacity)
     hot = keep_hot_rows(units, plan, spare, leaving)
     if ranks is not None and plan.tables:  # the last ranks have fewer rows, and all decide alike what is gathered
-        hot = int(ranks.combine(torch.tensor([hot], device="cpu"), "prepare", "max"))
+        (hot,) = combined([ranks], [hot], "prepare", "max")
     capacity, spare = capacity - hot, spare - hot if "auto" in layers.values() else 0
     resources.activations = _open_activations(plan, config, resources, ranks, chosen=spare > 0)
     choice = Choice(
@@ -288,10 +289,8 @@ def _build(
     if ranks is not None:
         ranks.model.names = [unit.name for unit in units]
         whole = accumulates_whole(plan.unit_bytes, plan.tiers, plan.budgets)
-        adds_up = torch.tensor([whole], dtype=torch.int32, device="cpu")
-        for group in ranks.in_stage():
-            group.combine(adds_up, "prepare", "min")
-        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, choice, bool(adds_up))
+        adds_up = all(combined(ranks.in_stage(), [whole], "prepare"))
+        reduction = Reduction(ranks, plan.split[1] > 1, config.reduce_dtype, resources.ledger, choice, adds_up)
     rounds = ranks if config.unused == "sync" and plan.split[1] > 1 else None
     owner, live = Owner(), LiveState()
     places = [RestingPlace(unit, conveyor) for unit in units]

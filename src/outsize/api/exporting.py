@@ -35,7 +35,7 @@ from outsize.formats.pieces import (
     tensor_parallel_parameter,
 )
 from outsize.formats.weights import files_of, merged_folder, runs_of, write_shards
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, exchange
 from outsize.move.progress import Progress
 from outsize.move.store import DTYPES, TRAINED_DTYPES
 from outsize.optim.worker import NO_OPTIONS
@@ -93,8 +93,8 @@ def _export(target: Path, model: nn.Module, dtype: torch.dtype | None, max_shard
     prepared = whole(model, None, "export")
     _refuse_wrappers(prepared)
     ranks = prepared.ranks
-    peers = Peers(ranks, "export")
-    peers.exchange("export")
+    peers, everyone = Peers(ranks), [] if ranks is None else ranks.everyone()
+    exchange(everyone, None, "export")
     shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
     weights = _weights(prepared, model, dtype)
     files = files_of(weights, shard_bytes)
@@ -117,7 +117,7 @@ def _export(target: Path, model: nn.Module, dtype: torch.dtype | None, max_shard
                 continue
 
     first = peers.number < peers.size  # the first copy of the model is exported
-    together(Peers(ranks and ranks.copies, "export"), lambda: together(peers, write) if first else [])
+    together(everyone, lambda: write() if first else None, "export")
 
 
 def _export_dcp(

@@ -121,7 +121,7 @@ def _open(
     """What is at the path, found to be whole and to fit."""
     cuts = cuts_of(prepared)
     if is_checkpoint(path) or not (is_safetensors(path) or is_dcp(path)):
-        return open_checkpoint(path, live, label, strict, Peers(prepared.ranks, "load"), cuts)
+        return open_checkpoint(path, live, label, strict, Peers(prepared.ranks), cuts)
     for newest in checkpoints_in(path)[:1]:
         raise ValueError(
             f"{path} holds both weights of their own and checkpoints of outsize.save, the newest {newest.name!r}; "

@@ -13,10 +13,10 @@ from torch import nn
 from outsize.api.budgets import find_budgets
 from outsize.api.modules import layers_of
 from outsize.api.placed import Kept, PlacedModel
-from outsize.api.ranks import agree_on_budgets, check_same, description, on_all_of_a_stage
+from outsize.api.ranks import agree_on_budgets, check_same, description, on_all
 from outsize.api.refusing import refuse_shared_memory, refuse_tables, refuse_what_cannot_be_split
 from outsize.config import Config
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, combined
 from outsize.move.store import DTYPES, OWN_BYTES, STATE_BYTES, TRAINED_DTYPES
 from outsize.planning.errors import BudgetError
 from outsize.planning.layout import (
@@ -211,7 +211,7 @@ def place_model(
         except BudgetError as error:
             raise _with_least(error, budgets, placed, config) from None
 
-    return on_all_of_a_stage(ranks, placed_or_refused)
+    return on_all([] if ranks is None else ranks.in_stage(), placed_or_refused)
 
 
 def _with_least(
@@ -256,10 +256,9 @@ def _in_files(
     }
     with torch._C.DisableTorchFunctionSubclass():
         found = ranges_in_files(frozen)
-    here = torch.tensor([name in found for name in frozen], dtype=torch.int32, device="cpu")
-    for group in ranks.in_stage() if ranks is not None else ():
-        group.combine(here, "prepare", "min")
-    return {name: found[name] for name, on_all in zip(frozen, here.tolist(), strict=True) if on_all}
+    here = [name in found for name in frozen]
+    everywhere = combined([] if ranks is None else ranks.in_stage(), here, "prepare")
+    return {name: found[name] for name, is_there in zip(frozen, everywhere, strict=True) if is_there}
 
 
 def _dense_tables(

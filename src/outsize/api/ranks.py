@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from outsize.checkpoint.peers import PeerFailedError, Peers, together
+from outsize.checkpoint.peers import PeerFailedError, together
 from outsize.config import Config, has_chosen_accelerator
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, combined, exchange
 from outsize.planning.errors import BudgetError
 from outsize.planning.layout import ParamInfo
 from outsize.planning.placement import Budgets
@@ -170,12 +169,9 @@ def _check_tensor_parallel(param: Any, members: Sequence[int]) -> None:
 def agree_on_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     """The least of what any rank of a stage may use, so that all place alike."""
     unlimited = 1 << 62
-    values = (budgets.host, budgets.device, budgets.disk)
-    least = torch.tensor([unlimited if each is None else each for each in values], device="cpu")
-    for group in ranks.in_stage():
-        least = group.combine(least, "prepare", "min")
-    host, device, disk = least.tolist()
-    device, disk = (None if each == unlimited else each for each in (device, disk))
+    values = [unlimited if each is None else each for each in (budgets.host, budgets.device, budgets.disk)]
+    host, *others = combined(ranks.in_stage(), values, "prepare")
+    device, disk = (None if each == unlimited else each for each in others)
     return replace(budgets, host=host, device=device, disk=disk)
 
 
@@ -188,18 +184,15 @@ def check_same(
     groups: Sequence[Ranks], what: str, mine: Mapping[str, object], kind: str = "prepare", remedy: str = BUILD_ALIKE
 ) -> None:
     """Raise `ValueError` on every rank of the groups unless all have the same entries; names the first that differs."""
-    errors = []
-    for group in groups:
-        first, *others = group.collect(dict(mine), kind)
-        for rank, other in zip(group.members[1:], others, strict=True):
-            for name in {**first, **other}:
-                one, two = first.get(name, "missing"), other.get(name, "missing")
-                if one != two:
-                    errors.append(f"{name!r} is {one} on rank {group.members[0]} and {two} on rank {rank}")
-    for group in groups if len(groups) > 1 else ():  # the ranks in whose groups all agree hear of it too
-        errors = [each for said in group.collect(errors[:1], kind) for each in said]
-    if errors:
-        raise ValueError(f"the ranks differ in {what}: {errors[0]}; {remedy}")
+    (one, first), *others = exchange(groups, (dist.get_rank(), dict(mine)), kind)
+    for rank, other in others:
+        for name in {**first, **other}:
+            expected, found = first.get(name, "missing"), other.get(name, "missing")
+            if expected != found:
+                raise ValueError(
+                    f"the ranks differ in {what}: {name!r} is {expected} on rank {one} and {found} on rank {rank}; "
+                    f"{remedy}"
+                )
 
 
 def description(
@@ -221,42 +214,25 @@ def description(
     return found | {"the optimizer": type(optimizer).__name__}
 
 
-def in_all_stages(ranks: Ranks | None, action: Callable[[], T]) -> T:
-    """What `action` of `prepare` gives, which fails on all ranks of a stage or on none; where it fails in one stage of
-    a pipeline, all raise."""
+def on_all(groups: Sequence[Ranks], action: Callable[[], T]) -> T:
+    """What `action` of `prepare` gives, which fails on all ranks of the groups or on none. Where a budget is too small,
+    all raise the error of the rank that needs most: ranks have parts of several sizes."""
     done: list[T] = []
+
+    def attempt() -> BudgetError | None:
+        try:
+            done.append(action())
+        except BudgetError as error:
+            return error
+        return None
+
     try:
-        refused = together(Peers(ranks and ranks.stages, "prepare"), partial(_refusal, action, done))
+        refused = [each for each in together(groups, attempt, "prepare") if each is not None]
     except PeerFailedError as error:
         raise ValueError(str(error)) from error
-    _raise_worst(refused)
+    if refused:
+        raise max(refused, key=lambda error: error.needed - error.available)
     return done[0]
-
-
-def on_all_of_a_stage(ranks: Ranks | None, action: Callable[[], T]) -> T:
-    """What `action` of `prepare` gives, which speaks to no other rank. Tensor-parallel ranks have parts of several
-    sizes: where a budget is too small for one, all raise."""
-    done: list[T] = []
-    refused = [_refusal(action, done)]
-    for group in ranks.in_stage() if ranks is not None else ():
-        refused = [each for found in group.collect(refused, "prepare") for each in found]
-    _raise_worst(refused)
-    return done[0]
-
-
-def _refusal(action: Callable[[], T], done: list[T]) -> BudgetError | None:
-    """The error of a budget that is too small for `action`; what it gives is `done`."""
-    try:
-        done.append(action())
-    except BudgetError as error:
-        return error
-    return None
-
-
-def _raise_worst(refused: Sequence[BudgetError | None]) -> None:
-    errors = [each for each in refused if each is not None]
-    if errors:
-        raise max(errors, key=lambda error: error.needed - error.available)
 
 
 def in_each_stage(ranks: Ranks | None, value: T, verb: str) -> list[T]:
@@ -268,8 +244,7 @@ def everywhere(ranks: Ranks | None, action: Callable[[], T], verb: str) -> T:
     """`action`, which speaks to no other rank, on every rank of the job; where one fails, all raise."""
     done: list[T] = []
     try:
-        in_this_copy = partial(together, Peers(ranks, verb), lambda: done.append(action()))
-        together(Peers(ranks and ranks.copies, verb), in_this_copy)
+        together([] if ranks is None else ranks.everyone(), lambda: done.append(action()), verb)
     except BaseException:
         for each in done:
             getattr(each, "close", lambda: None)()

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from outsize.checkpoint.rng import capture_rng, check_capturable
 from outsize.checkpoint.unit_files import UnsyncedError
 from outsize.checkpoint.values import encode, inline
 from outsize.checkpoint.writer import SavedGrad, Snapshot, UnfinishedCheckpoint
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, exchange
 from outsize.move.disk import RUN_PREFIX
 from outsize.move.generations import Generations, crc32c
 from outsize.move.grad_ops import GradOps
@@ -95,7 +96,7 @@ def _save(
     resources, ranks, target = prepared.resources, prepared.ranks, target_of(path)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is {keep!r}; it must be the number of checkpoints that stay, at least 1, or None")
-    peers, copies = Peers(ranks, "save"), ranks and ranks.copies
+    peers, copies, everyone = Peers(ranks), ranks and ranks.copies, [] if ranks is None else ranks.everyone()
     buffers = buffers_of(model)
     first: Collection[str] = buffers  # those that no rank before this one has
 
@@ -120,8 +121,11 @@ def _save(
     state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
     reduction = prepared.engine.reduction
     if reduction is not None:
-        together(Peers(copies, "save"), partial(_check_same_name, peers, target))
-        every = peers.exchange(sums if copies is None else copies.collect(sums, "save")[0])
+        said = sorted(exchange(everyone, (peers.number, target.name, sums), "save"), key=itemgetter(0))[: peers.size]
+        names = [name for _, name, _ in said]
+        if len(set(names)) > 1:
+            raise ValueError(f"the ranks save to different places: {', '.join(names)}; name one shared folder")
+        every = [each for _, _, each in said]
         first = {name for name in sums if peers.number == next(at for at, each in enumerate(every) if name in each)}
         before = {name: each for sums in reversed(every) for name, each in sums.items()}
         buffers = {name: each for name, each in buffers.items() if name in first or _is_own(name, sums, before)}
@@ -159,11 +163,13 @@ def _write(
     prepared: Prepared, target: Path, snapshot: Snapshot, ranks: Ranks | None, outdated: Sequence[Path]
 ) -> Saving:
     """Take the state while the training stands still, and write what is left of it behind the training."""
-    peers, copies = snapshot.peers, ranks and ranks.copies
-    saves = copies is None or not copies.rank  # the first copy of the model does
+    everyone = [] if ranks is None else ranks.everyone()
+    saves = snapshot.peers.number < snapshot.peers.size  # the first copy of the model does
     begun: list[UnfinishedCheckpoint] = []
 
     def begin() -> bool:
+        if not saves:
+            return False
         try:
             begun.append(UnfinishedCheckpoint(target, snapshot, *_room(prepared), [*outdated, target]))
         except UnsyncedError as error:
@@ -171,22 +177,16 @@ def _write(
             raise
         return begun[0].pending
 
-    def begin_together() -> bool:
-        try:
-            return saves and any(together(peers, begin))
-        except BaseException:
-            for unfinished in begun:
-                unfinished.give_up()
-            raise
-
-    pending = any(together(Peers(copies, "save"), begin_together))
+    try:
+        pending = any(together(everyone, begin, "save"))
+    except BaseException:
+        for unfinished in begun:
+            unfinished.give_up()
+        raise
     files = [file for shard in snapshot.shards for file in shard.generations()] if saves else []
     # Older checkpoints go only when the files that the new one shares with the run were read, and found as written.
     unread = [generation.hold() for each in begun for generation in each.linked if outdated and prepared.config.verify]
     going: list[Path] = []
-    peers.behind = pending
-    # Made now: the thread may come to its turn when the process group is destroyed already.
-    others = Peers(copies, "save", behind=pending)
 
     def publish() -> None:
         for unfinished in begun:
@@ -195,7 +195,7 @@ def _write(
 
     def complete(alive: Engine = prepared.engine) -> None:  # it lives as long as its memory is written
         try:
-            together(others, publish)
+            together(everyone, publish, "save", behind=pending)
         except BaseException:
             for unfinished in begun:
                 unfinished.abandon()
@@ -280,12 +280,6 @@ def refuse_same_names(stages: Sequence[Shapes], verb: str) -> None:
             f"{twice!r}: give prepare a module whose layers have the names of the whole model, or the mesh without "
             f"its pipeline dimension, and each stage a folder"
         )
-
-
-def _check_same_name(peers: Peers, target: Path) -> None:
-    named = peers.exchange(target.name)
-    if len(set(named)) > 1:
-        raise ValueError(f"the ranks save to different places: {', '.join(named)}; name one shared folder")
 
 
 def _reserve(files: Sequence[Generations]) -> bool:

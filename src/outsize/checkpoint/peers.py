@@ -10,7 +10,8 @@ from typing import Any, TypeVar, final
 from outsize.checkpoint.manifest import FileRecord, ParameterRecord
 from outsize.checkpoint.regions import AnyRegion, Joined, Region
 from outsize.move.codes import blocks_of
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, exchange
+from outsize.move.lanes import CONTROL, SAVE
 
 T = TypeVar("T")
 
@@ -26,41 +27,34 @@ class Peers:
     """The ranks that save together: those of one tensor-parallel place of a stage, then those of the next place, then
     those of the next stage. A process that is alone is the only one."""
 
-    def __init__(self, ranks: Ranks | None, verb: str, behind: bool = False) -> None:
-        """`verb`: what they do together, for errors: save, load or export."""
+    def __init__(self, ranks: Ranks | None) -> None:
         groups = (None,) * 4 if ranks is None else (ranks, ranks.tensor, ranks.stages, ranks.copies)
-        self._groups = [group for group in groups[:3] if group is not None]
+        self.groups = [group for group in groups[:3] if group is not None]
         at = [(0, 1) if group is None else (group.rank, group.size) for group in groups]
         (rank, size), (place, self.tensor), (stage, self.stages), (copy, self.copies) = at
         self.rank = (stage * self.tensor + place) * size + rank
         self.size = self.stages * self.tensor * size
         self.number = copy * self.size + self.rank
         """This rank among those of all copies of the model."""
-        self.name = 0 if ranks is None else ranks.members[ranks.rank]
-        """This rank's number in the job."""
         self.leads = rank == 0
         """Whether this rank is the first of those that have the same parts of the parameters."""
-        self.behind = behind
-        """Whether what follows is written behind the training, on a thread and a lane of its own."""
-        self.verb = verb
-
-    def exchange(self, value: object) -> list[Any]:
-        """`value` of every rank, in the order of ranks. Raises where a rank is gone."""
-        lane, every = "save" if self.behind else "control", [value]
-        for group in self._groups:
-            every = [each for found in group.collect(every, self.verb, lane) for each in found]
-        return every
 
 
 class PeerFailedError(OSError):
     """Another rank could not write its part."""
 
 
-def together(peers: Peers, action: Callable[[], T], what: str = "") -> list[T]:
-    """What `action` gives on every rank. Where it fails on one, every rank raises: that one its error, the others which
-    rank it was. `what` they do, in words; else the function of the API."""
-    if peers.size == 1:
+def together(
+    groups: Sequence[Ranks], action: Callable[[], T], verb: str, what: str = "", behind: bool = False
+) -> list[T]:
+    """What `action` gives on every rank that the groups reach. Where it fails on one, every rank raises: that one its
+    error, the others which rank it was.
+
+    `verb`: the function of the API. `what` they do, in words, if it is not that. `behind`: on a thread of its own,
+    behind the training."""
+    if all(group.size == 1 for group in groups):
         return [action()]
+    own = groups[0].members[groups[0].rank]  # in the job
     value: Any = None
     error: Exception | None = None
     try:
@@ -69,7 +63,7 @@ def together(peers: Peers, action: Callable[[], T], what: str = "") -> list[T]:
         error = raised
     said = None if error is None else f"{type(error).__name__}: {error}"
     try:
-        every = peers.exchange((peers.name, said, value))
+        every = exchange(groups, (own, said, value), verb, SAVE if behind else CONTROL)
     except Exception as ended:  # the others cannot go on without this one
         if error is None:
             raise
@@ -79,8 +73,8 @@ def together(peers: Peers, action: Callable[[], T], what: str = "") -> list[T]:
     if error is not None and (not gone or all_gone):
         raise error
     for name, other, _ in every:
-        if other is not None and name != peers.name:
-            raise PeerFailedError(f"{what or f'outsize.{peers.verb}'}: rank {name} failed ({other})") from error
+        if other is not None and name != own:
+            raise PeerFailedError(f"{what or f'outsize.{verb}'}: rank {name} failed ({other})") from error
     if error is not None:
         raise error
     return [each for _, _, each in every]

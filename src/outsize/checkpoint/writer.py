@@ -225,8 +225,8 @@ class UnfinishedCheckpoint:
             return self._folder.publish()
 
         try:
-            parts = together(peers, write_part, "writing the checkpoint")
-            replaced = together(peers, publish, "publishing the checkpoint")[self._rank]
+            parts = together(peers.groups, write_part, "save", "writing the checkpoint", behind)
+            replaced = together(peers.groups, publish, "save", "publishing the checkpoint", behind)[self._rank]
         except BaseException:
             if behind:
                 self.abandon()
@@ -282,7 +282,7 @@ def _new_folder(target: Path, peers: Peers) -> tuple[NewFolder | None, Path]:
         return str(made[0].path) if made else ""
 
     try:
-        path = together(peers, make, "making the checkpoint's folder")[0]
+        path = together(peers.groups, make, "save", "making the checkpoint's folder")[0]
     except BaseException:
         for each in made:
             each.abandon()

@@ -252,6 +252,22 @@ class Ranks:
         return [self] if self.copies is None else [self, self.copies]
 
 
+def exchange(groups: Iterable[Ranks], value: object, kind: str, lane: str = CONTROL) -> list[Any]:
+    """`value` of every rank that the groups, one after the other, reach; small things that pickle."""
+    every = [value]
+    for group in groups:
+        every = [each for found in group.collect(every, kind, lane) for each in found]
+    return every
+
+
+def combined(groups: Iterable[Ranks], values: Sequence[int], kind: str, op: str = "min") -> list[int]:
+    """The smallest of each value, or the largest, on any rank that the groups, one after the other, reach."""
+    found = torch.tensor(values, dtype=torch.int64, device="cpu")
+    for group in groups:
+        group.combine(found, kind, op)
+    return found.tolist()
+
+
 def _open_on_device(backend: str, store: Any, rank: int, size: int) -> Any:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, combined
 from outsize.move.memory import Ledger
 from outsize.move.shard import UnitShard
 from outsize.run.activations import in_backward
@@ -155,10 +155,8 @@ class Reduction:
 
     def _left(self) -> list[bool]:
         """By unit whether something was collected that is not reduced; under `sync` on any rank."""
-        left = torch.tensor([collector.collecting for collector in self.collectors], dtype=torch.int32, device="cpu")
-        for group in self.ranks.in_stage() if self.sync else ():
-            group.combine(left, "gradients", "max")
-        return [bool(each) for each in left.tolist()]
+        left = [collector.collecting for collector in self.collectors]
+        return [*map(bool, combined(self.ranks.in_stage() if self.sync else (), left, "gradients", "max"))]
 
     def check_step(self, told: Mapping[str, str]) -> None:
         """Raise on every rank of a stage unless all are about to do the same step; `told` says what, by parameter.
@@ -238,9 +236,7 @@ class Reduction:
     def in_every_stage(self, good: bool) -> bool:
         """Whether it is so in every stage of a pipeline."""
         stages = self.ranks.stages
-        if stages is None:
-            return good
-        return bool(stages.combine(torch.tensor([int(good)], device="cpu"), "agreement on gradients", "min"))
+        return good if stages is None else bool(*combined([stages], [good], "agreement on gradients"))
 
     def check_stages(self, bad: Sequence[str]) -> tuple[str, int] | None:
         """Agree on the step with the other stages of a pipeline. The name and the rank of a gradient that is `bad`
@@ -253,8 +249,7 @@ class Reduction:
 
     def everywhere(self, good: Sequence[bool]) -> list[bool]:
         """Which of some things are so on every rank."""
-        flags = torch.tensor(good, dtype=torch.int32, device="cpu")
-        return [bool(each) for each in self.ranks.combine(flags, "agreement on gradients", "min").tolist()]
+        return [*map(bool, combined([self.ranks], good, "agreement on gradients"))]
 
     def whole(self, shard: UnitShard, name: str, own: torch.Tensor, per: int = 1) -> torch.Tensor:
         """The whole gradient, 1-D, of which this rank has the elements `own`, or else one value for `per` of them."""

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from outsize.move.comm import Ranks
+from outsize.move.comm import Ranks, combined
 from outsize.move.conveyor import Conveyor
 from outsize.move.progress import progress_over
 from outsize.move.shard import Pending
@@ -234,11 +234,9 @@ class Streamer:
             unit.state is not Residency.AT_REST and not unit.current and (unit.viewed or unit.unframed)
             for unit in self._units
         ]
-        anywhere = seen
+        anywhere: Sequence[int] = seen
         if self._rounds is not None:
-            anywhere = self._rounds.combine(
-                torch.tensor(seen, dtype=torch.int32, device="cpu"), "views", "max"
-            ).tolist()
+            anywhere = combined([self._rounds], seen, "views", "max")
         for unit, here, there in zip(self._units, seen, anywhere, strict=True):
             if there:
                 self.settle(unit)
