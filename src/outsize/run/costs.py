@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from outsize.move.comm import collectives
 from outsize.run.packing import packed
-from outsize.run.saved import Hooks, refuse_written
+from outsize.run.saved import Hooks, refusing_writes
 from outsize.run.storages import Storages
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Moving:
 
     @property
     def hooks(self) -> Hooks:
-        return self.pack, self.unpack
+        return refusing_writes((self._pack, self._unpack))
 
     def ends(self) -> None:
         """The forward is over."""
@@ -224,17 +224,12 @@ class Moving:
             self._cost.moving = max(self._choice.now() - self._began - self._cost.again, 0.0)
             self._cost.untried, self._choice.outdated = False, True
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> Any:
         stays = type(tensor) is not torch.Tensor or tensor in self._there
-        content = tensor if stays else self._call.pack(tensor)
-        return content, tensor._version
+        return tensor if stays else self._call.pack(tensor)
 
-    def unpack(self, packed: Any) -> torch.Tensor:
-        content, version = packed
-        if isinstance(content, torch.Tensor):
-            refuse_written(content, version)
-            return content
-        if not self._tries:
+    def _unpack(self, content: Any) -> torch.Tensor:
+        if isinstance(content, torch.Tensor) or not self._tries:
             return self._call.unpack(content)
         began = self._choice.now()
         found = self._call.unpack(content)

@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from outsize.move.made_of import MadeOf
-from outsize.run.saved import Hooks, refuse_written
+from outsize.run.saved import Hooks, refusing_writes
 from outsize.run.storages import Storages
 
 LEAST_BYTES = 64 << 10
@@ -89,17 +89,14 @@ class Packing:
 
     @property
     def hooks(self) -> Hooks:
-        return self.pack, self.unpack
+        return refusing_writes((self._pack, _unpack))
 
-    def pack(self, tensor: torch.Tensor) -> Packed | tuple[torch.Tensor, int]:
+    def _pack(self, tensor: torch.Tensor) -> Packed | torch.Tensor:
         found = None
         if _is_simple(tensor) and tensor not in self._there:
             found = self._done.get(tensor, (tensor.shape, tensor.dtype), lambda: packed(tensor))
-        return (tensor, tensor._version) if found is None else found
+        return tensor if found is None else found
 
-    @staticmethod
-    def unpack(content: Packed | tuple[torch.Tensor, int]) -> torch.Tensor:
-        if isinstance(content, Packed):
-            return content.tensor
-        refuse_written(*content)
-        return content[0]
+
+def _unpack(content: Packed | torch.Tensor) -> torch.Tensor:
+    return content.tensor if isinstance(content, Packed) else content
