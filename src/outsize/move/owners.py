@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 import torch
 
 from outsize.move.comm import Ranks
-from outsize.move.rows import Rows, distinct
+from outsize.move.rows import Rows, distinct, sparse_rows
 from outsize.move.shard import UnitShard
 
 ASKED, GIVEN, GRADIENTS, AHEAD = "rows asked for", "rows given", "gradients of rows", "rows ahead"
@@ -62,10 +62,8 @@ class Owners:
         places_of = among.to(self._device).split(routes.received)
         for values, places in zip(came.split(routes.received), places_of, strict=True):
             total.index_add_(0, places, values)
-        size = self._rows.count, self._rows.width
         total.div_(self._ranks.size)
-        ids = ids[None].to(self._device)
-        return torch.sparse_coo_tensor(ids, total, size, device=self._device, is_coalesced=True, check_invariants=False)
+        return sparse_rows(ids.to(self._device), total, (self._rows.count, self._rows.width), True)
 
     @property
     def _rows(self) -> Rows:

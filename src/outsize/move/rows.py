@@ -426,6 +426,14 @@ def _parts(count: int) -> Iterator[slice]:
     return (slice(first, min(first + MOVED_ROWS, count)) for first in range(0, count, MOVED_ROWS))
 
 
+def sparse_rows(ids: torch.Tensor, values: torch.Tensor, size: tuple[int, ...], is_coalesced: bool) -> torch.Tensor:
+    """A sparse gradient of a table of this size: `values` [n, width] of the rows `ids` [n]."""
+    device = values.device  # whatever the default device
+    return torch.sparse_coo_tensor(
+        ids[None], values, size, device=device, is_coalesced=is_coalesced, check_invariants=False
+    )
+
+
 def distinct(many: Sequence[torch.Tensor]) -> torch.Tensor:
     """The distinct ids of some tensors, ascending, int64 in host memory."""
     if not many:

@@ -9,6 +9,7 @@ import torch
 from torch.optim._functional import sparse_adam
 
 from outsize.move.grad_ops import AS_IT_IS
+from outsize.move.rows import sparse_rows
 from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
 from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula, initial_sum
@@ -27,14 +28,8 @@ def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> No
     if whole is None or MASTER in whole or whole["params"].device != grad.device:
         ids, among = torch.unique(grad._indices()[0].to(rows.device), return_inverse=True)
         whole = rows.get(ids)
-        grad = torch.sparse_coo_tensor(
-            among[None],
-            grad._values().to(rows.device),
-            (ids.numel(), rows.width),
-            device=rows.device,  # whatever the default device
-            is_coalesced=grad.is_coalesced(),
-            check_invariants=False,
-        )
+        values = grad._values().to(rows.device)
+        grad = sparse_rows(among, values, (ids.numel(), rows.width), grad.is_coalesced())
     param, master = whole["params"], whole.get(MASTER)
     if master is not None:
         param = join_master(param.view(-1), master.view(-1)).view(param.shape)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from outsize.move.rows import Rows
+from outsize.move.rows import Rows, sparse_rows
 from outsize.run.once import differentiable_once
 from outsize.run.wrappers import is_wrapper
 
@@ -166,16 +166,8 @@ class _Rows(torch.autograd.Function):
         ctx.engine().backward.watch()
         if ctx.wanted is None:
             return grad, None, None
-        ids = ctx.wanted.to(grad.device)[grad._indices()[0]][None]
-        of_table = torch.sparse_coo_tensor(
-            ids,
-            grad._values(),
-            ctx.shape,
-            device=grad.device,  # whatever the default device
-            is_coalesced=grad.is_coalesced(),
-            check_invariants=False,
-        )
-        return of_table, None, None
+        ids = ctx.wanted.to(grad.device)[grad._indices()[0]]
+        return sparse_rows(ids, grad._values(), ctx.shape, grad.is_coalesced()), None, None
 
 
 def look_up(engine: Engine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
