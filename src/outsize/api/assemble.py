@@ -33,7 +33,7 @@ from outsize.api.shards import Shards
 from outsize.config import Config
 from outsize.move.activations import ActivationStore, DiskPlace, HostPlace
 from outsize.move.comm import Ranks, combined
-from outsize.move.disk import allow_open_files
+from outsize.move.disk import LARGEST_FILE, allow_open_files
 from outsize.move.memory import LOOK_BYTES, FreedMemory, bytes_on, keep_freed_memory, trim_heap
 from outsize.move.pool import open_pool
 from outsize.move.progress import progress_over
@@ -67,9 +67,6 @@ from outsize.run.unit_gradients import UnitGradients
 from outsize.run.wrappers import known
 
 logger = logging.getLogger("outsize")
-
-LARGEST_FILE = 8 << 40
-"""Bytes; file systems have limits. A file of activations is a hole where none lies."""
 
 
 @dataclass(frozen=True)

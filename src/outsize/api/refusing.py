@@ -16,7 +16,7 @@ from outsize.config import Config
 from outsize.move.comm import Ranks
 from outsize.optim.rules import Rule
 from outsize.optim.worker import NO_OPTIONS
-from outsize.planning.layout import ParamInfo
+from outsize.planning.layout import ParamInfo, extent
 from outsize.run.local import is_distributed, local
 from outsize.run.paging import PagedParameter
 from outsize.run.unit import Unit
@@ -188,7 +188,9 @@ def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mappin
     for name, tensor in {**buffers, **parameters}.items():
         found = local(tensor)
         if found.layout is torch.strided and found.device.type != "meta" and found.numel():
-            spans.append((found.data_ptr(), found.data_ptr() + _reach(found) * found.itemsize, name, found))
+            spans.append(
+                (found.data_ptr(), found.data_ptr() + extent(found.shape, found.stride()) * found.itemsize, name, found)
+            )
             if name in parameters and torch._debug_has_internal_overlap(found) == 1:
                 raise ValueError(
                     f"parameter {name!r} of shape {tuple(found.shape)} was made by expand: several of its elements are "
@@ -206,11 +208,6 @@ def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mappin
         open_ends.append((end, name, tensor))
 
 
-def _reach(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first to the last of a strided tensor."""
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors whose spans overlap have an element in common: columns of one matrix have none."""
     first = min(one.data_ptr(), other.data_ptr())
@@ -218,7 +215,9 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     starts = [each.data_ptr() - first for each in (one, other)]
     if (one.is_contiguous() and other.is_contiguous()) or other.itemsize != size or any(at % size for at in starts):
         return True
-    elements = max(at // size + _reach(each) for at, each in zip(starts, (one, other), strict=True))
+    elements = max(
+        at // size + extent(each.shape, each.stride()) for at, each in zip(starts, (one, other), strict=True)
+    )
     taken = torch.zeros(elements, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), starts[0] // size).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), starts[1] // size).any())

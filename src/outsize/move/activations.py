@@ -27,7 +27,7 @@ from outsize.move.made_of import MadeOf
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, copy
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.planning.errors import RoomError
-from outsize.planning.layout import round_up
+from outsize.planning.layout import extent, round_up
 from outsize.planning.sizes import format_bytes
 
 LEAST_BYTES = 256
@@ -338,7 +338,7 @@ class SavedCall:
         if tensor.device != self._store.device or tensor.is_conj() or tensor.is_neg():
             return tensor
         tensor = tensor.detach()
-        numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        numel = extent(tensor.size(), tensor.stride())
         if numel * tensor.itemsize < LEAST_BYTES:
             return tensor
         span = self._store.span_of(tensor, numel)

@@ -32,6 +32,9 @@ from outsize.planning.trace import READS, WRITES
 SPARE_FILES = 512
 """Open files that are left to the user's own program."""
 
+LARGEST_FILE = 8 << 40
+"""Bytes of a file that is a hole where nothing lies: every usual file system allows so many."""
+
 ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
 STRIPE_BYTES = 4 << 20
 RUN_PREFIX = "outsize-run-"

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from outsize.move.memory import HostBuffer
+from outsize.move.memory import new_bytes
 
 WAYS = 8
 
@@ -44,7 +44,7 @@ class HotRows:
         places = self._sets * WAYS
         self.device, self.nbytes = device, places * place
         self._values = {
-            name: _memory(places * width * dtype.itemsize, device).view(dtype).view(places, width)
+            name: new_bytes(places * width * dtype.itemsize, device).view(dtype).view(places, width)
             for name, (width, dtype) in arrays.items()
         }
         self._ids = torch.full((places,), -1, dtype=torch.int64, device=device)
@@ -145,9 +145,3 @@ class HotRows:
         chosen = torch.full_like(ids, -1)
         chosen[order] = torch.where((rank < WAYS) & (self._used[oldest] < self._now), oldest, -1)
         return chosen
-
-
-def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return HostBuffer(nbytes).bytes
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -70,6 +70,12 @@ def give_back_pages(address: int, nbytes: int) -> None:
         raise OSError(code, f"could not give back {nbytes} bytes of memory: {os.strerror(code)}")
 
 
+def pages_inside(address: int, nbytes: int) -> tuple[int, int]:
+    """(address, bytes) of the whole pages inside some memory."""
+    first = round_up(address, PAGE_BYTES)
+    return first, max((address + nbytes) // PAGE_BYTES * PAGE_BYTES - first, 0)
+
+
 def keep_huge_pages_inside(address: int, nbytes: int) -> tuple[int, int]:
     """Ask for huge pages where they fit into these pages, and forbid them where they would cross the ends. Returns
     where they begin and end.
@@ -156,6 +162,13 @@ class HostBuffer:
         if self._pinned:
             _unregister(self.address)
             self._pinned = False
+
+
+def new_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes], contents undefined; in host memory on whole pages."""
+    if device.type == "cpu":
+        return HostBuffer(nbytes).bytes
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 # Note [Pinning]

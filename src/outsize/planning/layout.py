@@ -128,6 +128,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first of a strided tensor to behind the last."""
+    return 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True)) if all(size) else 0
+
+
 def page_range(start: int, end: int) -> tuple[int, int]:
     """The whole pages that hold the elements [start, end), in elements; they never leave the segment."""
     return start // PAGE_ELEMENTS * PAGE_ELEMENTS, round_up(end, PAGE_ELEMENTS)

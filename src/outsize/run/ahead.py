@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from outsize.move.rows import distinct
+from outsize.planning.layout import extent
 from outsize.run.embedding import Table
 from outsize.run.engine import Engine
 
@@ -48,14 +49,9 @@ class _Place(NamedTuple):
             if size[0] != known[0] or self.stride[0] != stride[0]:
                 return None
             size[0] = leaf.shape[0]
-        if self.offset + _extent(size, self.stride) > _extent(leaf.shape, stride):
+        if self.offset + extent(size, self.stride) > extent(leaf.shape, stride):
             return None
         return leaf.as_strided(size, self.stride, leaf.storage_offset() + self.offset)
-
-
-def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first element to behind the last, in elements."""
-    return 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True)) if all(size) else 0
 
 
 def _place_of(ids: torch.Tensor, leaves: Sequence[Any]) -> _Place | None:
@@ -64,8 +60,8 @@ def _place_of(ids: torch.Tensor, leaves: Sequence[Any]) -> _Place | None:
         plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() and ids.dim()
         if plain and leaf.untyped_storage()._cdata == ids.untyped_storage()._cdata:
             offset = int(ids.storage_offset() - leaf.storage_offset())
-            last = offset + _extent(ids.shape, ids.stride())
-            if offset < 0 or last > _extent(leaf.shape, leaf.stride()):
+            last = offset + extent(ids.shape, ids.stride())
+            if offset < 0 or last > extent(leaf.shape, leaf.stride()):
                 continue  # another part of the same memory
             return _Place(at, (leaf.shape, leaf.stride()), ids.shape, ids.stride(), offset)
     return None

@@ -7,9 +7,9 @@ from typing import final
 
 import torch
 
-from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, give_back_pages
+from outsize.move.memory import Ledger, give_back_pages, new_bytes, pages_inside
 from outsize.move.store import DTYPES
-from outsize.planning.layout import UnitLayout, round_up
+from outsize.planning.layout import UnitLayout
 
 TAKEN, KEPT = "device/whole gradients", "device/kept buffers"
 PASSING_UNITS = 2
@@ -70,8 +70,7 @@ class Buffers:
             return memory
         make_room(nbytes)
         self._ledger.add(TAKEN, nbytes)
-        on_host = device.type == "cpu"
-        return HostBuffer(nbytes).bytes if on_host else torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return new_bytes(nbytes, device)
 
     def spend(self, memory: torch.Tensor, parts: list[torch.Tensor]) -> None:
         """These parts of what was taken hold nothing any more."""
@@ -101,7 +100,9 @@ class Buffers:
             returned = sum(part.numel() * part.itemsize for part in parts)  # the same on every rank
             self._returned[taken] = returned
             for part in parts:
-                _return_pages(part)
+                first, nbytes = pages_inside(part.data_ptr(), part.numel() * part.itemsize)
+                if nbytes:
+                    give_back_pages(first, nbytes)
             self._ledger.remove(TAKEN, returned)
         self._spent.clear()
         return self.held < before
@@ -110,11 +111,3 @@ class Buffers:
         gone = sum(each.numel() for each in self._free) - sum(each.numel() for each in kept)
         self._free = kept
         self._ledger.remove(KEPT, gone)
-
-
-def _return_pages(memory: torch.Tensor) -> None:
-    """Give back the whole pages inside."""
-    first = round_up(memory.data_ptr(), PAGE_BYTES)
-    nbytes = (memory.data_ptr() + memory.numel() * memory.itemsize - first) // PAGE_BYTES * PAGE_BYTES
-    if nbytes > 0:
-        give_back_pages(first, nbytes)

@@ -13,8 +13,7 @@ from typing import final
 
 import torch
 
-from outsize.move.memory import PAGE_BYTES, give_back_pages, resident_bytes
-from outsize.planning.layout import round_up
+from outsize.move.memory import PAGE_BYTES, give_back_pages, pages_inside, resident_bytes
 
 MAPPED_BYTES = 64 << 20
 """Resident pages of mapped files that may come together before they are given back."""
@@ -106,10 +105,8 @@ def let_go(tensor: torch.Tensor) -> None:
     """The values were read: where they are a mapped file's, their pages go. They come back if they are used again."""
     if not _is_foreign(tensor):
         return
-    first = round_up(tensor.data_ptr(), PAGE_BYTES)
-    nbytes = (tensor.data_ptr() + tensor.numel() * tensor.itemsize - first) // PAGE_BYTES * PAGE_BYTES
-    mappings = _in_order()
-    if nbytes > 0 and _mapping_of(tensor, mappings) is not None and not is_modified(tensor):
+    first, nbytes = pages_inside(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+    if nbytes and _mapping_of(tensor, _in_order()) is not None and not is_modified(tensor):
         give_back_pages(first, nbytes)
 
 

@@ -15,13 +15,12 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from outsize.move.disk import STRIPE_BYTES, RunDirectory, StripedFile, devices_of, open_engine
-from outsize.move.memory import PAGE_BYTES, Ledger, give_back_pages, keep_huge_pages_inside
+from outsize.move.disk import LARGEST_FILE, STRIPE_BYTES, RunDirectory, StripedFile, devices_of, open_engine
+from outsize.move.memory import Ledger, give_back_pages, keep_huge_pages_inside, pages_inside
 from outsize.move.transfer import Transfer
 from outsize.planning.errors import BudgetError
-from outsize.planning.layout import round_up
 from outsize.planning.sizes import format_bytes
 from outsize.run.guard import METADATA, TO_NUMPY
 from outsize.run.mapped_files import MappedFiles, is_modified
@@ -33,9 +32,6 @@ MIN_PAGED_BYTES = 8 << 10
 
 SMALL_BYTES = 64 << 10
 """Smaller parameters stay in memory as long as larger ones can go: they cost more requests than they free bytes."""
-
-FILE_BYTES = 8 << 40
-"""The file of parameters is sparse and has at most this size, which every usual file system allows."""
 
 # Note [Paged in place]
 # A parameter on disk keeps its memory's address: the values are written from where they are, then the pages that lie
@@ -79,8 +75,7 @@ class Page:
         address, nbytes = storage.data_ptr(), 0 if mapped else storage.nbytes()
         first = length = 0
         if nbytes >= MIN_PAGED_BYTES and storage.resizable():  # else the memory is not torch's own
-            first = round_up(address, PAGE_BYTES)
-            length = (address + nbytes) // PAGE_BYTES * PAGE_BYTES - first
+            first, length = pages_inside(address, nbytes)
         return cls(storage._cdata, address, nbytes, first, length, mapped)
 
     def holds_values_of(self, param: nn.Parameter) -> bool:
@@ -118,7 +113,7 @@ class PageFile:
         self.devices = devices_of(directories)
         self.takes_holes = False
         """Whether the file system frees a part of a file, which not every one does."""
-        self._limit_bytes = min(limit_bytes, FILE_BYTES)
+        self._limit_bytes = min(limit_bytes, LARGEST_FILE)
         self._free: dict[int, list[int]] = {}
         self._end = 0
         self._file: StripedFile | None = None
@@ -467,16 +462,9 @@ def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}"
     with torch._C.DisableTorchFunctionSubclass(), ExitStack() as held:
-        for param in {id(param): param for param in _paged((args, kwargs))}.values():
+        paged = (each for each in tree_leaves((args, kwargs)) if isinstance(each, PagedParameter))
+        for param in {id(param): param for param in paged}.values():
             held.enter_context(param.pager.in_memory(param, name))
         if func in TO_NUMPY and not args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
         return func(*args, **kwargs)
-
-
-def _paged(value: Any) -> Iterator[PagedParameter]:
-    if isinstance(value, PagedParameter):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _paged(each)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from outsize.move.buffer import alone
-from outsize.planning.layout import Slot
+from outsize.planning.layout import Slot, extent
 from outsize.run.buffers import unused
 from outsize.run.local import bind, is_distributed, local, shared_as
 from outsize.run.unit import Unit
@@ -178,6 +178,5 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes [start, end) of its storage that a strided tensor reaches."""
     with torch._C.DisableTorchFunctionSubclass():
         start = int(tensor.storage_offset())
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = start + int(reach) + 1 if tensor.numel() else start
+        end = start + extent(tensor.shape, tensor.stride())
         return start * tensor.element_size(), end * tensor.element_size()
