@@ -460,6 +460,21 @@ def test_a_penalty_on_parameter_gradients_trains_as_in_torch(workshop: Workshop,
     workshop.pair(tier=tier, activations="keep").train(batches(3), loss_of=parameter_penalized)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_penalty_on_gradients_that_a_backward_left_trains_as_in_torch(
+    workshop: Workshop, tier: str, activations: str
+) -> None:
+    pair = workshop.pair(tier=tier, activations=activations)
+    for model, optimizer in pair.both:
+        for batch in batches(3):
+            squared_error(model, batch).backward(create_graph=True)
+            sum(param.grad.square().sum() for param in model.parameters() if param.grad is not None).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
 class Descends(nn.Module):
     """Its forward asks for a gradient, of its input or of its weight."""
 

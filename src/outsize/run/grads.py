@@ -236,7 +236,8 @@ def _needs_values(func: Any, args: Any) -> RuntimeError:
     grad = _one_of(args)
     return RuntimeError(
         f"the gradient of {grad.label!r} is at rest and {func} needs its values; read it inside "
-        f"`with outsize.gathered(param, grads=True)`"
+        f"`with outsize.gathered(param, grads=True)`. They have no graph: where one is needed, use "
+        f"`torch.autograd.grad(loss, params, create_graph=True)`"
     )
 
 

@@ -108,7 +108,7 @@ class UnitGradients:
                     grad.detach_()  # a gradient at rest has no graph, which would keep the parameter
             elif grad is not None and self.collector is not None:
                 param.grad = self.collector.collect(name, local_gradient(param, grad), None)
-            elif grad is not None:
+            elif grad is not None and not grad.requires_grad:  # else create_graph: a penalty may be made of it
                 grads.append((name, local_gradient(param, grad), None))
         for (name, _, _), laid in zip(grads, self._lay_down(grads), strict=True):
             set_grad(parameters[name], self._at_rest(name, laid))
