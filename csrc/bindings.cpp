@@ -305,7 +305,7 @@ NB_MODULE(_native, m) {
         try {
             std::rethrow_exception(raised);
         } catch (const std::system_error& error) {
-            const nb::tuple args = nb::make_tuple(error.code().value(), error.code().message());
+            const nb::tuple args = nb::make_tuple(error.code().value(), error.what());
             PyErr_SetObject(PyExc_OSError, args.ptr());
         }
     });

@@ -76,7 +76,7 @@ bool Piece::advance(std::int64_t result) {
     if (result == -EINTR || result == -EAGAIN) return false;
     if (result == -EINVAL && ends_past_limit(*this)) return fail(EFBIG);
     if (result < 0) return fail(static_cast<int>(-result));
-    if (result == 0 && operation == Operation::kRead) return fail(EIO);  // the file ends before the range does
+    if (result == 0 && operation == Operation::kRead) return fail(kFileEnds);
 
     const std::size_t now = resume + static_cast<std::size_t>(result);
     futile = now > reached ? 0 : futile + 1;
@@ -85,6 +85,7 @@ bool Piece::advance(std::int64_t result) {
         if (target != nullptr) std::memcpy(target, address + skip, needed - skip);
         return true;
     }
+    if (futile == kFutileAttempts && operation == Operation::kRead) return fail(kFileEnds);
     if (futile == kFutileAttempts) return fail(ends_past_limit(*this) ? EFBIG : EIO);
     // Whole blocks only keep the alignment of the piece's start, whatever that is; redoing a part of one is harmless.
     resume = is_direct(fd) ? reached / kBlockBytes * kBlockBytes : reached;
@@ -230,6 +231,8 @@ void DiskEngine::wait(std::uint64_t ticket) {
         tickets_.erase(entry);
         return true;
     });
+    if (error == kFileEnds)
+        throw std::system_error(EIO, std::generic_category(), "the file is shorter than it must be");
     if (error != 0) throw std::system_error(error, std::generic_category());
 }
 

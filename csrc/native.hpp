@@ -55,6 +55,9 @@ class Bounces {
     std::unique_ptr<char, FreeMemory> memory_;
 };
 
+// A read found the end of the file before the end of its range. Reported as EIO, in words of its own.
+constexpr int kFileEnds = -1;
+
 // One piece of a ticket's range, and how far it has come. A queue performs attempts; `advance` judges their results.
 struct Piece {
     std::uint64_t ticket = 0;
@@ -69,7 +72,7 @@ struct Piece {
     std::size_t resume = 0;   // where the next attempt starts, relative to `offset`
     std::size_t reached = 0;  // bytes known to be transferred
     int futile = 0;           // attempts in a row that reached nothing new
-    int error = 0;            // the errno that ended the piece
+    int error = 0;            // the errno that ended the piece, or kFileEnds
 
     // Set by tests: what happens to the next attempt.
     int injected_error = 0;

@@ -206,6 +206,15 @@ def test_an_error_names_the_file_and_the_errno(
     file.close()
 
 
+def test_a_file_that_was_cut_off_is_told_from_a_drive_that_fails(tmp_path: Path, engine: _native.DiskEngine) -> None:
+    file = StripedFile(engine, [tmp_path], "unit-7", 4 * PAGE)
+    os.truncate(tmp_path / "unit-7", PAGE + 5)
+    content = noise(4 * PAGE)
+    with pytest.raises(OSError, match=r"shorter than it must be.*unit-7"):
+        file.read(0, content).wait()
+    file.close()
+
+
 def test_an_error_in_one_stripe_waits_for_the_others(tmp_path: Path, engine: _native.DiskEngine) -> None:
     file = StripedFile(engine, places(tmp_path, 3), "unit", 3 * STRIPE_BYTES)
     engine.inject("write", 2, errno.EIO, -1)

@@ -95,13 +95,13 @@ def naming(path: str | Path, doing: str) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, f"{explain(error.errno)} ({doing})", str(path)) from error
+        raise OSError(error.errno, f"{explain(error)} ({doing})", str(path)) from error
 
 
-def explain(code: int | None) -> str:
-    """What an errno says, and what to do about it where its words do not tell."""
-    words = os.strerror(code or 0)
-    return f"{words}: raise the limit on the size of files (ulimit -f)" if code == errno.EFBIG else words
+def explain(error: OSError) -> str:
+    """What an error says, and what to do about it where its words do not tell."""
+    words = error.strerror or os.strerror(error.errno or 0)
+    return f"{words}: raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else words
 
 
 @final
@@ -257,8 +257,7 @@ class DiskTransfer(Transfer):
             try:
                 self._engine.wait(ticket)
             except OSError as error:
-                code = error.errno or errno.EIO
-                self._error = self._error or OSError(code, explain(code), path)
+                self._error = self._error or OSError(error.errno or errno.EIO, explain(error), path)
             if not self._parts:
                 ended(self._lane, os.path.basename(path), self._began)
         if self._error is not None:
