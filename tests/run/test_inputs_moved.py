@@ -85,3 +85,20 @@ def test_after_a_drive_has_failed_the_next_step_gives_the_same_bits(
         found.losses += train(model, optimizer, [batch]).losses
     assert found == expected
     assert all(torch.equal(value, weights(kept)[name]) for name, value in weights(model).items())
+
+
+def test_a_write_that_fails_is_told_once(workshop: Workshop) -> None:
+    """Of an input of many slabs, for whose bytes the next layer waits. The same input moves out in the next step."""
+    torch.manual_seed(0)
+    model = Stack(depth=4)
+    optimizer = adamw(model)
+    workshop.prepare(model, optimizer, "host", disk=workshop.disk, **TO_DISK)
+    (batch,) = batches(1, rows=1 << 18)
+    disk = prepared(model).resources.disk
+    assert disk is not None
+    disk.inject("write", 1, errno.ENOSPC, -1)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
+        squared_error(model, batch).backward()
+    del caught
+    optimizer.zero_grad()
+    train(model, optimizer, [batch])

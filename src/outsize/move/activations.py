@@ -352,7 +352,11 @@ class SavedCall:
         _, span, dtype, size, stride = packed
         for each in self.spans:
             each.come()
-        content = span.lend()
+        try:
+            content = span.lend()
+        except OSError:
+            self._store.begin_anew()
+            raise
         earlier = None if self._before is None else self._before()
         for each in () if earlier is None else earlier.spans:
             each.come()
@@ -374,8 +378,12 @@ class ActivationStore:
 
     def call(self) -> SavedCall:
         """The next call. The tensors of the call before it move out; those of earlier calls are out by now."""
-        for span in self._leaving:
-            span.let_go()
+        try:
+            for span in self._leaving:
+                span.let_go()
+        except OSError:
+            self.begin_anew()
+            raise
         newest = None if self._newest is None else self._newest()
         self._leaving = [] if newest is None else list(newest.spans)
         for span in self._leaving:
@@ -383,6 +391,14 @@ class ActivationStore:
         call = SavedCall(self, newest)
         self._newest = weakref.ref(call)
         return call
+
+    def begin_anew(self) -> None:
+        """After an error of a place: what is on its way ends, and the next step uses nothing of this one."""
+        leaving, self._leaving = self._leaving, []
+        for span in leaving:
+            with suppress(OSError):
+                span.let_go()
+        self._spans, self._newest = MadeOf(), None
 
     def span_of(self, tensor: torch.Tensor, numel: int) -> _Span:
         """The bytes of the tensor, `numel` elements from first to last: one span for all calls that save them."""
