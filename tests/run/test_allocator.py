@@ -152,6 +152,47 @@ def test_where_units_come_and_go_a_part_of_the_budget_is_for_what_operations_fre
     assert higher - peak < 32 << 20  # of the whole process
 
 
+LARGE_HEAP = """
+import ctypes, gc, sys
+from pathlib import Path
+import torch
+from torch import nn
+import outsize
+
+def mebibytes(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name)) >> 10
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, of which parts stay
+torch.ones(31 << 18)  # blocks of its size come from the heap now
+blocks, above = [torch.ones(15 << 18) for _ in range(12)], torch.ones(1 << 10)
+del blocks
+widths = [1024, 7900, 1024, 3000, 1024, 6500, 1024, 2000, 1024, 5000, 1024, 4000, 1024, 7000, 1024]
+model = nn.Sequential(*(nn.Sequential(nn.Linear(*each), nn.GELU()) for each in zip(widths, widths[1:])))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+example = torch.ones(8, 1024)
+with torch.no_grad():
+    model(example)
+tiers = dict.fromkeys(("params", "grads", "states"), "disk")
+outsize.prepare(model, optimizer, host_memory="144MiB", disk=sys.argv[1], device="cpu", **tiers)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+before = mebibytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+for _ in range(2):
+    model(example).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(mebibytes("VmHWM") - before)
+"""
+
+
+def test_gradients_leave_no_holes_in_a_heap_in_which_the_model_was_made(tmp_path: Path) -> None:
+    """Blocks above the threshold are no mappings where they fit into what is free in the heap."""
+    program = [sys.executable, "-c", LARGE_HEAP, str(tmp_path)]
+    grown = int(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
+    assert grown < 144 + 56  # the budget, a gradient, and what is looked at
+
+
 def test_freed_memory_goes_back_when_as_much_has_come_or_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     now, trimmed = [100 << 20], list[int]()
     monkeypatch.setattr(memory, "resident_bytes", lambda: (now[0], 0))

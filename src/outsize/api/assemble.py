@@ -202,7 +202,7 @@ def _open_resources(plan: PlacedModel, config: Config) -> Resources:
     outbox = plan.budgets.outbox_bytes(plan.unit_bytes) if leave else 0
     found = Resources(config.directories if on_disk else (), *plan.arena, config.compute_device, outbox, on_disk)
     if plan.returns_freed_memory:
-        found.ledger.freed = FreedMemory(min(plan.holes_bytes, LOOK_BYTES)) if plan.holes_bytes else None
+        found.ledger.freed = FreedMemory(min(plan.holes_bytes or LOOK_BYTES, LOOK_BYTES))
         keep_freed_memory(found, plan.holes_bytes)
     elif plan.kept_bytes:
         keep_freed_memory(found, plan.kept_bytes)

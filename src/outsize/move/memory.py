@@ -221,8 +221,8 @@ def _unregister(address: int) -> None:
 # Where everything lies in memory, holes are kept for the next step, and wherever the budget has room for them beside
 # all units. Elsewhere what is left of the budget is for holes, if little is trained: gradients that come and go leave
 # more of them than is worth it (main job: 12 % faster, 40 MiB more). A block that takes more than half of that is a
-# mapping. All holes go back before much may have come: the ledger knows what units and gradients take, the system knows
-# the rest.
+# mapping, unless it fits into a hole: the heap is large where the model was made in it. So all holes go back before
+# much may have come: the ledger knows what units and gradients take, the system knows the rest.
 
 LOOK_BYTES = 16 << 20
 """The most that may come to memory before holes go back, and the least that may stay free at the end of the heap."""
