@@ -5,8 +5,8 @@
 Each row is a model, in fp32 or bf16, without clipping. It is trained once on each placement: all in memory, host, disk,
 a mixture, in a process of its own, as what ran before has its marks on the allocator. The second half of the steps
 counts. `outsize.probe` measures before each model, as a drive that others use too changes all the time.
-All rows take 3 to 6 minutes on 2 cores.
-Figures are predicted / measured. Peak: resident memory beyond what the process had before the model was made.
+All rows take 5 to 9 minutes on 2 cores.
+Figures are predicted / measured. Peak of the steps: resident memory beyond what the process had before the model was made.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _small_llama(layers: int, width: int, length: int, vocabulary: int = 8000) -
 
 Made = tuple[nn.Module, Any]
 MODELS: dict[str, tuple[Callable[[], Made], torch.dtype]] = {
-    "mlp": (lambda: (_mlp(1024, 10), (torch.randn(128, 1024),)), torch.float32),
-    "wide-mlp": (lambda: (_mlp(2048, 3), (torch.randn(32, 2048),)), torch.float32),
-    "encoder": (lambda: (_encoder(512, 4), (torch.randn(2, 64, 512),)), torch.float32),
-    "convolutions": (lambda: (_convolutions(256, 8), (torch.randn(1, 3, 32, 32),)), torch.float32),
-    "llama": (partial(_small_llama, 3, 512, 64, 4000), torch.float32),
-    "deep-llama": (partial(_small_llama, 12, 256, 128, 4000), torch.float32),
-    "llama-bf16": (partial(_small_llama, 3, 512, 32, 4000), torch.bfloat16),
-    "mlp-bf16": (lambda: (_mlp(1024, 8), (torch.randn(32, 1024, dtype=torch.bfloat16),)), torch.bfloat16),
+    "mlp": (lambda: (_mlp(2048, 10), (torch.randn(256, 2048),)), torch.float32),
+    "wide-mlp": (lambda: (_mlp(4096, 3), (torch.randn(64, 4096),)), torch.float32),
+    "encoder": (lambda: (_encoder(1024, 4), (torch.randn(2, 128, 1024),)), torch.float32),
+    "convolutions": (lambda: (_convolutions(512, 8), (torch.randn(1, 3, 32, 32),)), torch.float32),
+    "llama": (partial(_small_llama, 3, 1024, 128, 8000), torch.float32),
+    "deep-llama": (partial(_small_llama, 12, 512, 128, 8000), torch.float32),
+    "llama-bf16": (partial(_small_llama, 3, 1024, 64, 8000), torch.bfloat16),
+    "mlp-bf16": (lambda: (_mlp(2048, 8), (torch.randn(64, 2048, dtype=torch.bfloat16),)), torch.bfloat16),
 }
 
 
@@ -101,20 +101,23 @@ def _train(model: nn.Module, example: Any, options: dict[str, Any], steps: int) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = outsize.prepare(model, optimizer, **options)
     seconds, used = [], []
-    for _ in range(steps):
-        began, before = time.perf_counter(), time.process_time()
-        out = model(**example) if isinstance(example, dict) else model(*example)
-        _loss(out).backward()
-        del out
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)
-        used.append(time.process_time() - before)
+    gc.collect()
+    with PeakRss() as memory:
+        for _ in range(steps):
+            began, before = time.perf_counter(), time.process_time()
+            out = model(**example) if isinstance(example, dict) else model(*example)
+            _loss(out).backward()
+            del out
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - began)
+            used.append(time.process_time() - before)
     late = seconds[steps // 2 :]
     return {
         "measured": statistics.median(late),
         "least": min(late),
         "processor": statistics.median(used[steps // 2 :]) / torch.get_num_threads(),
+        "peak": memory.peak,
         "ledger": dict(outsize.memory(model).peak),
     }
 
@@ -134,8 +137,7 @@ def measure(name: str, placement: str, directory: str) -> dict[str, Any]:
             torch.manual_seed(0)
             base = _trim()
             model, example = make()
-            with PeakRss() as memory:
-                trained = _train(model, example, fields(model, placement, own, dtype), steps)
+            trained = _train(model, example, fields(model, placement, own, dtype), steps)
             del model
     with tempfile.TemporaryDirectory(dir=directory) as own:
         model, example = make()
@@ -144,7 +146,7 @@ def measure(name: str, placement: str, directory: str) -> dict[str, Any]:
         assert plan.prediction is not None
         return {
             **trained,
-            "peak": memory.peak - base,
+            "peak": trained["peak"] - base,
             "predicted": plan.step_seconds,
             "peak_predicted": sum(plan.prediction.peak_bytes[tier] for tier in ("device", "host")),
             "busy": dict(plan.prediction.busy),
