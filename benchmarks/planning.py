@@ -6,7 +6,8 @@ Each row is a model, in fp32 or bf16, without clipping. It is trained once on ea
 a mixture, in a process of its own, as what ran before has its marks on the allocator. The second half of the steps
 counts. `outsize.probe` measures before each model, as a drive that others use too changes all the time.
 All rows take 5 to 9 minutes on 2 cores.
-Figures are predicted / measured. Peak of the steps: resident memory beyond what the process had before the model was made.
+Figures are predicted / measured. Peak of the steps: resident memory beyond what the process had before the model was
+made.
 """
 
 from __future__ import annotations
