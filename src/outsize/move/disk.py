@@ -36,6 +36,11 @@ LARGEST_FILE = 8 << 40
 """Bytes of a file that is a hole where nothing lies: every usual file system allows so many."""
 
 ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
+_REMEDIES = {
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENOSPC: "free some there",
+    errno.EDQUOT: "free some there, or have the quota raised",
+}
 STRIPE_BYTES = 4 << 20
 RUN_PREFIX = "outsize-run-"
 _NEW_SUFFIX = ".new"
@@ -101,7 +106,8 @@ def naming(path: str | Path, doing: str) -> Iterator[None]:
 def explain(error: OSError) -> str:
     """What an error says, and what to do about it where its words do not tell."""
     words = error.strerror or os.strerror(error.errno or 0)
-    return f"{words}: raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else words
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{words}: {remedy}" if remedy else words
 
 
 @final

@@ -31,8 +31,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Lanes of computation by unit, fetches (in), gradients on their way (out), disk reads and writes, updates and
     collectives, and counters of memory; of all prepared models of the process, on all their threads. A read or write
-    ends where somebody looks after it. Several ranks write a trace each: give each a path of its own. `outsize plan
-    --trace` writes a simulated step in the same form.
+    ends where somebody looks after it. The events are in memory until the block ends: trace a few steps. Several ranks
+    write a trace each: give each a path of its own. `outsize plan --trace` writes a simulated step in the same form.
 
     >>> with outsize.trace("steps.json"):
     ...     for batch in loader:
