@@ -215,6 +215,26 @@ def test_freed_memory_goes_back_when_as_much_has_come_or_memory_has_grown(monkey
     assert len(trimmed) == 2
 
 
+def test_a_heap_that_takes_long_to_look_through_is_trimmed_for_a_twentieth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, trimmed = [0.0], list[float]()
+
+    def trim(_: int) -> None:
+        clock[0] += 0.05
+        trimmed.append(clock[0])
+
+    monkeypatch.setattr(memory.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(memory, "resident_bytes", lambda: (1 << 30, 0))
+    monkeypatch.setattr(memory, "_libc", SimpleNamespace(malloc_trim=trim))
+    ledger = memory.Ledger(memory.FreedMemory(memory.LOOK_BYTES))
+    for _ in range(1000):
+        clock[0] += 0.01
+        ledger.add("device/resident", memory.LOOK_BYTES)
+    assert len(trimmed) == 10 + 1  # in ten seconds, and the first at once
+    assert 0.05 * len(trimmed) < 0.06 * clock[0]
+
+
 def test_weights_that_prepare_has_moved_leave_no_memory(tmp_path: Path) -> None:
     status, said, errors = run_script(SCRIPT, "memory memory", tmp_path)  # the second one's weights lie in the heap
     assert status == 0, errors

@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -226,6 +227,8 @@ def _unregister(address: int) -> None:
 
 LOOK_BYTES = 16 << 20
 """The most that may come to memory before holes go back, and the least that may stay free at the end of the heap."""
+LEAST_SECONDS, SECONDS_A_BYTE = 0.002, 5e-10
+"""What it usually takes to give memory back, at most."""
 LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_BYTES = 256 << 10, 32 << 20, (1 << 31) - 1
 """Of blocks that glibc may be told to serve by mappings: the least, the most, and the most that it keeps free."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
@@ -334,22 +337,27 @@ def zero(content: torch.Tensor) -> None:
 @final
 class FreedMemory:
     """What operations have freed and the allocator keeps. It goes back when `most` bytes have come to memory, or
-    resident memory has grown by as much beside what is known. See Note [Freed memory]."""
+    resident memory has grown by as much beside what is known. A heap of very many pieces takes long to look through:
+    then less often, so that it is a twentieth of the time. See Note [Freed memory]."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._coming = 0
         self._least = MOST_BYTES << 32
+        self._next = 0.0  # when it may go back again
 
     def make_way(self, nbytes: int, known: int) -> None:
         """So many bytes come to memory, to those that are known."""
         self._coming += nbytes
-        beside = resident_bytes()[0] - known
-        if self._coming >= self._most or beside > self._least + self._most:
+        resident, began = resident_bytes()[0], time.monotonic()
+        if (self._coming >= self._most or resident - known > self._least + self._most) and began >= self._next:
             self._coming = 0
             trim_heap()
-            self._least = beside = resident_bytes()[0] - known
-        self._least = min(self._least, beside)
+            left, took = resident_bytes()[0], time.monotonic() - began
+            too_long = took - LEAST_SECONDS - (resident - left) * SECONDS_A_BYTE
+            self._next = began + took + 20 * max(too_long, 0)
+            self._least, resident = left - known, left
+        self._least = min(self._least, resident - known)
 
 
 @dataclass
